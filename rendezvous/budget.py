@@ -21,19 +21,15 @@ class Budget:
         self.limits, self._hits = limits, hits
         self._cost = self._size = self._waits = 0
 
-    def charge(self, cost: int) -> wire.StoreRefusal | None:
-        """Charge for so many looks at a key; return a refusal if the batch costs too much.
-
-        The first operation that costs anything is never too much: each alone is bounded by itself.
-        """
-        if self._cost and self._cost + cost > self.limits.batch_cost:
-            problem = "the operations of this batch take too long together; send fewer in a batch"
-            return self.refuse("batch_cost", "too_large", problem)
-        self._cost += cost
-        return None
+    def over(self) -> wire.StoreRefusal | None:
+        """Return a refusal once the operations so far have cost too much."""
+        if self._cost <= self.limits.batch_cost:
+            return None
+        problem = "the operations of this batch take too long together; send fewer in a batch"
+        return self.refuse("batch_cost", "too_large", problem)
 
     def spend(self, cost: int) -> None:
-        """Charge for what is done already."""
+        """Charge for so many looks at a key."""
         self._cost += cost
 
     def wait(self, waited: int, keys: int) -> wire.StoreRefusal | None:

@@ -202,9 +202,12 @@ class KVStore:
     ) -> wire.Result | None:
         """Return the operation's result, or None if the batch now waits for it."""
         budget = batch.budget
+        if refused := budget.over():
+            return refused
         match operation:
             case wire.Get(keys=keys) | wire.Watch(keys=keys):
-                return budget.charge(READ_COST * len(keys)) or self._read(operation, batch, now)
+                budget.spend(READ_COST * len(keys))
+                return self._read(operation, batch, now)
             case wire.Set(key=key, value=value, lease=lease):
                 return self._set(key, value, None if lease is None else now + lease, budget)
             case wire.Add(key=key, amount=amount):
@@ -218,8 +221,7 @@ class KVStore:
             case wire.DeletePrefix(prefix=prefix, seal=seal):
                 return self._delete_prefix(prefix, seal, budget)
             case wire.Count(prefix=prefix):
-                if refused := budget.charge(len(self._data)):
-                    return refused
+                budget.spend(len(self._data))
                 return wire.Number(len([0 for key in self._data if key.startswith(prefix)]))
 
     # ---- waiting -------------------------------------------------------------------------
@@ -323,8 +325,7 @@ class KVStore:
     def _append(self, key: str, value: bytes, budget: Budget) -> wire.Result:
         entry = self._data.get(key)
         held = entry.value if entry else b""
-        if refused := budget.charge((len(held) + len(value)) // BYTES_PER_LOOK):
-            return refused
+        budget.spend((len(held) + len(value)) // BYTES_PER_LOOK)
         return self._write(key, held + value, budget)
 
     def _compare_set(
@@ -344,8 +345,6 @@ class KVStore:
             limit = wire.MAX_VALUE_BYTES
             problem = f"key {key!r}: {len(value)} bytes are over the limit of {limit}"
             return wire.StoreRefusal("too_large", problem)
-        if refused := budget.charge(0):
-            return refused
         held = self._data.get(key)
         before, growth = 0, len(value) + len(key) + KEY_BYTES
         if held is not None:
@@ -373,14 +372,12 @@ class KVStore:
         return entry is not None
 
     def _delete_prefix(self, prefix: str, seal: bool, budget: Budget) -> wire.Result:
-        if refused := budget.charge(len(self._data)):
-            return refused
         keys = [key for key in self._data if key.startswith(prefix)]
         if seal and (refused := self._seal(prefix, budget)):
             return refused
         for key in keys:
             self._delete(key)
-        budget.spend(DELETE_COST * len(keys))
+        budget.spend(len(self._data) + DELETE_COST * len(keys))
         if seal:
             for key in [key for key in self._index if key.startswith(prefix)]:
                 for batch in list(self._index.get(key, ())):
