@@ -59,8 +59,8 @@ class Acceptor:
                 self._connections.make_room()
                 self._rest()
                 return
-            # The system gives the lowest number that is free, so it says how many are in use.
-            if accepted.fileno() < self._connections.highest or self._connections.make_room():
+            room = self._connections.has_room(accepted.fileno())
+            if room or self._connections.make_room():
                 self._open(accepted)
             else:
                 self._refuse(accepted)

@@ -39,7 +39,8 @@ CONNECT_S = 3.0  # for one address to accept a connection
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 URL_FILE_POLL_S = 0.1  # between two looks at the file with the address, while a call waits
 _CHUNK_BYTES = 1024 * 1024
-_STOPPING = 503  # the only status that is worth a repeat: a successor may take over
+# Worth a repeat: the server is over a limit or stopping, and then a successor may take over.
+_AGAIN = (429, 503)
 _STREAM, _DATA = "text/event-stream", b"data: "  # a stream of server-sent events; one event
 # Method, path, body and headers.
 _Request = tuple[str, str, bytes | None, dict[str, str]]
@@ -272,8 +273,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                     reused = connection.sock is not None
                     attempt_until = min(until, time.monotonic() + expected)
                     status, answer = self._attempt(connection, request, attempt_until, wake)
-                    if status == _STOPPING and self._repeats:
-                        raise ConnectionError("the server is stopping")
+                    if status in _AGAIN and self._repeats:
+                        raise _TryAgainError(status, answer)
                 self.silent_since = None
                 return self._checked(status, answer)
             except (OSError, HTTPException) as error:
@@ -285,6 +286,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             pause = 0.0 if reused else next(pauses)
             if time.monotonic() + pause >= until or not (self._repeats or reused):
                 self._check_not_aborted()
+                if isinstance(problem, _TryAgainError) and not problem.is_stopping:
+                    return self._checked(problem.status, problem.body)
                 raise errors.UnreachableError(self.url, time.monotonic() - started, problem)
             self._pause(pause, wake)
 
@@ -455,6 +458,15 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 "another job now, see that the token file is this job's"
             )
         raise errors.RequestError(self.url, status, detail.code, detail.message, detail.hint)
+
+
+class _TryAgainError(ConnectionError):
+    """The server asks for the same request a little later."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__("the server is stopping")
+        self.status, self.body = status, body
+        self.is_stopping = b'"stopping"' in body
 
 
 def parse_url(url: str) -> SplitResult:

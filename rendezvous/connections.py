@@ -46,14 +46,15 @@ class Client:
 class Connections:
     """All connections of one server; create it on a running loop.
 
-    `files`: how many descriptors the process may have.
+    `files`: how many descriptors the process may have; `used`: how many it has now.
     """
 
-    def __init__(self, limits: Limits, hits: Hits, files: int) -> None:
+    def __init__(self, limits: Limits, hits: Hits, files: int, used: int) -> None:
         self.limits, self.hits = limits, hits
         self.loop = asyncio.get_running_loop()
-        self.highest = files - reserve_of(files, limits)  # the first descriptor not for clients
-        self._most_unproven = min(limits.unproven, max(1, self.highest // 4))
+        self._highest = files - reserve_of(files, limits)  # the first descriptor not for clients
+        self._most = max(1, self._highest - used)
+        self._most_unproven = min(limits.unproven, max(1, self._most // 4))
         self._unproven: dict[Client, float] = {}  # since when; the oldest first
         self._proven: dict[Client, None] = {}  # about in the order of their last requests
         self._of_caller: Counter[Caller] = Counter()
@@ -111,6 +112,14 @@ class Connections:
             return False  # try again in a moment
         self.hits.count("unproven")
         return self._close_oldest_unproven()
+
+    def has_room(self, descriptor: int) -> bool:
+        """Return whether a connection with this descriptor leaves the driver's reserve alone.
+
+        The system gives the lowest number that is free, so the number says how many are in use.
+        """
+        many = len(self._unproven) + len(self._proven)
+        return many < self._most and descriptor < self._highest
 
     def make_room(self) -> bool:
         """Free a descriptor: close the connection that is needed least; False: there is none."""

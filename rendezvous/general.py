@@ -17,7 +17,7 @@ from rendezvous.web import CALLER, Problem
 from rendezvous.wire import MAX_BODY_BYTES
 
 LARGE_ANSWER = 64 * 1024  # bytes; smaller ones fit into the buffer of each connection
-_OPEN_BODY_BYTES = 4096  # of a request without a token
+_OPEN_BODY_BYTES = 16 * 1024  # of a request without a token
 
 
 class GeneralConnection(asyncio.Protocol):

@@ -248,7 +248,9 @@ class RendezvousServer:
         )
         service.ask(self._first(self.url), lambda _results: None, bounded=False)
         posts_once, turns = PostsOnce(), Turns()
-        connections = self._connections = Connections(self.limits, self.hits, self._files)
+        connections = self._connections = Connections(
+            self.limits, self.hits, self._files, len(os.listdir("/proc/self/fd"))
+        )
         runner = await self._aiohttp(service, posts_once, within(connections, turns))
         assert runner.server is not None  # noqa: S101 - it is set up
         fast_path = FastPath(

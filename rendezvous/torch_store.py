@@ -20,6 +20,7 @@ from torch.distributed import DistStoreError, Store
 
 from rendezvous import wire
 from rendezvous.client import RendezvousClient
+from rendezvous.errors import RefusedError
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)  # the default of torch's own stores
 WAIT_S = 30.0  # for one request; a longer wait takes several, so that a dead client is noticed
@@ -137,7 +138,13 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
         until = time.monotonic() + timeout.total_seconds()
         while True:
             left = max(0.0, until - time.monotonic())
-            found = self._one(wire.Get(names, wait=min(WAIT_S, left)), wire.Entries)
+            try:
+                found = self._one(wire.Get(names, wait=min(WAIT_S, left)), wire.Entries)
+            except RefusedError as error:
+                if error.code != "too_large" or len(keys) == 1:
+                    raise
+                parts, rest = (keys[: len(keys) // 2], keys[len(keys) // 2 :]), timedelta(0, left)
+                return [value for part in parts for value in self._wait_for(part, rest)]
             if len(found.entries) == len(set(names)):
                 return [found.entries[name].value for name in names]
             if time.monotonic() >= until:

@@ -22,6 +22,7 @@ from rendezvous.errors import (
     WokenError,
 )
 from rendezvous.server import RendezvousServer
+from rendezvous.web import Problem
 from rendezvous.wire import (
     Add,
     Append,
@@ -513,3 +514,26 @@ def test_a_forked_child_opens_a_connection_of_its_own(
 def test_what_is_no_address_is_refused_when_the_client_is_made(url: str) -> None:
     with pytest.raises(ValueError, match="no rendezvous address"):
         RendezvousClient(url, TOKEN)
+
+
+def test_a_request_over_a_limit_is_repeated_and_the_limit_is_named_at_the_deadline() -> None:
+    tries = []
+
+    async def handler(request: web.Request) -> web.Response:
+        tries.append(request.path)
+        if len(tries) < 3 or request.path == "/never":
+            raise Problem(429 if len(tries) % 2 else 503, "busy", "it is full", "ask again")
+        return web.Response(body=b"done")
+
+    def routes(app: web.Application) -> None:
+        app.router.add_get("/soon", handler)
+        app.router.add_get("/never", handler)
+
+    with (
+        RendezvousServer(token=TOKEN, routes=routes) as server,
+        RendezvousClient(server.url, TOKEN) as client,
+    ):
+        assert client.get_bytes("/soon") == b"done"
+        assert len(tries) == 3
+        with pytest.raises(RequestError, match="busy: it is full; ask again"):
+            client.get_bytes("/never", deadline=0.2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,7 +16,8 @@ import torch.distributed as dist
 
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import AbortedError, SealedError
+from rendezvous.errors import AbortedError, RefusedError, SealedError
+from rendezvous.limits import Limits
 from rendezvous.server import RendezvousServer
 from rendezvous.torch_store import HTTPStore
 from rendezvous.wire import Count, DeletePrefix, Get, Number
@@ -224,3 +226,17 @@ def test_real_ranks_form_a_group_with_two_requests_each(
         for process in ranks:
             process.kill()
             process.wait(10)
+
+
+def test_values_that_are_too_large_together_are_read_in_parts() -> None:
+    with (
+        RendezvousServer(token=TOKEN, limits=Limits(reply_bytes=10_000)) as server,
+        RendezvousClient(server.url, TOKEN) as client,
+        contextlib.closing(HTTPStore(client, "rounds/7/", timedelta(seconds=20))) as store,
+    ):
+        names, values = [f"k{n}" for n in range(16)], [bytes([n]) * 2000 for n in range(16)]
+        store.multi_set(names, values)
+        assert store.multi_get(names) == values
+        store.set("one", bytes(20_000))
+        with pytest.raises(RefusedError, match="ask for less"):
+            store.get("one")
