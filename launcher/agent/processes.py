@@ -134,6 +134,18 @@ def reap(pid: int) -> int | None:
     return None if found == 0 else os.waitstatus_to_exitcode(status)
 
 
+def reap_strangers() -> None:
+    """Reap the children that have ended and that this process has not started.
+
+    They came to it when their parent died. A child of its own is in its session, or leads one.
+    """
+    ours = os.getsid(0)
+    for pid in children():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) not in (ours, pid):
+                reap(pid)
+
+
 async def end_all(look: Callable[[], Iterable[int]], patience: float = LEFTOVERS_S) -> None:
     """Kill and reap the children that `look()` returns, and all their descendants.
 

@@ -48,6 +48,7 @@ from rendezvous.client import RendezvousClient
 
 CALM_S = 2.0  # without a new agent, before a spare is started that would slow the others down
 SPEC_S = 5.0  # for the rendezvous to return the job's specification, which is there already
+STRANGERS_S = 5.0  # between two looks for ended processes that nobody else reaps
 LAST_RESORT_S = 2.0  # for the kernel to end killed processes
 _SPARE = ("", 0)  # no host and no incarnation: the key of the agent that waits for them
 _AGENT = (sys.executable, "-m", "launcher.agent")
@@ -174,6 +175,7 @@ class LocalBackend(Backend):
             run = self._loop.run_forever
             self._thread = threading.Thread(target=run, name="local-agents", daemon=True)
             self._thread.start()
+            self._loop.call_soon_threadsafe(self._reap_strangers)
         self._loop.call_soon_threadsafe(function)
 
     def close(self, grace: float) -> None:
@@ -189,6 +191,11 @@ class LocalBackend(Backend):
         processes.become_subreaper(False)
 
     # ---- on the loop ---------------------------------------------------------------------
+
+    def _reap_strangers(self) -> None:
+        """Reap what other parts of this process have left, such as helpers of a discovery."""
+        processes.reap_strangers()
+        asyncio.get_running_loop().call_later(STRANGERS_S, self._reap_strangers)
 
     def _begin(self, agent: _LocalAgent) -> None:
         """Make the spare this agent, or start the agent."""

@@ -54,7 +54,11 @@ def main() -> int:
     try:
         driver = ElasticDriver(
             DriverSetup(
-                settings=Settings(start_np=sum(slots for _, slots in hosts), stop_grace=1.0),
+                settings=Settings(
+                    start_np=sum(slots for _, slots in hosts),
+                    stop_grace=1.0,
+                    heartbeat_timeout=120.0,  # the machine may be slow, and nobody renews leases
+                ),
                 spec=JobSpec(RUN, ("true",), "/", {}, 30.0, 3),
                 discovery=FixedDiscovery(hosts),
                 starter=SayingBackend,  # type: ignore[arg-type]

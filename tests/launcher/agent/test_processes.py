@@ -1,12 +1,23 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from launcher.agent.processes import ProcessSpec, StartError, start_fresh
+from launcher.agent.processes import (
+    ProcessSpec,
+    StartError,
+    become_subreaper,
+    children,
+    kill_child,
+    reap_strangers,
+    start_fresh,
+)
 
 
 def run(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[str, int]:
@@ -32,6 +43,34 @@ def test_it_is_our_child_in_a_session_of_its_own_with_no_stdin(tmp_path: Path) -
     )
     text, code = run(sys.executable, "-c", script, cwd=tmp_path)
     assert (text.split(), code) == ([str(os.getpid()), "True", "''", str(tmp_path)], 0)
+
+
+def test_children_of_strangers_are_reaped_and_our_own_are_left_to_their_owner() -> None:
+    daemon = "setsid sh -c 'sleep 300 >/dev/null & echo $!'"  # its parent ends at once
+    become_subreaper()
+    try:
+        with subprocess.Popen(["true"]) as own, subprocess.Popen(["true"], start_new_session=True):
+            made = subprocess.run(["sh", "-c", daemon], stdout=subprocess.PIPE, check=True)
+            stray = int(made.stdout)
+            assert stray in children()
+            os.kill(stray, signal.SIGKILL)
+            deadline = time.monotonic() + 30.0
+            while stray in children() and time.monotonic() < deadline:
+                reap_strangers()
+            assert stray not in children()
+            assert own.wait(30) == 0
+            reap_strangers()
+            assert own.pid not in children()
+    finally:
+        become_subreaper(False)
+
+
+def test_a_child_that_was_reaped_is_not_killed_again() -> None:
+    process = subprocess.Popen(["sleep", "300"])
+    kill_child(process.pid)
+    assert process.wait(30) == -signal.SIGKILL
+    kill_child(process.pid)
+    kill_child(os.getppid())  # no child of ours
 
 
 def test_it_inherits_no_other_descriptor(tmp_path: Path) -> None:
