@@ -15,6 +15,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from rendezvous.wire import UNREADABLE
+
 ANSWER = b"+"  # the byte by which an agent answers a probe
 PATIENCE_S = 2.0  # for an agent to answer
 MAX_LINE = 4096  # bytes, the newline included
@@ -39,7 +41,7 @@ def verified(line: bytes, run_id: str, token: str) -> Announcement | None:
     """Return the message in a line; None if it is not from a driver of this run."""
     try:
         message = msgspec.json.decode(line, type=Announcement)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     wanted = _mac(run_id, message.term, message.url, token)
     genuine = hmac.compare_digest(message.mac.encode(), wanted.encode())

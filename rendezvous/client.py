@@ -28,8 +28,6 @@ from ssl import SSLError, SSLSocket
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-import msgspec
-
 from rendezvous import errors, wire
 from rendezvous.auth import AUTHORIZATION, bearer
 from rendezvous.tls import ServerIdentity
@@ -125,7 +123,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         answer = self._call("POST", wire.BATCH_PATH, body, deadline, expected=expected, wake=wake)
         try:
             return wire.decode_reply(answer).results
-        except msgspec.DecodeError as error:
+        except wire.UNREADABLE as error:
             raise errors.RendezvousError(f"{self.url} answered with no reply: {error}") from error
 
     def one(self, operation: wire.Operation, kind: type[R]) -> R:
@@ -449,7 +447,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             return body
         try:
             detail = wire.decode_error(body).error
-        except msgspec.DecodeError:
+        except wire.UNREADABLE:
             hint = "does elasticrun listen there?"
             detail = wire.ErrorDetail("http_error", f"status {status}", hint)
         if status == 401:

@@ -24,7 +24,6 @@ from http import HTTPStatus
 from time import thread_time
 from typing import cast
 
-import msgspec
 from msgspec import Struct
 
 from rendezvous import access, wire
@@ -145,7 +144,7 @@ class FastPath:
     ) -> Callable[[], object] | None:
         try:
             batch = wire.decode_batch(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except wire.UNREADABLE:
             return None
         if access.refused(caller, batch.operations) is not None:
             return None

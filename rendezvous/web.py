@@ -74,7 +74,7 @@ async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:
         return decode(body)
     except msgspec.ValidationError as error:
         raise Problem(422, "invalid", f"the body has the wrong form: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except wire.UNREADABLE as error:
         raise Problem(400, "malformed", f"the body is not JSON: {error}") from error
 
 

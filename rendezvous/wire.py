@@ -37,6 +37,9 @@ Key = Annotated[str, Meta(min_length=1, max_length=MAX_KEY_CHARS)]
 Value = Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)]
 R = TypeVar("R")
+# What may be raised where bytes of another process are decoded: msgspec's errors are ValueErrors,
+# and text that is no UTF-8 is one; a RecursionError comes of deep nesting.
+UNREADABLE = (ValueError, RecursionError)
 
 
 class Set(Struct, frozen=True, tag="set", forbid_unknown_fields=True):

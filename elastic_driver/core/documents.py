@@ -16,12 +16,13 @@ from elastic_driver.core.members import Member as Member  # noqa: PLC0414 - for 
 from elastic_driver.core.members import Members, Roster, roster_of
 from elastic_driver.core.members import SlotInfo as SlotInfo  # noqa: PLC0414
 from elastic_driver.options import FLAG, NUMBERS, STREAMS, Heading, names, option, text, whole_or
+from rendezvous.wire import UNREADABLE
 
 Host = Annotated[str, Meta(min_length=1, max_length=253)]
 WorkerId = Annotated[str, Meta(min_length=1, max_length=300)]
 Text = Annotated[str, Meta(max_length=65536)]
 LongText = Annotated[str, Meta(max_length=1 << 20)]  # its reader keeps a part
-Number = Annotated[int, Meta(ge=0, le=2**53)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class DriverTerm(Struct, frozen=True):
@@ -109,7 +110,7 @@ class Sample(Struct, frozen=True, array_like=True):
     gradients, because the clock also counts waiting.
     """
 
-    step: Annotated[int, Meta(ge=0)]
+    step: Count
     compute: Seconds
     one_pass: Seconds
     exchange: Seconds = 0.0
@@ -151,9 +152,9 @@ class Progress(Struct, frozen=True):
     if it has any.
     """
 
-    round: int
-    step: int
-    step_time: float
+    round: Count
+    step: Annotated[int, Meta(ge=-1, le=2**53)]  # −1: nothing trained yet
+    step_time: Seconds
     samples: Annotated[tuple[Sample, ...], Meta(max_length=MAX_SAMPLES)] = ()
     division: Division | None = None
     links: Links | None = None
@@ -316,8 +317,7 @@ decode_term = msgspec.json.Decoder(DriverTerm).decode
 decode_notice = msgspec.json.Decoder(Notice).decode
 decode_save = msgspec.json.Decoder(SaveRequest).decode
 decode_allocation = msgspec.json.Decoder(Allocation).decode
-decode_number: Callable[[bytes], int] = msgspec.json.Decoder(Number).decode
-NOT_A_DOCUMENT = (ValueError, RecursionError)  # errors of all these for other bytes
+decode_number: Callable[[bytes], int] = msgspec.json.Decoder(Count).decode
 
 
 def decode(kind: type[T], data: bytes) -> T:
@@ -329,7 +329,7 @@ def decode_progress(data: bytes) -> Progress | None:
     """Return a worker's progress; None if it wrote something else."""
     try:
         return decode(Progress, data)
-    except NOT_A_DOCUMENT:
+    except UNREADABLE:
         return None
 
 
@@ -348,7 +348,7 @@ class Reader:
         """Return the document that a key holds; None if it is something else."""
         try:
             return decode(data)
-        except NOT_A_DOCUMENT as error:
+        except UNREADABLE as error:
             if key not in self._said:
                 self._said.add(key)
                 self._say(f"passed over what is in {key}: it is not from our driver ({error})")

@@ -11,11 +11,11 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Host, LongText, Seconds, Text, WorkerId
+from elastic_driver.core.documents import Count, Host, LongText, Seconds, Text, WorkerId
 from elastic_driver.core.stack_location import shorten
 
 MAX_WORKERS = 4096  # of one agent
-Count = Annotated[int, Meta(ge=0, le=2**53)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
 Reason = Annotated[str, Meta(min_length=1, max_length=500)]
 # The observation that raises the suspicion that an agent is lost; "peers": a worker of another host
 # saw its connections to that host break.
@@ -75,9 +75,9 @@ class AgentUp(AgentEvent, frozen=True):
 
     pid: Count
     address: Host
-    ports: Annotated[tuple[int, ...], Meta(max_length=64)]
-    slot_ports: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
-    probe_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    ports: Annotated[tuple[Port, ...], Meta(max_length=64)]
+    slot_ports: Annotated[tuple[Port, ...], Meta(max_length=1024)] = ()
+    probe_port: Port = 0
 
 
 class AgentReady(AgentUp, frozen=True, tag="agent_ready", forbid_unknown_fields=True):

@@ -72,15 +72,15 @@ Description = RangeDescription | StreamDescription
 class RangeState(Struct, frozen=True, tag="range"):
     """Progress of a data set of known length: two numbers for any length."""
 
-    epoch: int
-    taken: int  # shards of this epoch
+    epoch: Offset
+    taken: Offset  # shards of this epoch
 
 
 class StreamState(Struct, frozen=True, tag="stream"):
     """Progress of a stream."""
 
-    offsets: dict[str, int]  # the first record of each partition that is in no shard yet
-    ends: dict[str, int]
+    offsets: dict[str, Offset]  # the first record of each partition that is in no shard yet
+    ends: dict[str, Offset]
     closed: tuple[str, ...]
 
 
@@ -88,7 +88,7 @@ class Quarantined(Struct, frozen=True):
     """A shard that is given to no worker any more, and why."""
 
     shard: Shard
-    losses: int
+    losses: Offset
     reason: str
 
 
@@ -97,11 +97,11 @@ class LedgerState(Struct, frozen=True):
 
     source: RangeState | StreamState
     outstanding: tuple[Shard, ...]  # handed out or returned, in the order they come next
-    losses: tuple[tuple[Shard, int], ...]
+    losses: tuple[tuple[Shard, Offset], ...]
     quarantined: tuple[Quarantined, ...]
-    done: int
-    done_records: int
-    next_token: int
+    done: Offset
+    done_records: Offset
+    next_token: Offset
 
 
 class ShardCheckpoint(Struct, frozen=True, forbid_unknown_fields=True):

@@ -43,7 +43,7 @@ from elastic_driver.runtime.openapi import OpenApi
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.auth import Caller, Role
 from rendezvous.web import HITS, JSON, REFUSALS, Problem, caller_of, forbidden, read_json
-from rendezvous.wire import EVENTS_PATH
+from rendezvous.wire import EVENTS_PATH, UNREADABLE
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
 TAKE_S = 5.0  # for an event to be taken from the mailbox and written into the journal
@@ -146,7 +146,7 @@ class DriverRoutes:
         """Take in a raw event; None leaves the request to `post_event`, which refuses it."""
         try:
             event = _decode_event(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return None
         if not may_report(caller, event):
             return None

@@ -33,7 +33,7 @@ from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.run_dir import RunDir
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import Set
+from rendezvous.wire import UNREADABLE, Set
 
 PACKAGES = Path(__file__).resolve().parents[2]
 TASK = (sys.executable, "-m", "elastic_driver.worker.nodecheck.serve")
@@ -233,7 +233,7 @@ class CheckHistoryFile:
             return msgspec.json.decode(self.path.read_bytes(), type=CheckHistory)
         except FileNotFoundError:
             pass
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             aside = self.path.with_name(f"{FILE}.bad-{time.time():.0f}")
             with contextlib.suppress(OSError):
                 self.path.replace(aside)

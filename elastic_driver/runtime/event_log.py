@@ -25,6 +25,7 @@ import msgspec
 
 from elastic_driver.core.decisions import Detail
 from elastic_driver.line_writer import PATIENCE_S, LineWriter
+from rendezvous.wire import UNREADABLE
 
 RING_EVENTS = 10_000  # the newest, which /v1/events returns
 _FIRST = ("n", "t", "event", "round", "host", "slot", "rank", "pid")  # fields of every line
@@ -199,6 +200,6 @@ def _last_number(path: Path) -> int:
     for line in reversed(whole.splitlines()):
         try:
             return msgspec.json.decode(line, type=_Numbered).n
-        except msgspec.DecodeError:
+        except UNREADABLE:
             continue
     return 0

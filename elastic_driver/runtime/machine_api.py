@@ -35,6 +35,7 @@ from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
 from rendezvous.access import may_call
 from rendezvous.auth import Caller
 from rendezvous.web import JSON, Problem, problem_body, read_json
+from rendezvous.wire import UNREADABLE
 
 Asking = shards.ShardRequest | tf.TfRequest
 RequestEvent = Asking | RequestDropped
@@ -123,7 +124,7 @@ class OpenRequests:
             return None
         try:
             request = decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return None
 
         def done(found: Answer) -> None:

@@ -55,7 +55,7 @@ class LoggedEvents(msgspec.Struct, frozen=True):
 class Since(msgspec.Struct, frozen=True):
     """The number of the last event that the reader knows."""
 
-    since: ev.Count = 0
+    since: documents.Count = 0
 
 
 class Operation(NamedTuple):

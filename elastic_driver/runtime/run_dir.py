@@ -31,6 +31,7 @@ from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.runtime.run_lock import RunLock
 from rendezvous.auth import operator_token, reader_token, write_token_file
 from rendezvous.tls import certificate_in
+from rendezvous.wire import UNREADABLE
 
 EVENTS_FILE = "events.jsonl"  # in the run's folder
 JOURNAL_FILE = "journal.db"
@@ -55,7 +56,7 @@ def read_endpoint(folder: Path) -> Endpoint | None:
         parts = urlsplit(endpoint.url)
         ours = parts.scheme in ("http", "https") and parts.hostname and parts.port
         return endpoint if ours else None
-    except (OSError, ValueError):  # msgspec's DecodeError is a ValueError
+    except (OSError, *UNREADABLE):
         return None
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver.errors import ClusterError, UsageError
+from rendezvous.wire import UNREADABLE
 
 RENEW_S = 2.0
 EXPIRES_S = 30.0
@@ -179,7 +180,7 @@ def _read(path: Path) -> Holder | None:
     """Return the holder; None if the file names none. Opened anew, so that NFS asks its server."""
     try:
         return msgspec.json.decode(path.read_bytes().partition(b"\n")[0], type=Holder)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (FileNotFoundError, *UNREADABLE):
         return None
 
 

@@ -49,7 +49,7 @@ from launcher.network import interface_of, meeting_point
 from rendezvous.auth import Credentials, own_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
-from rendezvous.wire import Entries, Get, expect
+from rendezvous.wire import UNREADABLE, Entries, Get, expect
 
 FIRST_CONTACT_S = 30.0  # the driver published the specification before it started us
 ORPHAN_GRACE_S = 5.0  # for workers whose driver is gone, or whose agent got a signal
@@ -253,7 +253,7 @@ class Agent:
         config = self._config
         try:
             spec, term = await asyncio.to_thread(self._read_spec)
-        except (RendezvousError, *documents.NOT_A_DOCUMENT) as error:
+        except (RendezvousError, *UNREADABLE) as error:
             self._end(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
             return
         self._client.timeout = min(self._client.timeout, spec.heartbeat_timeout / 3)

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver.runtime.run_lock import Holder
+from rendezvous.wire import UNREADABLE
 
 DRIVER_LOCK = "lock"  # in a run's folder
 BEGINNING_S = 60.0  # the holder of a younger folder may not have locked it yet
@@ -188,5 +189,5 @@ def _has_driver(folder: Path) -> bool:
     try:
         first = (folder / DRIVER_LOCK).read_bytes().partition(b"\n")[0]
         return msgspec.json.decode(first, type=Holder).lives
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return False

@@ -23,6 +23,7 @@ from elastic_driver.core.stack_location import (
     shorten,
     waits_for_peers,
 )
+from rendezvous.wire import UNREADABLE
 
 LOOK_S = 5.0  # for py-spy; a big process takes about one
 
@@ -79,7 +80,7 @@ def seen_in(output: bytes, pid: int) -> Seen | None:
     """Read the main thread's stack out of py-spy's JSON; None if it has none."""
     try:
         threads = msgspec.json.decode(output, type=tuple[_ThreadStack, ...])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     main = [t for t in threads if t.os_thread_id == pid or t.thread_name == "MainThread"]
     frames = main[0].frames if main else ()

@@ -23,6 +23,7 @@ from elastic_driver.runtime.host_lists import check_host
 from launcher import version
 from launcher.agent.remote import LOOKED
 from launcher.backends.base import PACKAGE_ROOT, describe_end
+from rendezvous.wire import UNREADABLE
 
 NO_PYTHON = 127
 AT_ONCE = 32  # hosts that are asked at the same time
@@ -206,6 +207,6 @@ def _look(host: str, shell: RemoteShell, cwd: str) -> str | None:
         return shell.explain(host, done.returncode, done.stderr)
     try:
         found = msgspec.json.decode(lines[-1].removeprefix(f"{LOOKED} "), type=Found)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         return f"{host}: its answer makes no sense ({error}); is elastic-driver the same there?"
     return judge(host, found, cwd, version())

@@ -21,6 +21,7 @@ from rendezvous import errors
 from rendezvous.client import RendezvousClient
 from rendezvous.proof import Handshake, Speaker, make_nonce
 from rendezvous.tls import FIRST_SEEN
+from rendezvous.wire import UNREADABLE
 
 ATTEMPT_S = 3.0  # the time for one address of the server to answer
 MOST_ANSWERED = 128 * 1024  # bytes; a site's CA may be in an answer
@@ -111,7 +112,7 @@ def _attempt(plan: JoinPlan, offer: NodeReport) -> FoundServer:
                 return _join(plan, f"{scheme}://{bracketed(address)}:{port}", offer)
             except _WaitError as error:
                 found.append(error)
-            except (errors.RendezvousError, msgspec.DecodeError) as error:
+            except (errors.RendezvousError, *UNREADABLE) as error:
                 found.append(_WaitError(str(getattr(error, "cause", error))))
         problem = next((each for each in found if each.final is not None), found[0])
     raise problem

@@ -39,6 +39,7 @@ from launcher.edge import handled
 from launcher.launch.bind_address import bind_again, choose_bind_host
 from launcher.launch.checks import make_discovery
 from launcher.launch.plan import LaunchPlan
+from rendezvous.wire import UNREADABLE
 
 REPORT_FILE = "node_check.json"
 _CHECK_FOLDER = "node-check"  # in the run's folder; for the token and address of the check
@@ -253,7 +254,7 @@ def read_report(run_dir: RunDir) -> CheckReport | None:
     """Return the report of the check with which the run began; None if there is no usable one."""
     try:
         return msgspec.json.decode((run_dir.path / REPORT_FILE).read_bytes(), type=CheckReport)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
 
 

@@ -317,6 +317,8 @@ def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
         raise UsageError(f"cannot read the configuration file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not UTF-8 text") from None
+    except RecursionError:
+        raise UsageError(f"{path}: nested too deeply; expected lines such as 'min-np: 2'") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f" line {mark.line + 1}"

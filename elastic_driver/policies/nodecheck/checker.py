@@ -27,6 +27,7 @@ from elastic_driver.policies.nodecheck import messages
 from elastic_driver.policies.nodecheck.check import Group, NodeCheck, NodeVerdict
 from elastic_driver.policies.nodecheck.report import CheckReport, shown_times
 from elastic_driver.policies.nodecheck.tasks import GroupTask, Process, StartingGate
+from rendezvous.wire import UNREADABLE
 
 STOP_S = 10.0  # for an agent to report the end of a process that is killed
 SHUTDOWN_S = 5.0  # for agents to end by themselves
@@ -325,7 +326,7 @@ class NodeChecker(Restorable):
             written, _ = event.entries.get(key, (b"", 0))
             try:
                 process.result = msgspec.json.decode(written, type=messages.TaskResult)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 self._failed(process, "it ended without a usable result")
 
     def _agent_lost(self, host: str, reason: str) -> None:

@@ -86,4 +86,4 @@ class TaskResult(Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth: Rate | None = None  # bytes a second of an all-reduce's payload
     latency: Seconds | None = None  # of the smallest all-reduce
     step: Seconds | None = None  # one training step with its all-reduce
-    parameters: Annotated[int, Meta(ge=0)] | None = None  # of the model that was trained
+    parameters: Annotated[int, Meta(ge=0, le=2**53)] | None = None  # of the model that was trained

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver.errors import ClusterError, UsageError
+from rendezvous.wire import UNREADABLE
 
 SCHEME = "etcd://"
 DEFAULT_PORT = 2379
@@ -273,7 +274,7 @@ class EtcdClient(contextlib.AbstractContextManager["EtcdClient"]):
                 if answer.status < 400:
                     return msgspec.json.decode(answer.body, type=kind, strict=False)
                 refusal = _refusal(answer)
-            except (OSError, HTTPException, msgspec.DecodeError) as error:
+            except (OSError, HTTPException, *UNREADABLE) as error:
                 problem = str(error) or type(error).__name__
             else:
                 problem = refusal.error
@@ -351,6 +352,6 @@ def _tls(access: EtcdAccess) -> ssl.SSLContext | None:
 def _refusal(answer: _Answer) -> _Refusal:
     try:
         return msgspec.json.decode(answer.body, type=_Refusal, strict=False)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         text = answer.body[:300].decode(errors="replace").strip()
         return _Refusal(error=f"HTTP {answer.status} {text}")

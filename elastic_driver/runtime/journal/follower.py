@@ -22,6 +22,7 @@ from elastic_driver.runtime.journal.store import Row, drop_old
 from elastic_driver.runtime.journal.tenure import DriverKey, RunKeys, decode_key
 from rendezvous.auth import parse_credentials, write_token_file
 from rendezvous.tls import certificate_in
+from rendezvous.wire import UNREADABLE
 
 _TERMS = "SELECT term, n, at, host, pid FROM terms ORDER BY term"
 T = TypeVar("T")
@@ -237,12 +238,12 @@ def _values(pieces: Iterable[KeyValue]) -> Iterator[bytes]:
 def _decode_rows(value: bytes) -> list[Row]:
     try:
         return msgspec.msgpack.decode(value, type=list[Row])
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise EtcdError(f"the journal in etcd is damaged: {error}") from error
 
 
 def _decode(found: KeyValue, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(found.value, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise EtcdError(f"the key {_name(found)} in etcd is not of this version") from error

@@ -20,6 +20,7 @@ from msgspec import Struct
 from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import EtcdClient, EtcdError, KeyValue
+from rendezvous.wire import UNREADABLE
 
 LEASE_S = 5  # whole seconds, until another driver has the run
 LEAST_S = 2  # etcd takes no shorter lease, with its default heartbeats
@@ -121,7 +122,7 @@ def decode_key(found: KeyValue) -> DriverKey:
     """Return the driver of a key; raises EtcdError for something else."""
     try:
         return msgspec.json.decode(found.value, type=DriverKey)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise EtcdError(f"the key {found.key.decode()} in etcd is not of this version") from error
 
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from elastic_driver.errors import ElasticError
 from elastic_driver.worker.state_sync.values import TensorKind
+from rendezvous.wire import UNREADABLE
 
 MANIFEST = "manifest.json"
 VALUES = "values.msgpack"  # everything in the state that is no tensor
@@ -146,7 +147,7 @@ def read_document(path: Path, kind: type[T]) -> T:
         raise DamagedError(f"{path.name} does not have the checksum it was written with")
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         problem = f"{path.name} is not of this version of elastic-driver: {error}"
         raise DamagedError(problem) from None
 
