@@ -162,6 +162,15 @@ class Cluster:
             if decision.event == "agent_lost":
                 self._check_lost(decision)
 
+    def start_agent_late(self, decision: StartAgent, term: int) -> None:
+        """Start an agent for a driver that has been replaced: it finds the present one."""
+        name = decision.host, decision.incarnation
+        if decision.host in self.dark or name in self._all_agents:
+            return
+        agent = self._all_agents[name] = SimAgent(self, *name, term)
+        agent.ready = ev.AgentReady(*name, self.next_pid(), "127.0.0.1", (5000, 5001))
+        agent.come_back(self.driver.term)
+
     def _start_agent(self, decision: StartAgent) -> None:
         agent = SimAgent(self, decision.host, decision.incarnation, self.driver.term)
         self.agents[decision.host] = self._all_agents[agent.name] = agent

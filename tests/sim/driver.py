@@ -6,12 +6,19 @@ that stands still while no driver lives.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Announce, GiveOrder
+from elastic_driver.core.decisions import (
+    Announce,
+    Decision,
+    GiveOrder,
+    PublishWorld,
+    StartAgent,
+)
 from elastic_driver.core.job import Job
 from tests.sim.workers import Violation
 
@@ -34,6 +41,25 @@ MOMENTS: tuple[Moment, ...] = ("unjournalled", "undecided", "amid", "after")
 Arrived = tuple[ev.JobEvent, "SimAgent | None"]
 
 
+class Cut(NamedTuple):
+    """A driver that etcd does not answer for a while; `replaced`: a standby takes over."""
+
+    seconds: float
+    replaced: bool
+
+
+@dataclass
+class Waiting:
+    """What a driver may not do before etcd has its last event, and what has come since."""
+
+    decisions: list[Decision]
+    arrived: list[Arrived]
+    handled: int = field(init=False)  # of those that have arrived: the last event itself
+
+    def __post_init__(self) -> None:
+        self.handled = len(self.arrived)
+
+
 class Driver:
     """One driver of the job after the other; `mortal`: they keep a journal, and may die."""
 
@@ -50,6 +76,11 @@ class Driver:
         self._alarm: float | None = None
         self._journal: list[tuple[float, ev.JobEvent | ev.EventBatch]] = []
         self._snapshot = (0.0, job.snapshot() if mortal else b"")
+        self._second = Random(f"second driver of {seed}")
+        self.cut: Cut | None = None  # from etcd, at the next event
+        self.waits: Waiting | None = None  # for etcd
+        self._unwritten = False  # etcd has not got the last event, upon which nothing acted
+        self.waited = 0.0  # seconds, in all
         self._late = Random(f"late journal of {seed}").random() < LATE
         self.lacks = 0  # events that were acted upon and are not in the journal
 
@@ -96,6 +127,9 @@ class Driver:
         if self.cluster.end is not None:
             return
         arrived, self._gathered = [*self._gathered, (event, sender)], []
+        if self.waits is not None:
+            self.waits.arrived += arrived
+            return
         moment, away = self.dies or (None, 0.0)
         if moment == "unjournalled":
             self._die(away, arrived)
@@ -108,21 +142,29 @@ class Driver:
         self.handled += 1
         self._write(now, taken)
         decisions = self.job.handle(taken, now)
+        left: list[Decision] = []
         if moment in ("undecided", "amid"):
             if all(isinstance(decision, Announce) for decision in decisions):
                 moment = None  # there is nothing to be in the midst of
             else:
                 most = 0 if moment == "undecided" else len(decisions)
-                decisions = decisions[: self.random.randint(0, most)]
-        for decision in decisions:
-            self.cluster.note("  ", decision)
-            self.cluster.execute(decision)
+                done = self.random.randint(0, most)
+                decisions, left = decisions[:done], decisions[done:]
         if problems := self.job.check():
             raise Violation("; ".join(problems))
+        if self._begins_to_wait(decisions, arrived):
+            return
+        self._act(decisions)
+        self._wake_later(left)
         if moment is None:
             self._arm(event)
         elif self.cluster.end is None:
             self._die(away, [one for one in arrived if self.random.random() < 0.5])
+
+    def _act(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            self.cluster.note("  ", decision)
+            self.cluster.execute(decision)
 
     def _arm(self, event: ev.JobEvent) -> None:
         at = self.job.deadline()
@@ -136,6 +178,65 @@ class Driver:
         if term == self.term and self.job.deadline() == at and self._alarm == at:
             self._alarm, self._reached = None, at
             self.deliver(ev.Tick())
+
+    # ---- two drivers -----------------------------------------------------------------------
+
+    def _begins_to_wait(self, decisions: list[Decision], arrived: list[Arrived]) -> bool:
+        """Hold the decisions back if etcd does not answer: nothing acts that it does not have."""
+        cut, self.cut = self.cut, None
+        if cut is None or self.dies is not None:
+            return False
+        self.cluster.note("!!", f"the driver of term {self.term} waits for etcd, {cut}")
+        self.waits = Waiting(decisions, arrived)
+        go_on = self.lose_to_standby if cut.replaced else self.go_on
+        self.cluster.clock.after(cut.seconds, partial(go_on, self.term))
+        self.waited += cut.seconds
+        return True
+
+    def go_on(self, term: int) -> None:
+        """Etcd answers again: act, and take in what has come meanwhile."""
+        waits = self.waits
+        if waits is None or self.term != term:
+            return
+        self.waits = None
+        self._act(waits.decisions)
+        for event, sender in waits.arrived[waits.handled :]:
+            if self.up:
+                self.deliver(event, sender)
+            else:
+                self._not_heard((event, sender))
+        if self.up and self.cluster.end is None:
+            self.deliver(ev.Tick())
+
+    def lose_to_standby(self, term: int) -> None:
+        """A standby has taken over: it has what etcd took, perhaps with the last event."""
+        waits = self.waits
+        if waits is None or self.term != term:
+            return
+        if self._second.random() < 0.5:
+            self._journal.pop()
+            self._unwritten = True
+        self._die(0.0, [])
+
+    def _wake_later(self, left: list[Decision]) -> None:
+        """Sometimes a driver was only stopped: it wakes, and carries out what it had decided."""
+        if left and self._second.random() < 0.5:
+            delay = self._second.uniform(0.0, 4.0)
+            self.cluster.clock.after(delay, partial(self._wake, left, self.term))
+
+    def _wake(self, left: list[Decision], term: int) -> None:
+        self.cluster.note("!!", f"the driver of term {term} wakes")
+        for decision in left:
+            if isinstance(decision, StartAgent):
+                self.cluster.start_agent_late(decision, term)
+            elif isinstance(decision, GiveOrder):
+                found = self.cluster.agent_named(decision.host, decision.incarnation)
+                if found is not None:
+                    found.receive(decision.order, term)
+            elif isinstance(decision, PublishWorld):
+                for worker in self.cluster.living():
+                    if worker.driver == term:  # it has not found the next driver yet
+                        worker.see_world(decision.world)
 
     # ---- death and resume ----------------------------------------------------------------
 
@@ -153,7 +254,8 @@ class Driver:
 
     def live_on(self) -> None:
         """Let there be a driver, which does not die."""
-        self.dies = None
+        self.dies = self.cut = None
+        self.go_on(self.term)
         self.resume(self.term)
 
     def die_between(self, away: float) -> None:
@@ -170,12 +272,13 @@ class Driver:
 
     def _die(self, away: float, unanswered: list[Arrived]) -> None:
         """End this driver; `unanswered`: events whose senders got no answer."""
-        cluster, self.dies = self.cluster, None
+        cluster, self.dies, self.cut = self.cluster, None, None
         cluster.note("!!", f"the driver of term {self.term} dies, for {away} s")
         self.up, self._alarm = False, None
         self.died += 1
         gathered, self._gathered = self._gathered, []
-        for arrived in (*unanswered, *gathered):
+        waits, self.waits = self.waits, None
+        for arrived in (*unanswered, *gathered, *(waits.arrived if waits else ())):
             self._not_heard(arrived)
         for agent in cluster.every_agent():
             agent.lose_orders(self.random.randint(0, len(agent.orders)))
@@ -197,6 +300,8 @@ class Driver:
         lacking = self._lose_the_last() if self._late and not self.cluster.calm else 0
         for last, event in self._journal:
             self.job.handle(event, last)
+        lacking += self._unwritten
+        self._unwritten = False
         compared = not lacking and self.random.random() < COMPARED
         if compared and self.job.snapshot() != before.snapshot():
             raise Violation("the journal does not lead to the state that acted")

@@ -10,7 +10,7 @@ from typing import Literal
 from elastic_driver.core import events as ev
 from tests.sim.agents import SimAgent
 from tests.sim.cluster import Cluster
-from tests.sim.driver import MOMENTS
+from tests.sim.driver import MOMENTS, Cut
 from tests.sim.workers import Group, SimWorker
 
 HEARTBEAT_S = 2.0
@@ -56,7 +56,7 @@ class Faults:
             (6 if cluster.settings.replace_slow else 0, self._slow),
         ]
         if cluster.driver.mortal:
-            self._kinds.append((4, self._crash_driver))
+            self._kinds += [(4, self._crash_driver), (1, self._cut_from_etcd)]
             cluster.back.append(self.driver_is_back)
         self._favour(Random(f"favoured by {seed}"))
 
@@ -115,6 +115,13 @@ class Faults:
         if self.cluster.driver.up:
             away = self.random.choice([0.0, 0.1, self.random.uniform(0.0, 3.0), 10.0])
             self.cluster.driver.die_soon(self.random.choice(MOMENTS), away)
+
+    def _cut_from_etcd(self) -> None:
+        """The driver cannot write its journal; it may, after a while, or a standby takes over."""
+        driver = self.cluster.driver
+        if driver.up and driver.dies is None and driver.waits is None:
+            seconds = self.random.choice([0.1, self.random.uniform(0.0, 3.0), 5.0])
+            driver.cut = Cut(seconds, self.random.random() < 0.5)
 
     def driver_is_back(self) -> None:
         """The next driver asks for the hosts, and watches leases from now on."""

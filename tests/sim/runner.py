@@ -214,7 +214,7 @@ def _check_departure(cluster: Cluster) -> None:
     """It has ended in time; where the state was saved, nobody who could write was further."""
     job = cluster.job
     assert job.outcome.departure is not None
-    if cluster.ended_at > job.outcome.departure.end_by + 1e-6:
+    if cluster.ended_at > job.outcome.departure.end_by + cluster.driver.waited + 1e-6:
         raise Violation(f"ended {cluster.ended_at - job.outcome.departure.end_by:.3f} s too late")
     if job.final_checkpoint.save is None or not job.final_checkpoint.save.folder:
         return

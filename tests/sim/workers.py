@@ -131,6 +131,7 @@ class ElasticWorker(SimWorker):
 
     notice: Notice | None = None
     told: WorkerReady | None = None
+    met_in = 0  # the term of the driver that has published its world
 
     def boot(self) -> None:
         self.act(self.soon(0.2, 2.0), "become_ready", "booted")
@@ -146,6 +147,9 @@ class ElasticWorker(SimWorker):
 
     def find_driver(self, term: int) -> None:
         super().find_driver(term)
+        if self.group is not None and not self.group.training and self.met_in < term:
+            self.leave(clean=self.clean, reason="its meeting ended with the driver")
+            return
         forgotten = self.cluster.driver.lacks > 0 or self.soon(0.0, 1.0) < 0.5
         if self.ready and self.told is not None and forgotten:
             self.cluster.post(self.agent, self.told)  # perhaps this driver does not know
@@ -159,6 +163,7 @@ class ElasticWorker(SimWorker):
         self.ready = False
         group = self.cluster.group(world)
         self.group, self.rank = group, me.place.rank
+        self.met_in = self.cluster.driver.term
         self.notice = None
         group.members[self.id] = self
         if self.cluster.notice is not None:
