@@ -52,6 +52,12 @@ run "$DRIVERS drivers killed, workers beside them, no step lost" \
     "$PYTHON" -m tests.e2e.driver_kills --drivers "$DRIVERS" --workers 3
 run "$MINUTES minutes of load and bad links cost no host" \
     "$PYTHON" -m tests.cluster.rough_hour --minutes "$MINUTES"
+for plan in hour hosts; do
+    run "$MINUTES minutes of chaos: $plan" \
+        "$PYTHON" -m benchmarks.chaos --plan "benchmarks/plans/$plan.yaml" --seconds $((MINUTES * 60))
+done
+run "$MINUTES minutes of hostile input for every parser" \
+    "$PYTHON" -m tests.fuzz --minutes "$MINUTES"
 run "$SEEDS simulated clusters" "$PYTHON" -m tests.sim --seeds "$SEEDS"
 
 printf '\n%s' "$summary"

@@ -1,0 +1,87 @@
+"""What a job did in the middle of faults: gaps between steps, steps lost, processes that grow."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import psutil
+
+from tests.chaos.plan import Objectives
+from tests.support.job import StepRecord
+
+
+class Size(NamedTuple):
+    """What a process has at a quiet moment; memory is in MiB."""
+
+    descriptors: int
+    threads: int
+    memory: int
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> Size:
+        """The size of a process; raises psutil.NoSuchProcess."""
+        with process.oneshot():
+            memory = process.memory_info().rss // 2**20
+            return cls(process.num_fds(), process.num_threads(), memory)
+
+
+@dataclass
+class Growth:
+    """Each driver and agent, when it had settled and when it was seen last."""
+
+    first: dict[int, Size] = field(default_factory=dict)
+    last: dict[int, Size] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+
+    def see(self, processes: Mapping[int, str]) -> None:
+        """Note the sizes of these processes; the moment is a quiet one."""
+        for pid, name in processes.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.last[pid] = Size.of(psutil.Process(pid))
+                self.first.setdefault(pid, self.last[pid])
+                self.names[pid] = name
+
+    def beyond(self, objectives: Objectives) -> list[str]:
+        """What has grown by more than it may."""
+        allowed = Size(objectives.descriptors, objectives.threads, objectives.memory)
+        return [
+            f"{self.names[pid]} {pid}: {kind} {before} → {after}, at most {most} more allowed"
+            for pid, first in self.first.items()
+            for kind, before, after, most in zip(
+                Size._fields, first, self.last[pid], allowed, strict=True
+            )
+            if after > before + most
+        ]
+
+    def most(self) -> Size:
+        """The largest growth of each kind, of any process."""
+        grown = [
+            Size(*(b - a for a, b in zip(first, self.last[pid], strict=True)))
+            for pid, first in self.first.items()
+        ]
+        return Size(*(max(kind) for kind in zip(*grown, strict=True))) if grown else Size(0, 0, 0)
+
+
+def longest_gap(records: Iterable[StepRecord], began: float, ended: float) -> float:
+    """The longest time between two steps of one process within this time; inf: there were none."""
+    of_pid: dict[int, list[float]] = {}
+    for record in records:
+        if began <= record.t <= ended:
+            of_pid.setdefault(record.pid, []).append(record.t)
+    gaps = [
+        after - before
+        for times in of_pid.values()
+        for before, after in itertools.pairwise([began, *times, ended])
+    ]
+    return max(gaps, default=math.inf)
+
+
+def percentile(samples: Sequence[float], part: float) -> float:
+    """The sample below which this part of all lies; 0 without samples."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
