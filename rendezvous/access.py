@@ -18,6 +18,8 @@ from rendezvous.auth import Caller, Role
 Roles = frozenset[Role]
 _OWN, _ROUNDS = "{own}", "rounds/"
 _FEW = 8
+_READ, _WRITE = 0, 1
+_MANY = (wire.Get, wire.Watch)
 NOBODY: Roles = frozenset()  # but the driver
 MEMBERS = frozenset({Role.AGENT, Role.WORKER})
 WATCHERS = frozenset({Role.OPERATOR, Role.READER, Role.WORKER})
@@ -96,11 +98,6 @@ USERS = KeyRights("", TRAINERS, TRAINERS, "keys of users")
 
 _ROLES_OF = {(row.method, row.path): row.roles for row in ROUTES}
 _SCOPES = tuple(dict.fromkeys(row.prefix.partition("/")[0] for row in KEYS))
-_ROWS: dict[str, list[tuple[KeyRights, str, str | None]]] = {scope: [] for scope in _SCOPES}
-for _row in KEYS:
-    _scope, _, _rest = _row.prefix.partition("/")
-    _head, _own, _tail = _rest.partition(_OWN + "/")
-    _ROWS[_scope].append((_row, _head, _tail if _own else None))
 
 
 def may_call(caller: Caller, method: str, path: str) -> bool:
@@ -110,20 +107,21 @@ def may_call(caller: Caller, method: str, path: str) -> bool:
 
 def refused(caller: Caller, operations: Sequence[wire.Operation]) -> str | None:
     """Return a sentence about the first operation that the caller may not carry out, or None."""
-    if caller.role is Role.DRIVER:
+    rights = _RIGHTS[caller.role]
+    if rights is None:
         return None
     for operation in operations:
-        if isinstance(operation, wire.Get | wire.Watch):
-            wrong = _not_readable(caller, operation.keys)
+        if isinstance(operation, _MANY):
+            wrong = rights.not_readable(caller.subject, operation.keys)
             if wrong is not None:
                 return _sentence(caller, "read", wrong)
         elif isinstance(operation, wire.Count):
-            if not _is_readable_prefix(caller, operation.prefix):
+            if not rights.may_count(caller.subject, operation.prefix):
                 return _sentence(caller, "count keys below", operation.prefix)
         elif isinstance(operation, wire.DeletePrefix):
-            if caller.role not in USERS.writers or not _is_of_users(operation.prefix):
+            if not (rights.users[_WRITE] and _is_of_users(operation.prefix)):
                 return _sentence(caller, "delete what is below", operation.prefix)
-        elif not _allows(caller, operation.key, write=True):
+        elif not rights.allow(caller.subject, operation.key, _WRITE):
             return _sentence(caller, "write", operation.key)
     return None
 
@@ -132,41 +130,58 @@ def _sentence(caller: Caller, act: str, key: str) -> str:
     return f"a token of role {caller.role.value} may not {act} {key[:200]!r}"
 
 
-def _not_readable(caller: Caller, keys: Collection[str]) -> str | None:
-    """Return the first of the keys that the caller may not read; None: it may read them all."""
-    if len(keys) > _FEW and all(key.startswith(_ROUNDS) for key in (min(keys), max(keys))):
-        keys = (_ROUNDS,)  # all the others are between these two, and begin alike
-    return next((key for key in keys if not _allows(caller, key, write=False)), None)
+class _KeyRights:
+    """The rights of one role to keys, arranged by scope: every request looks at some."""
 
+    def __init__(self, role: Role) -> None:
+        self._by_host = role is Role.AGENT  # `{own}` is an agent of the caller's host
+        self._rows: dict[str, list[tuple[str, str | None, tuple[bool, bool]]]] = {}
+        for row in KEYS:
+            scope, _, rest = row.prefix.partition("/")
+            head, own, tail = rest.partition(_OWN + "/")
+            rights = role in row.readers, role in row.writers
+            self._rows.setdefault(scope, []).append((head, tail if own else None, rights))
+        self.users = role in USERS.readers, role in USERS.writers
 
-def _is_readable_prefix(caller: Caller, prefix: str) -> bool:
-    if _is_of_users(prefix):
-        return caller.role in USERS.readers
-    return "/" in prefix and _allows(caller, prefix, write=False)
+    def allow(self, subject: str, key: str, how: int) -> bool:
+        """Return whether a caller of this role may read or write a key."""
+        scope, slash, rest = key.partition("/")
+        rows = self._rows.get(scope) if slash else None
+        if rows is None:
+            return self.users[how]
+        for head, tail, rights in rows:
+            if not rest.startswith(head):
+                continue
+            if tail is None:
+                return rights[how]
+            owner, _, under = rest[len(head) :].partition("/")
+            if under.startswith(tail):
+                own = owner.rpartition(".")[0] if self._by_host else owner
+                return own == subject and rights[how]
+        return False
+
+    def not_readable(self, subject: str, keys: Collection[str]) -> str | None:
+        """Return the first of these keys that the caller may not read, or None."""
+        if len(keys) > _FEW and all(key.startswith(_ROUNDS) for key in (min(keys), max(keys))):
+            keys = (_ROUNDS,)  # all the others are between these two, and begin alike
+        for key in keys:
+            if not self.allow(subject, key, _READ):
+                return key
+        return None
+
+    def may_count(self, subject: str, prefix: str) -> bool:
+        """Return whether the caller may read all keys that begin like this."""
+        if _is_of_users(prefix):
+            return self.users[_READ]
+        return "/" in prefix and self.allow(subject, prefix, _READ)
 
 
 def _is_of_users(prefix: str) -> bool:
     """Return whether every key that begins like this is a user's."""
-    return prefix.partition("/")[0] not in _ROWS and not any(
-        f"{scope}/".startswith(prefix) for scope in _SCOPES
+    return not any(
+        prefix.startswith(f"{scope}/") or f"{scope}/".startswith(prefix) for scope in _SCOPES
     )
 
 
-def _allows(caller: Caller, key: str, *, write: bool) -> bool:
-    scope, slash, rest = key.partition("/")
-    rows = _ROWS.get(scope) if slash else None
-    if rows is None:
-        return caller.role in (USERS.writers if write else USERS.readers)
-    for row, head, tail in rows:
-        if not rest.startswith(head):
-            continue
-        if tail is not None:
-            owner, _, under = rest[len(head) :].partition("/")
-            if not under.startswith(tail):
-                continue
-            if caller.role is Role.AGENT:
-                owner = owner.rpartition(".")[0]
-            if owner != caller.subject:
-                return False
-        return caller.role in (row.writers if write else row.readers)
-    return False
+# None: there is nothing to look at.
+_RIGHTS = {role: None if role is Role.DRIVER else _KeyRights(role) for role in Role}
