@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NamedTuple
 
 from elastic_driver import contract
@@ -25,7 +26,7 @@ from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress
 from launcher.agent.driver_link import ORDERS_AHEAD
 from launcher.agent.liveness import Heartbeats, Promise
 from launcher.launch.workers import HEARTBEAT_S, HEARTBEATS_PER_S
-from rendezvous.auth import read_credentials
+from rendezvous.auth import agent_token, read_credentials, worker_token, write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.wire import Get, Set, Watch
 
@@ -52,10 +53,13 @@ class WorkerClient:
     @classmethod
     def connected(cls, name: str, place: Place) -> WorkerClient:
         """Return the connection of a worker after its first heartbeat."""
+        driver = read_credentials(place.token_file)
+        token = worker_token(agent_token(driver.token, contract.host_of_worker(name)), name)
+        file = Path(f"{place.token_file}-{name}")
         context = WorkerContext(
             worker=name,
             endpoint=place.url,
-            token_file=place.token_file,
+            token_file=str(write_token_file(file, token, driver.fingerprint)),
             heartbeat_timeout=place.heartbeat_timeout,
             hang_timeout=0.0,
         )
@@ -129,7 +133,7 @@ def host_agents(pipe: Connection, hosts: list[str], place: Place) -> None:
 async def agent(host: str, hosts: int, place: Place) -> None:
     """Send an agent's heartbeats and wait for its orders, for ever."""
     token, fingerprint = read_credentials(place.token_file)
-    client = RendezvousClient(place.url, token, fingerprint=fingerprint)
+    client = RendezvousClient(place.url, agent_token(token, host), fingerprint=fingerprint)
     patience = place.heartbeat_timeout
     promise = Promise(max(HEARTBEAT_S, hosts / HEARTBEATS_PER_S), patience)
     await asyncio.sleep(random.random() * promise.interval)

@@ -17,6 +17,7 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.core.documents import decode_world
 from elastic_driver.core.events import WorkerReady
+from rendezvous.auth import agent_token, worker_token
 from rendezvous.wire import (
     BATCH_PATH,
     EVENTS_PATH,
@@ -36,8 +37,9 @@ CONNECTING = 64  # at a time
 class Member:
     """One simulated worker."""
 
-    def __init__(self, name: str, port: int, token: str) -> None:
-        self.name, self._port, self._token = name, port, token
+    def __init__(self, name: str, port: int, driver_token: str) -> None:
+        self.name, self._port = name, port
+        self._token = worker_token(agent_token(driver_token, contract.host_of_worker(name)), name)
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
@@ -78,9 +80,9 @@ class Member:
         return answer
 
 
-async def connected(names: Iterable[str], port: int, token: str) -> list[Member]:
+async def connected(names: Iterable[str], port: int, driver_token: str) -> list[Member]:
     """Return members with open connections."""
-    members = [Member(name, port, token) for name in names]
+    members = [Member(name, port, driver_token) for name in names]
     gate = asyncio.Semaphore(CONNECTING)
 
     async def connect(member: Member) -> None:
