@@ -26,6 +26,7 @@ from pathlib import Path
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.join_messages import NodeReport
 from elastic_driver.errors import ExitCode, UsageError
+from elastic_driver.masking import masked
 from launcher import version
 from launcher.agent.folders import held_folder, sweep, sweep_scratch
 from launcher.agent.processes import become_subreaper, children, end_all
@@ -228,4 +229,4 @@ def check_spec(spec: JobSpec, plan: JoinPlan) -> None:
             "Python at the same path on every node"
         )
     if plan.command and plan.command != spec.command:
-        plan.say(f"the job runs the command of its server: {shlex.join(spec.command)}")
+        plan.say(f"the job runs the command of its server: {shlex.join(masked(spec.command))}")

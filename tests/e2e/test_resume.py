@@ -26,10 +26,10 @@ def where(job: RunningJob) -> tuple[str, ...]:
 def say(job: RunningJob, *args: str) -> tuple[int, str]:
     """The exit status and the one line on stderr of another `elasticrun` for this run."""
     before = job.process
-    job.start(*args)
+    job.start(*args, stderr="other")  # the job's driver may have something to say, too
     job.process, other = before, job.process
     status = other.wait(60)
-    return status, job.stderr.splitlines()[-1]
+    return status, (job.folder / "other").read_text().splitlines()[-1]
 
 
 def steps_beyond(job: RunningJob, step: int) -> bool:

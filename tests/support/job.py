@@ -166,14 +166,17 @@ class RunningJob:
         self.process.kill()
         self.process.wait(10)
 
-    def start(self, *args: str) -> None:
-        """Start `elasticrun` for this run again; its output follows that of the last one."""
+    def start(self, *args: str, stderr: str = "stderr") -> None:
+        """Start `elasticrun` for this run again; its output follows that of the last one.
+
+        `stderr`: the name of the file for its lines.
+        """
         argv = [
             *(sys.executable, "-m", "launcher.cli"),
             *("--run-id", self.run_id, "--state-dir", str(self.run_dir.parent)),
             *args,
         ]
-        with (self.folder / "stdout").open("ab") as out, (self.folder / "stderr").open("ab") as err:
+        with (self.folder / "stdout").open("ab") as out, (self.folder / stderr).open("ab") as err:
             self.process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
