@@ -105,7 +105,7 @@ def test_a_second_interrupt_does_not_wait_for_a_stubborn_worker(tmp_path: Path) 
         job.process.send_signal(signal.SIGINT)
         # Of another kind, for two equal signals that come together are one to the kernel.
         job.process.send_signal(signal.SIGTERM)
-        assert job.wait(20) == 130
+        assert job.wait() == 130
         job.assert_nothing_left()
 
 
@@ -147,7 +147,7 @@ def test_a_port_in_use_is_75_in_one_line() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with elasticrun("-np", "1", "--rdzv-endpoint", f"127.0.0.1:{port}", "true") as job:
-            assert job.wait(20) == 75
+            assert job.wait() == 75
             assert "Address already in use" in job.stderr
             assert len(job.stderr.splitlines()) == 1
 
@@ -155,14 +155,14 @@ def test_a_port_in_use_is_75_in_one_line() -> None:
 def test_the_rendezvous_listens_where_it_is_told() -> None:
     command = ("sh", "-c", "echo at $ELASTIC_RENDEZVOUS")
     with elasticrun("--rdzv-endpoint", "localhost", *command) as job:
-        assert job.wait(20) == 0, job.describe()
+        assert job.wait() == 0, job.describe()
         assert "at http://127.0.0.1:" in job.stdout
 
 
 def test_variables_and_the_working_folder_reach_the_workers(tmp_path: Path) -> None:
     args = ("--env", "GREETING=hello world", "-np", "2", "sh", "-c", 'echo "$GREETING from $PWD"')
     with elasticrun(*args, cwd=tmp_path) as job:
-        assert job.wait(20) == 0, job.describe()
+        assert job.wait() == 0, job.describe()
         assert job.stdout.count(f"hello world from {tmp_path}") == 2
 
 
@@ -178,9 +178,9 @@ def test_a_hostfile_that_grows_makes_the_job_grow(tmp_path: Path) -> None:
 
 def test_the_terminal_shows_less_when_quiet_and_json_when_asked() -> None:
     with elasticrun("-q", "sh", "-c", "true") as job:
-        assert job.wait(20) == 0
+        assert job.wait() == 0
         assert job.stderr == ""
     with elasticrun("-v", "--log-format", "json", "sh", "-c", "true") as job:
-        assert job.wait(20) == 0
+        assert job.wait() == 0
         assert all(line.startswith("{") for line in job.stderr.splitlines())
         assert "job_succeeded" in job.stderr
