@@ -23,6 +23,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     head_s: float = 10.0  # for a head to arrive, from its first byte [request_time]
     body_s: float = 60.0  # for a whole request to arrive [request_time]
     stuck_s: float = 60.0  # for a client to take the next piece of an answer [answer_time]
+    hellos: int = 4096  # of joining nodes, that wait for their proof [no_proof]
+    hellos_of_peer: int = 256  # of them, of one address [no_proof]
+    hello_s: float = 5.0  # between a hello and its proof [no_proof]
 
     # memory
     store_bytes: int = 1024**3  # of keys and values, with KEY_BYTES for each key [store]
@@ -47,7 +50,7 @@ UNLIMITED = Limits(
     batch_cost=2**63,
 )  # for the driver's own operations on the store
 NAMES = (
-    *("files", "unproven", "unproven_time", "caller", "request_time", "answer_time"),
+    *("files", "unproven", "unproven_time", "caller", "request_time", "answer_time", "no_proof"),
     *("store", "waits", "reply", "arriving", "leaving", "batch_waits", "batch_cost"),
 )
 

@@ -21,9 +21,8 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-HELLO_S = 5.0  # between the server's nonce and the node's proof
-MOST_OPEN = 4096  # hellos that wait for a proof
-MOST_OF_PEER = 256  # of them, of one address
+from rendezvous.limits import Limits
+
 _PURPOSE = "elastic-driver: proof of a joining node, version 1"
 
 
@@ -76,14 +75,14 @@ class OpenHello(NamedTuple):
 
 
 class OpenHellos:
-    """The hellos that wait for a proof; each is good for one proof and `HELLO_S` seconds.
+    """The hellos that wait for a proof; each is good for one proof and a few seconds.
 
-    They are bounded. A new one replaces the oldest one of its peer, or the oldest one of all, so
-    that a program that only says hello does not keep others out.
+    They are bounded (`Limits`). A new one replaces the oldest one of its peer, or the oldest one of
+    all, so that a program that only says hello does not keep others out.
     """
 
-    def __init__(self, most: int = MOST_OPEN, most_of_peer: int = MOST_OF_PEER) -> None:
-        self._most, self._most_of_peer = most, most_of_peer
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         self._open: OrderedDict[str, OpenHello] = OrderedDict()  # by the server's nonce
         self._of_peer: dict[str, OrderedDict[str, None]] = {}  # their nonces, by peer
 
@@ -94,11 +93,11 @@ class OpenHellos:
         """Record a hello; return those that have waited too long, or had to give way."""
         gone = self.expire(now)
         own = self._of_peer.get(peer, ())
-        if len(own) >= self._most_of_peer:
+        if len(own) >= self._limits.hellos_of_peer:
             gone.append(self._remove(next(iter(own))))
-        elif len(self._open) >= self._most:
+        elif len(self._open) >= self._limits.hellos:
             gone.append(self._remove(next(iter(self._open))))
-        self._open[handshake.server_nonce] = OpenHello(handshake, peer, now + HELLO_S)
+        self._open[handshake.server_nonce] = OpenHello(handshake, peer, now + self._limits.hello_s)
         self._of_peer.setdefault(peer, OrderedDict())[handshake.server_nonce] = None
         return gone
 

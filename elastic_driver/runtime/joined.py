@@ -95,7 +95,8 @@ class JoinedNodes(Backend):
         """Let nodes join from now on: the rendezvous is up, and the job's token is written."""
         with self._lock:
             self._server, self._token = server, token
-            self._proofs = NodeProofs((*self._secrets, token), server.fingerprint)
+            secrets = (*self._secrets, token)
+            self._proofs = NodeProofs(secrets, server.fingerprint, server.limits, server.hits)
 
     def await_nodes(self, hosts: Hosts) -> None:
         """Take these for the nodes of a driver that has died; to be called before `open`."""

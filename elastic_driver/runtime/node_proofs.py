@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver.core import join_messages as join
+from rendezvous.limits import Hits, Limits
 from rendezvous.proof import Handshake, OpenHello, OpenHellos, Speaker, make_nonce
 from rendezvous.web import Problem, json_answer, read_json
 
@@ -33,14 +34,17 @@ class NodeProofs:
     Args:
         secrets: a node has to know one of these.
         fingerprint: of the server's certificate; "": it has none.
+        limits: the bounds of the server.
+        hits: counts proofs that were wrong, too late or did not come.
     """
 
-    def __init__(self, secrets: tuple[str, ...], fingerprint: str) -> None:
-        self._secrets, self._fingerprint = secrets, fingerprint
-        self._hellos = OpenHellos()
+    def __init__(
+        self, secrets: tuple[str, ...], fingerprint: str, limits: Limits, hits: Hits
+    ) -> None:
+        self._secrets, self._fingerprint, self._hits = secrets, fingerprint, hits
+        self._hellos = OpenHellos(limits)
         self._lock = threading.Lock()
         self._named: set[str] = set()  # addresses
-        self.failed = 0  # proofs that were wrong, too late or did not come
 
     async def hello(self, request: web.Request) -> web.Response:
         """Prove to a node that the server knows the secrets; the node's proof has to follow."""
@@ -71,7 +75,8 @@ class NodeProofs:
         self._tell(gone)
 
     def _tell(self, failed: list[OpenHello]) -> None:
-        self.failed += len(failed)
+        for _ in failed:
+            self._hits.count("no_proof")
         for peer in {hello.peer for hello in failed} - self._named:
             if len(self._named) < MOST_NAMED:
                 self._named.add(peer)

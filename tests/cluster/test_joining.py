@@ -12,12 +12,16 @@ import psutil
 import pytest
 
 from elastic_driver.contract import host_of_worker
+from launcher.join.identity import derive
+from rendezvous.auth import agent_token, node_token, read_token_file
+from tests.support.capture import captured
 from tests.support.cluster import Cluster, Node
 from tests.support.cluster_job import HEARTBEAT_S, ClusterJob
 from tests.support.job import ROOT, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+PORT = 29400
 HOSTS = ("node0", "node1", "node2")
 
 
@@ -41,7 +45,7 @@ class Site:
         """`elasticrun` on this host, as its own service would start it."""
         argv = [
             *(sys.executable, "-m", "launcher.cli", "--rdzv-id", "job", "--nnodes", "2:3"),
-            *("--state-dir", str(self.folder / "state"), "--rdzv-endpoint", "node0:29400"),
+            *("--state-dir", str(self.folder / "state"), "--rdzv-endpoint", f"node0:{PORT}"),
             *("--heartbeat-timeout", str(HEARTBEAT_S), "--debug"),
             *("--blacklist-cooldown-range", "1", "4", "--env", f"STEPS={steps}"),
             *("--env", "STEP_MS=20", "--env", f"STEP_RECORDS={self.folder / 'steps'}"),
@@ -71,10 +75,13 @@ def signal_launcher(node: Node, number: signal.Signals) -> None:
 def test_the_same_command_on_three_hosts_one_of_which_leaves_and_one_is_lost(
     cluster: Cluster,
 ) -> None:
-    with Site(cluster) as site:
+    _, switch, port = cluster.node("node1").cable()
+    seen = cluster.folder / "frames"
+    with Site(cluster) as site, captured(switch, port, seen):
         late = {host: site.run(host) for host in HOSTS[1:]}  # before there is a server
         job = site.job(site.run("node0"))
         records = job.together(3)
+        token = read_token_file(job.run_dir / "token")
         assert {host_of_worker(r.worker) for r in records} == set(HOSTS)
 
         before = job.newest_round()
@@ -86,6 +93,7 @@ def test_the_same_command_on_three_hosts_one_of_which_leaves_and_one_is_lost(
 
         late["node1"] = site.run("node1")
         job.together(3, above=job.newest_round())
+        assert_hidden(seen.read_bytes(), token)
         before = job.newest_round()
         cluster.node("node2").poweroff()
         job.together(2, above=before)
@@ -95,6 +103,15 @@ def test_the_same_command_on_three_hosts_one_of_which_leaves_and_one_is_lost(
         assert job.wait(60) == 130
         assert late["node1"].wait(60) == 130
         eventually(lambda: not job.left_behind(), within=15, what="nothing is left on any host")
+
+
+def assert_hidden(frames: bytes, token: str) -> None:
+    """Nothing of the rendezvous can be read: no secret, no order, no state, no route."""
+    assert frames.count(b"\x17\x03\x03") > 100, "records of TLS, from the node and its workers"
+    secrets = (token, agent_token(token, "node1"), node_token(token, "node1"), derive("job"))
+    ours = ("agent:node1", "Bearer", "/v1/", "job/spec", "agents/", "workers/", "rounds/", "nodes/")
+    for word in (*secrets, *ours):
+        assert word.encode() not in frames, word
 
 
 def test_the_servers_host_restarts_and_the_job_goes_on_with_the_others(cluster: Cluster) -> None:

@@ -5,15 +5,22 @@ Every node here is a process of its own on this machine, as it would be on a mac
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from elastic_driver.core.join_messages import HelloAnswer
+from launcher.join.identity import derive, own_name
 from rendezvous.auth import write_token_file
+from rendezvous.proof import make_nonce
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, eventually
 from tests.support.nodes import Nodes, free_port
 
@@ -40,14 +47,37 @@ def all_beyond(job: RunningJob, step: int) -> bool:
     return min(record.step for record in job.live().values()) > step
 
 
+def answer_all(hostile: socket.socket, heard: list[bytes]) -> None:
+    """Answer whoever connects, until the socket is closed, as a server of the job would."""
+    answer = HelloAnswer(make_nonce(), (make_nonce(),))
+    body = msgspec.json.encode(answer)
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = hostile.accept()
+            with contextlib.suppress(OSError), connection:
+                while got := connection.recv(65536):
+                    heard.append(got)
+                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n"
+                    connection.sendall(head.encode() + body)
+
+
 def test_a_node_comes_before_the_server_and_another_leaves_and_comes_back(
     tmp_path: Path, temporary: str
 ) -> None:
-    at = f"127.0.0.1:{free_port()}"
+    hostile, heard = socket.create_server(("127.0.0.1", 0)), list[bytes]()
+    at = f"127.0.0.1:{hostile.getsockname()[1]}"
+    listening = threading.Thread(target=answer_all, args=(hostile, heard), daemon=True)
+    listening.start()
     with Nodes(tmp_path, STEPS="100000", TMPDIR=temporary) as nodes:
         join = ("--join", at, "--nproc-per-node", "1", "--run-id", nodes.mark)
         first = nodes.start(*join)
+        first.said(f"the server at {at} does not know this node's secret; another program or")
         first.said(f"waiting for the server at {at}, 600 s at most")
+        hostile.shutdown(socket.SHUT_RDWR)
+        hostile.close()
+        listening.join(30)
+        for secret in (derive(nodes.mark), nodes.mark, own_name(), "/v1/nodes/proof", "Bearer"):
+            assert secret.encode() not in b"".join(heard)
         job = nodes.serve("--serve", "--nnodes", "1:2", "--rdzv-endpoint", at, *FAST, TRAIN)
         job.until_size(1, 90)
         first.said(f"joined run {nodes.mark} at {at}")

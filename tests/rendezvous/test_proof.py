@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rendezvous.proof import HELLO_S, Handshake, OpenHellos, Speaker, make_nonce
+from rendezvous.limits import Limits
+from rendezvous.proof import Handshake, OpenHellos, Speaker, make_nonce
 
 SECRET, OTHER = "the secret of this job", "the secret of another job"
+HELLO_S = Limits().hello_s
 SERVER, NODE = Speaker.SERVER, Speaker.NODE
 
 
@@ -61,7 +63,7 @@ def test_any_text_may_come_as_a_proof(proofs: list[str]) -> None:
 
 
 def test_a_hello_is_good_for_one_proof_and_a_few_seconds() -> None:
-    hellos, first, second = OpenHellos(), exchange(), exchange()
+    hellos, first, second = OpenHellos(Limits()), exchange(), exchange()
     assert hellos.add(first, "10.0.0.1", 0.0) == []
     assert hellos.add(second, "10.0.0.1", 1.0) == []
     found = hellos.take(first.server_nonce, HELLO_S - 0.1)
@@ -74,7 +76,7 @@ def test_a_hello_is_good_for_one_proof_and_a_few_seconds() -> None:
 
 
 def test_hellos_without_a_proof_are_told_of_once_they_are_too_old() -> None:
-    hellos = OpenHellos()
+    hellos = OpenHellos(Limits())
     hellos.add(exchange(), "10.0.0.1", 0.0)
     hellos.add(exchange(), "10.0.0.2", 1.0)
     assert hellos.expire(HELLO_S - 0.1) == []
@@ -84,7 +86,7 @@ def test_hellos_without_a_proof_are_told_of_once_they_are_too_old() -> None:
 
 
 def test_many_hellos_of_one_peer_take_no_place_from_another() -> None:
-    hellos, honest = OpenHellos(most=8, most_of_peer=4), exchange()
+    hellos, honest = OpenHellos(Limits(hellos=8, hellos_of_peer=4)), exchange()
     hellos.add(honest, "10.0.0.1", 0.0)
     for _ in range(100):
         hellos.add(exchange(), "10.0.0.9", 0.0)
@@ -93,7 +95,7 @@ def test_many_hellos_of_one_peer_take_no_place_from_another() -> None:
 
 
 def test_the_number_of_hellos_is_bounded() -> None:
-    hellos = OpenHellos(most=8, most_of_peer=4)
+    hellos = OpenHellos(Limits(hellos=8, hellos_of_peer=4))
     for number, _ in product(range(100), range(3)):
         hellos.add(exchange(), f"10.0.0.{number}", 0.0)
     assert len(hellos) == 8

@@ -314,6 +314,7 @@ def test_a_wrong_proof_opens_nothing_and_its_address_is_named_once(
     (line,) = [r.getMessage() for r in caplog.records if "did not prove" in r.getMessage()]
     assert line.startswith("a program at 127.0.0.1 asked to join and did not prove that it knows")
     assert "another secret" not in caplog.text
+    assert site.server.hits.snapshot()["no_proof"] == 3
 
 
 def test_a_recorded_proof_is_good_for_nothing(site: Site) -> None:
