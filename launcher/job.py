@@ -159,7 +159,7 @@ def drive(
     for note in notes:
         sayer(options)(note)
     if isinstance(plan.hosts, JoinedHosts):
-        return serve_job(line, plan, plan.hosts, run_dir, run)
+        return serve_job(plan, plan.hosts, run_dir, run, etcd)
     from launcher.launch.submit import submit  # noqa: PLC0415 - aiohttp is not for --help
 
     return submit(plan, run_dir, run, None if etcd is None else etcd.take(run))
@@ -199,19 +199,19 @@ def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
 
 
 def serve_job(
-    line: CommandLine,
     plan: LaunchPlan,
     hosts: JoinedHosts,
     run_dir: RunDir,
     run: "ResumedRun | None",
+    etcd: "EtcdRun | None",
 ) -> "JobResult | int":
     """Run the driver of a job that nodes join; if another process here does so already, join it."""
     from launcher.join.serve import serve  # noqa: PLC0415 - see `run`
 
     with claim_port(hosts.role.port) as ours:
         if hosts.role.by_name and not ours:
-            return join_job(line, where.Join(hosts.role.host, hosts.role.port))
-        return serve(plan, hosts, run_dir, run)
+            return join_job(plan.line, where.Join(hosts.role.host, hosts.role.port))
+        return serve(plan, hosts, run_dir, run, None if etcd is None else etcd.take(run))
 
 
 def serve_tensorflow(line: CommandLine) -> "JobResult | int":

@@ -69,6 +69,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     lifeline: bool = False  # our stdin is a pipe that closes when the driver dies
     kept: bool = False  # the pipe is that of a process on this host, without which we end
     orphan_files: list[str] = []  # files of the driver, to be removed if it dies
+    driver_file: str | None = None  # for the address of a driver that takes over; our parent's
 
 
 class Agent:
@@ -372,12 +373,13 @@ class Agent:
             self._client.move(driver.url)
         except ValueError:
             return
-        file = self._meeting.driver_file
-        if file is not None:
-            with contextlib.suppress(OSError):  # its workers do not find the driver then
-                draft = file.with_suffix(".new")
-                draft.write_text(driver.url, encoding="ascii")
-                draft.replace(file)
+        own = self._config.driver_file
+        for file in (self._meeting.driver_file, None if own is None else Path(own)):
+            if file is not None:
+                with contextlib.suppress(OSError):  # its readers do not find the driver then
+                    draft = file.with_suffix(".new")
+                    draft.write_text(driver.url, encoding="ascii")
+                    draft.replace(file)
         if self._workers is not None:
             self._workers.driver_moved(driver.url)
 

@@ -42,6 +42,7 @@ from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
 
 FOLDER_PREFIX = "elastic-join-"
+DRIVER_FILE = "driver"  # holds the address of a driver that has taken over
 ORPHANS_S = 5.0  # the time for the processes of a dead agent to end
 GOODBYE_S = 2.0  # the time to tell the server that we leave
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -103,8 +104,7 @@ class Node:
                 offer = NodeReport(name, machine_id(), session, version(), plan.slots)
                 found = find_server(plan, offer, patience, option)
                 self._searching = False
-                with found.client() as client:
-                    code = self._take_part(client, found, offer)
+                code = self._take_part(found, offer)
                 if code is not None:
                     return code
                 self._searching = True
@@ -112,9 +112,7 @@ class Node:
                     return 128 + number
                 patience, option = plan.settings.elastic_timeout, "--elastic-timeout"
 
-    def _take_part(
-        self, client: RendezvousClient, found: FoundServer, offer: NodeReport
-    ) -> int | None:
+    def _take_part(self, found: FoundServer, offer: NodeReport) -> int | None:
         """Run the job's agents until the job or our part in it ends.
 
         Return the exit status, or None if the server was lost.
@@ -123,7 +121,11 @@ class Node:
         joined = found.joined
         self._job, self._checks = _Agents(), _Agents()
         sweep(FOLDER_PREFIX)
-        with held_folder(Path(tempfile.gettempdir(), FOLDER_PREFIX + offer.session)) as folder:
+        name = FOLDER_PREFIX + offer.session
+        with (
+            held_folder(Path(tempfile.gettempdir(), name)) as folder,
+            found.client(folder / DRIVER_FILE) as client,
+        ):
             token_file = write_token_file(folder / "token", joined.agent_token, found.fingerprint)
             try:
                 place = Membership(client, joined, offer, plan.say)
@@ -174,6 +176,8 @@ class Node:
                     arguments = agent_arguments(client.url, name, wanted)
                     if address := self._plan.options.local_addr:
                         arguments += ("--address", address)
+                    # An agent is told by a driver that takes over elsewhere, and tells us.
+                    arguments += ("--driver-file", str(token_file.with_name(DRIVER_FILE)))
                     agents.agent = start_agent(arguments, token_file, cwd=PACKAGE_ROOT)
 
     def _let_agent_leave(self, notice: float) -> None:

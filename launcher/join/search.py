@@ -8,6 +8,7 @@ program answers, the node goes on waiting for the right one. Times are seconds.
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -43,10 +44,10 @@ class FoundServer:
         """How clients on this node know the server's certificate (`rendezvous.tls`)."""
         return self.joined.known_by if self.seen else ""
 
-    def client(self) -> RendezvousClient:
-        """Return a client with the token of this node."""
-        token, patience = self.joined.token, self.joined.heartbeat_timeout
-        return RendezvousClient(self.url, token, patience, fingerprint=self.fingerprint)
+    def client(self, url_file: Path | None = None) -> RendezvousClient:
+        """Return a client with the token of this node; `url_file`: see `RendezvousClient`."""
+        token, patience, known = self.joined.token, self.joined.heartbeat_timeout, self.fingerprint
+        return RendezvousClient(self.url, token, patience, url_file=url_file, fingerprint=known)
 
 
 class _WaitError(Exception):

@@ -10,6 +10,7 @@ from pathlib import Path
 from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
 from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from launcher import version
@@ -23,9 +24,15 @@ from launcher.launch.submit import make_checks, make_driver, run_driver
 
 
 def serve(
-    plan: LaunchPlan, hosts: JoinedHosts, run_dir: RunDir, run: ResumedRun | None = None
+    plan: LaunchPlan,
+    hosts: JoinedHosts,
+    run_dir: RunDir,
+    run: ResumedRun | None = None,
+    store: JournalStore | None = None,
 ) -> JobResult:
-    """Run the driver until the job ends; return the job's result. `run`: the job to go on with.
+    """Run the driver until the job ends; return the job's result.
+
+    `run`: the job to go on with; `store`: the place of the journal.
 
     Raises ElasticError if the job cannot begin.
     """
@@ -50,5 +57,7 @@ def serve(
     if plan.options.checks_nodes:  # by the job: no node is known before it joins
         plan = replace(plan, settings=replace(plan.settings, checked_hosts=()))
         checks = make_checks(plan, lambda _endpoint, _token_file: CheckOfNodes(nodes), run_dir)
-    driver = make_driver(plan, nodes, starter, run_dir, checks=checks, joined=nodes, run=run)
+    driver = make_driver(
+        plan, nodes, starter, run_dir, checks=checks, joined=nodes, run=run, store=store
+    )
     return run_driver(driver, plan, nodes)

@@ -33,10 +33,10 @@ def check(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Raise UsageError if the journal of this job cannot be kept in etcd."""
     if plan.options.run_id is None:
         raise UsageError(f"--journal {plan.options.journal} needs --run-id: the job's name in etcd")
-    if isinstance(plan.hosts, JoinedHosts):
+    if isinstance(plan.hosts, JoinedHosts) and plan.hosts.own:
         raise UsageError(
-            "--journal etcd://… is for jobs whose hosts are listed or discovered: nodes that join "
-            "look for the driver at one address, so no other host can go on with the job"
+            "--journal etcd://… is not for a server that trains, as its own workers are lost with "
+            "it; begin the job with --serve on one host, and --join on every host that trains"
         )
     read_access(plan.options.journal, environ)
 

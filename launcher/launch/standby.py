@@ -140,10 +140,11 @@ def _check_job(about: About, environ: Mapping[str, str]) -> None:
             f"the working folder {about.cwd} of run {about.run_id} is not on this host"
         )
     line = resolve_again(about.argv, environ)
-    if where.decide_role(line, environ, lambda _host, _port: True) is not None:
+    role = where.decide_role(line, environ, lambda _host, _port: True)
+    if role is not None and (isinstance(role, where.Join) or role.own):
         raise UsageError(
-            f"run {about.run_id} is a job that nodes join at one address, so its driver cannot "
-            "move to another host; resume it there (--resume)"
+            f"run {about.run_id} has a server that trains, too, so its driver cannot move to "
+            "another host; resume it there (--resume)"
         )
 
 

@@ -13,10 +13,12 @@ import pytest
 
 from elastic_driver.contract import host_of_worker
 from launcher.join.identity import derive
-from rendezvous.auth import agent_token, node_token, read_token_file
+from rendezvous.auth import agent_token, node_token, read_token_file, write_token_file
 from tests.support.capture import captured
 from tests.support.cluster import Cluster, Node
 from tests.support.cluster_job import HEARTBEAT_S, ClusterJob
+from tests.support.etcd import EtcdCluster
+from tests.support.etcd import why_not as why_no_etcd
 from tests.support.job import ROOT, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -41,17 +43,25 @@ class Site:
             process.kill()
             process.wait(10)
 
-    def run(self, host: str, steps: int = 100_000) -> subprocess.Popen[bytes]:
+    def run(self, host: str) -> subprocess.Popen[bytes]:
         """`elasticrun` on this host, as its own service would start it."""
-        argv = [
-            *(sys.executable, "-m", "launcher.cli", "--rdzv-id", "job", "--nnodes", "2:3"),
-            *("--state-dir", str(self.folder / "state"), "--rdzv-endpoint", f"node0:{PORT}"),
+        at = ("--rdzv-id", "job", "--nnodes", "2:3", "--rdzv-endpoint", f"node0:{PORT}")
+        return self.start(host, *at, *self.training(), name="" if host == "node0" else host)
+
+    def training(self) -> tuple[str, ...]:
+        """The settings of the job, and its command."""
+        return (
+            *("--state-dir", str(self.folder / "state")),
             *("--heartbeat-timeout", str(HEARTBEAT_S), "--debug"),
-            *("--blacklist-cooldown-range", "1", "4", "--env", f"STEPS={steps}"),
+            *("--blacklist-cooldown-range", "1", "4", "--env", "STEPS=100000"),
             *("--env", "STEP_MS=20", "--env", f"STEP_RECORDS={self.folder / 'steps'}"),
             *("--", str(ROOT / "tests" / "e2e" / "jobs" / "train.py")),
-        ]
-        name = "" if host == "node0" else f"{host}-{len(self._started)}-"
+        )
+
+    def start(self, host: str, *args: str, name: str) -> subprocess.Popen[bytes]:
+        """`elasticrun ARGS…` on a host; `name` of the files with what it says, "" for the job's."""
+        argv = [sys.executable, "-m", "launcher.cli", *args]
+        name = name and f"{name}-{len(self._started)}-"
         out, err = self.folder / f"{name}stdout", self.folder / f"{name}stderr"
         env = {"HOME": str(self.folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         process = self.cluster.start(host, argv, out=out, err=err, env=env)
@@ -134,6 +144,49 @@ def test_the_servers_host_restarts_and_the_job_goes_on_with_the_others(cluster: 
         assert job.wait(60) == 130
         assert [other.wait(60) for other in others] == [130, 130]
         eventually(lambda: not job.left_behind(), within=15, what="nothing is left on any host")
+
+
+@pytest.mark.skipif(why_no_etcd() is not None, reason=why_no_etcd() or "")
+def test_a_standby_takes_over_on_another_host_and_the_nodes_find_it(cluster: Cluster) -> None:
+    place = cluster.node("node3").address, tuple(cluster.node("node3").inside())
+    data = cluster.folder / "etcd"
+    data.mkdir()
+    with Site(cluster) as site, EtcdCluster(data, range(2379, 2381), (place,)) as etcd:
+        secret = ("--token-file", str(write_token_file(site.folder / "secret", "s" * 32)))
+        kept = ("--run-id", "job", "--journal", etcd.url, *secret)
+        serve = ("--serve", "--nnodes", "1:2", *kept, *site.training())
+        job = site.job(site.start("head", *serve, name=""))
+        nodes = [
+            site.start(host, "--join", "head", *secret, name=host) for host in ("node0", "node1")
+        ]
+        job.together(2)
+        state = ("--state-dir", str(site.folder / "other state"))
+        standby = site.start("node2", "--standby", *kept[:4], *state, name="standby")
+        said = next(site.folder.glob("standby-*stderr"))
+        eventually(lambda: "waits beside driver 1" in said.read_text(), within=60, what="a standby")
+        workers = {p.pid for h in HOSTS[:2] for p in cluster.node(h).processes() if is_worker(p)}
+
+        cluster.node("head").poweroff()
+        job.process.wait(10)
+        events = site.folder / "other state" / "job" / "events.jsonl"
+        eventually(
+            lambda: events.exists() and "driver_resumed" in events.read_text(),
+            within=60,
+            what="the standby goes on with the job",
+            context=said.read_text,
+        )
+        job.process = standby
+        before = job.newest_round()
+        job.train_on(2)
+        assert workers
+        assert all(map(psutil.pid_exists, workers)), "training has not paused"
+        signal_launcher(cluster.node("node1"), signal.SIGTERM)
+        job.together(1, above=before)
+        assert nodes[1].wait(60) == 143
+        signal_launcher(cluster.node("node2"), signal.SIGINT)
+        assert standby.wait(60) == 130, said.read_text()
+        assert nodes[0].wait(60) == 130, "it has heard from the new driver how the job has ended"
+        eventually(lambda: set(job.left_behind()) <= {"node3"}, within=15, what="only etcd is left")
 
 
 def is_worker(process: psutil.Process) -> bool:

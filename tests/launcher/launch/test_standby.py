@@ -19,7 +19,7 @@ ETCD = ("--journal", "etcd://127.0.0.1:1")
         ((*ETCD, "true"), "needs --run-id: the job's name in etcd"),
         (("--journal", "etcd://h:0", "--run-id", "x", "true"), "needs etcd://HOST:PORT"),
         (("--journal", "consul://h", "true"), "is sqlite or etcd://HOST:PORT"),
-        ((*ETCD, "--run-id", "x", "--serve", "true"), "look for the driver at one address"),
+        ((*ETCD, "--run-id", "x", "--nnodes", "2", "--node-rank", "0", "true"), "with --serve"),
         (("--standby", *ETCD), "needs --run-id ID and --journal etcd://"),
         (("--standby", "--run-id", "x"), "needs --run-id ID and --journal etcd://"),
         (("--standby", "--run-id", "x", *ETCD, "true"), "takes no command"),
