@@ -243,7 +243,16 @@ def join_job(line: CommandLine, role: where.Join) -> int:
     if line.command:
         command = worker_command(line.command, facts.python, script=options.run_path)
     slots = slots_of_a_host(options, facts.machine)
-    plan = JoinPlan(role, slots, options, line.fill(Settings), Path(facts.state_dir), command)
+    plan = JoinPlan(
+        server=role,
+        slots=slots,
+        options=options,
+        settings=line.fill(Settings),
+        state_dir=Path(facts.state_dir),
+        command=command,
+        insecure=line["insecure"],
+        tls_ca=line["tls_ca"],
+    )
     if options.dry_run:
         print(f"joins       {plan.place}\nworkers     {slots or 'as many as the server says'}")
     for note in line.warnings:

@@ -20,6 +20,8 @@ class JoinPlan:
     settings: Settings
     state_dir: Path
     command: tuple[str, ...] = ()  # the command typed here; the server's command runs
+    insecure: bool = False  # the server may speak plain HTTP
+    tls_ca: str | None = None  # file with the CA of the server's certificate; None: no CA is asked
 
     @property
     def place(self) -> str:

@@ -21,12 +21,13 @@ from launcher.network import addresses_of, bracketed, is_loopback
 from rendezvous import errors
 from rendezvous.client import RendezvousClient
 from rendezvous.proof import Handshake, Speaker, make_nonce
-from rendezvous.tls import FIRST_SEEN
+from rendezvous.tls import FIRST_SEEN, NotTlsError, WrongServerError, known_by_ca
 from rendezvous.wire import UNREADABLE
 
 ATTEMPT_S = 3.0  # the time for one address of the server to answer
 MOST_ANSWERED = 128 * 1024  # bytes; a site's CA may be in an answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
+_PLAIN = "speaks no TLS; if it is the server and was given --insecure, give it to this node, too"
 _decode_answer = msgspec.json.Decoder(HelloAnswer).decode
 _decode_joined = msgspec.json.Decoder(Joined).decode
 
@@ -68,10 +69,12 @@ def find_server(plan: JoinPlan, offer: NodeReport, patience: float, option: str)
     another address. Agents get a numeric address, so that no name is looked up later.
 
     Raises an ElasticError if no server has taken this node in within `patience` seconds (`option`
-    sets them), or the server refuses it for good.
+    sets them), or the server refuses it for good; CertificateError for a wrong --tls-ca.
     """
     until = time.monotonic() + patience
     pause, told = FIRST_PAUSE_S, set[str]()
+    ca, host = plan.tls_ca, plan.server.host
+    known_by = FIRST_SEEN if ca is None else known_by_ca(Path(ca), host)
 
     def tell(sentence: str) -> None:
         if sentence not in told:
@@ -80,7 +83,7 @@ def find_server(plan: JoinPlan, offer: NodeReport, patience: float, option: str)
 
     while True:
         try:
-            return _attempt(plan, offer)
+            return _attempt(plan, known_by, offer)
         except _WaitError as found:
             if found.final is not None:
                 tell(str(found.final))
@@ -94,7 +97,7 @@ def find_server(plan: JoinPlan, offer: NodeReport, patience: float, option: str)
         pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def _attempt(plan: JoinPlan, offer: NodeReport) -> FoundServer:
+def _attempt(plan: JoinPlan, known_by: str, offer: NodeReport) -> FoundServer:
     """Try every address of the server; raises _WaitError if none takes this node in."""
     host, port = plan.server.host, plan.server.port
     problem = _WaitError(f"the name {host} has no address")
@@ -108,24 +111,27 @@ def _attempt(plan: JoinPlan, offer: NodeReport) -> FoundServer:
             problem = _WaitError(error.strerror or str(error))
             continue
         found = []
-        for scheme in _schemes(address):
+        plain = (plan.insecure or is_loopback(address)) and plan.tls_ca is None
+        for scheme in ("http", "https") if plain else ("https",):
             try:
-                return _join(plan, f"{scheme}://{bracketed(address)}:{port}", offer)
+                url = f"{scheme}://{bracketed(address)}:{port}"
+                return _join(plan, url, known_by if scheme == "https" else "", offer)
             except _WaitError as error:
                 found.append(error)
             except (errors.RendezvousError, *UNREADABLE) as error:
-                found.append(_WaitError(str(getattr(error, "cause", error))))
+                cause = getattr(error, "cause", error)
+                wrong = isinstance(cause, WrongServerError) and not plain
+                words = _PLAIN if isinstance(cause, NotTlsError) else f"is not trusted: {cause}"
+                found.append(_no_server(plan, words) if wrong else _WaitError(str(cause)))
         problem = next((each for each in found if each.final is not None), found[0])
     raise problem
 
 
-def _schemes(address: str) -> tuple[str, ...]:
-    """Return the ways to speak with a server, in the order in which they are tried."""
-    return ("http", "https") if is_loopback(address) else ("https", "http")
+def _join(plan: JoinPlan, url: str, known_by: str, offer: NodeReport) -> FoundServer:
+    """Say hello, check the server's proof, and prove to it that this node knows the secret.
 
-
-def _join(plan: JoinPlan, url: str, offer: NodeReport) -> FoundServer:
-    """Say hello, check the server's proof, and prove to it that this node knows the secret."""
+    `known_by`: how the server's certificate is known (`rendezvous.tls`).
+    """
     options = plan.options
     known = of_node(options.token_file, options.run_id, plan.state_dir, plan.server.port)
     if not known:
@@ -133,9 +139,8 @@ def _join(plan: JoinPlan, url: str, offer: NodeReport) -> FoundServer:
             f"the server at {plan.place} is up, but this node has no secret to join it: give the "
             "same --run-id (--rdzv-id) on every node, or the same --token-file"
         )
-    tls = FIRST_SEEN if url.startswith("https:") else ""
     with RendezvousClient(
-        url, "", ATTEMPT_S, repeats=False, fingerprint=tls, max_answer=MOST_ANSWERED
+        url, "", ATTEMPT_S, repeats=False, fingerprint=known_by, max_answer=MOST_ANSWERED
     ) as client:
         handshake, secret = _verify(plan, client, known)
         proof = NodeProof(handshake.server_nonce, handshake.prove(secret, Speaker.NODE), offer)
