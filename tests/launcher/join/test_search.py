@@ -9,6 +9,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from elastic_driver.core.join_messages import HelloAnswer, NodeReport
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.settings import Settings
+from launcher.join import search
 from launcher.join.identity import derive
 from launcher.join.plan import JoinPlan
 from launcher.join.search import FoundServer, find_server
@@ -201,6 +203,25 @@ def test_a_relay_with_another_certificate_gets_no_proof_through(tmp_path: Path) 
             find(plan(tmp_path, relay.port), 0.0)
     assert len(forwarded) == 1, "the hello was passed on, and answered by the right server"
     assert forwarded[0].startswith(b"POST /v1/nodes/hello ")
+
+
+def test_a_node_speaks_plain_with_another_host_only_if_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "is_loopback", lambda _address: False)
+    with serving() as server:
+        careful = plan(tmp_path, server.port)
+        with pytest.raises(ClusterError, match="is the server and was given --insecure"):
+            find(careful, 0.0)
+        assert find(replace(careful, insecure=True), 0.0).fingerprint == ""
+
+
+def test_a_node_with_a_ca_takes_no_other_certificate(tmp_path: Path) -> None:
+    certificate = made(tmp_path / "tls")
+    with serving(certificate=certificate) as server:
+        careful = replace(plan(tmp_path, server.port), tls_ca=str(certificate.cert))
+        with pytest.raises(ClusterError, match="is not trusted: its certificate is refused"):
+            find(careful, 0.0)
 
 
 def test_a_proof_that_the_node_has_heard_from_another_exchange_is_not_believed(
