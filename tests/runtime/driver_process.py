@@ -15,6 +15,7 @@ from elastic_driver.errors import ElasticError
 from elastic_driver.runtime.backend import OnLost
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
+from elastic_driver.runtime.journal import writer
 from elastic_driver.runtime.journal.resume import load_run
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.resources import DriverSetup
@@ -22,6 +23,9 @@ from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
 
 RUN = "run"
+# What a driver does that is not in the journal yet is lost with it. That has tests of its own: here
+# a disk that is busy with other tests must not make the journal late.
+writer.WAIT_S = 30.0
 
 
 class SayingBackend:
