@@ -111,8 +111,10 @@ class EtcdStore:
     def _credentials(self) -> tuple[bytes, list[etcd.Operation]]:
         """Return the lines of the token file, and how the run's certificate is written, if any."""
         files = certificate_in(self._token_file.parent)
-        certificate = [etcd.put(self._tenure.keys.tls, files.text().encode())]
-        return read_credentials(self._token_file).text.encode(), certificate if files.exist else []
+        credentials = read_credentials(self._token_file).text.encode()
+        if not files.exist:
+            return credentials, []
+        return credentials, [etcd.put(self._tenure.keys.tls, files.text().encode())]
 
     def write(self, batches: Sequence[Batch]) -> None:
         """See `JournalStore.write`; returns only when etcd has the batches."""
