@@ -17,6 +17,7 @@ from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.tenure import RunKeys, decode_key
 from elastic_driver.runtime.run_dir import JOURNAL_FILE
 from launcher.options.values import resolve_again
+from rendezvous.auth import parse_credentials
 
 ETCD_S = 3.0  # for etcd to answer
 
@@ -32,8 +33,8 @@ def journal_of(folder: Path) -> str | None:
     return None
 
 
-def driver_in(journal: str, run_id: str) -> tuple[str, str]:
-    """Return URL and token of the driver that etcd names for a run.
+def driver_in(journal: str, run_id: str) -> tuple[str, str, str]:
+    """Return the URL of the driver that etcd names for a run, its token and fingerprint.
 
     Raises UsageError for an address that is none, ClusterError if no driver has the run or etcd
     does not answer.
@@ -53,4 +54,4 @@ def driver_in(journal: str, run_id: str) -> tuple[str, str]:
             "--driver-lease seconds, or go on with the job: elasticrun --resume"
         )
     url = found.url if found.host == os.uname().nodename else found.seen
-    return url, token[0].value.decode()
+    return (url, *parse_credentials(token[0].value.decode()))
