@@ -64,9 +64,13 @@ def encode_world(world: World) -> bytes:
     return encode(WorldDocument(world.round, world.reason, roster_of(world.members)))
 
 
+# Made now: threads that use a type for the first time together crash in msgspec.
+_decode_world = msgspec.json.Decoder(WorldDocument).decode
+
+
 def decode_world(data: bytes) -> World:
     """Return the world in these bytes; raises `ValueError` if they hold none."""
-    document = decode(WorldDocument, data)
+    document = _decode_world(data)
     return World(document.round, Members(document.roster), document.reason)
 
 
@@ -325,10 +329,13 @@ def decode(kind: type[T], data: bytes) -> T:
     return msgspec.json.decode(data, type=kind)
 
 
+_decode_progress = msgspec.json.Decoder(Progress).decode
+
+
 def decode_progress(data: bytes) -> Progress | None:
     """Return a worker's progress; None if it wrote something else."""
     try:
-        return decode(Progress, data)
+        return _decode_progress(data)
     except UNREADABLE:
         return None
 
