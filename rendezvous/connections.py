@@ -46,15 +46,19 @@ class Client:
 class Connections:
     """All connections of one server; create it on a running loop.
 
-    `files`: how many descriptors the process may have; `used`: how many it has now.
+    `files`: how many descriptors the process may have; `used`: how many it has now. `handshake`:
+    the time that each connection has before its first request is awaited.
     """
 
-    def __init__(self, limits: Limits, hits: Hits, files: int, used: int) -> None:
+    def __init__(
+        self, limits: Limits, hits: Hits, files: int, used: int, handshake: float = 0.0
+    ) -> None:
         self.limits, self.hits = limits, hits
         self.loop = asyncio.get_running_loop()
         self._highest = files - reserve_of(files, limits)  # the first descriptor not for clients
         self._most = max(1, self._highest - used)
         self._most_unproven = min(limits.unproven, max(1, self._most // 4))
+        self._handshake = handshake
         self._unproven: dict[Client, float] = {}  # since when; the oldest first
         self._proven: dict[Client, None] = {}  # about in the order of their last requests
         self._of_caller: Counter[Caller] = Counter()
@@ -73,7 +77,7 @@ class Connections:
         """Record a new connection."""
         now = self.loop.time()
         client = Client(now)
-        self._unproven[client] = now
+        self._unproven[client] = now + self._handshake
         return client
 
     def closed(self, client: Client) -> None:

@@ -34,7 +34,7 @@ from rendezvous.limits import Hits, Limits
 from rendezvous.refusals import Refusals
 from rendezvous.service import Done, OnChanges, Results, StoreService
 from rendezvous.tls import ServerCertificate
-from rendezvous.tls_connections import TlsConnections
+from rendezvous.tls_connections import HANDSHAKE_WAIT_S, TlsConnections
 from rendezvous.turns import Turns
 from rendezvous.web import HITS, REFUSALS, KVRoutes, PostsOnce, Problem, guard, problem_body
 from rendezvous.wire import MAX_BODY_BYTES, Operation
@@ -249,7 +249,11 @@ class RendezvousServer:
         service.ask(self._first(self.url), lambda _results: None, bounded=False)
         posts_once, turns = PostsOnce(), Turns()
         connections = self._connections = Connections(
-            self.limits, self.hits, self._files, len(os.listdir("/proc/self/fd"))
+            self.limits,
+            self.hits,
+            self._files,
+            len(os.listdir("/proc/self/fd")),
+            handshake=0.0 if self._tls is None else HANDSHAKE_WAIT_S,
         )
         runner = await self._aiohttp(service, posts_once, within(connections, turns))
         assert runner.server is not None  # noqa: S101 - it is set up

@@ -10,6 +10,9 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 
 HANDSHAKE_S = 10.0  # for a client to end its handshake; later than that it is nobody
+# Before a connection counts as one that sends nothing: a server shakes hands with about a thousand
+# clients a second, so those of a large job that come together wait for each other.
+HANDSHAKE_WAIT_S = 3.0
 GOODBYE_S = 1.0  # for a client to answer the end of its session
 
 

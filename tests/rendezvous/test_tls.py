@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import threading
@@ -13,6 +14,7 @@ import pytest
 from rendezvous import tls
 from rendezvous.auth import Credentials, read_credentials, read_token_file, write_token_file
 from rendezvous.client import RendezvousClient
+from rendezvous.connections import Connections
 from rendezvous.errors import (
     AbortedError,
     CertificateError,
@@ -20,6 +22,7 @@ from rendezvous.errors import (
     UnreachableError,
     WokenError,
 )
+from rendezvous.limits import Hits, Limits
 from rendezvous.server import RendezvousServer
 from rendezvous.tls import ServerCertificate, make_certificate
 from rendezvous.wire import Get, Set
@@ -202,3 +205,20 @@ def test_waits_end_by_a_write_a_wake_up_or_an_abort(
         WokenError,
         AbortedError,
     ]
+
+
+def test_clients_that_shake_hands_are_not_closed_to_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rendezvous.connections.YOUNG_S", 0.0)
+
+    async def closes_one(handshake: float) -> bool:
+        connections = Connections(Limits(unproven=1), Hits(), 1000, 10, handshake)
+        connections.opened()
+        try:
+            return connections.may_open()
+        finally:
+            connections.close()
+
+    assert asyncio.run(closes_one(0.0))
+    assert not asyncio.run(closes_one(60.0))
