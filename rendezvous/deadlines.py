@@ -55,10 +55,13 @@ class Deadlines(Generic[T]):
             heapq.heappop(self._heap)
         return None
 
-    def due(self, now: float) -> list[T]:
-        """Take out and return the items with a deadline at or before `now`, earliest first."""
+    def due(self, now: float, most: int | None = None) -> list[T]:
+        """Take out and return the items with a deadline at or before `now`, earliest first.
+
+        `most`: how many of them; None: all.
+        """
         ready: list[T] = []
-        while (at := self.next()) is not None and at <= now:
+        while len(ready) != most and (at := self.next()) is not None and at <= now:
             item = heapq.heappop(self._heap)[2]
             del self._at[item]
             ready.append(item)

@@ -243,7 +243,8 @@ class FastConnection(asyncio.Protocol):
 
         `queue`: it is the turn of this one.
         """
-        lines, client, began = self._shared.lines, self._client, thread_time()
+        lines, client, first = self._shared.lines, self._client, thread_time()
+        began = first
         while self._inbox and not self._busy and not self.transport.is_closing():
             end = self._inbox.find(_END)
             if end < 0 and len(self._inbox) <= MAX_HEAD_BYTES and may_be_plain(self._inbox, lines):
@@ -270,7 +271,7 @@ class FastConnection(asyncio.Protocol):
             before, began = began, thread_time()
             older = 0.0 if self._cost == math.inf else self._cost * FORGETS
             self._cost = max(began - before, older)
-            if self._inbox and self._cost >= QUICK_S:
+            if self._inbox and began - first >= QUICK_S:
                 self._take_later(Queue.COSTLY)
                 return
         if not self._busy:

@@ -31,7 +31,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     store_bytes: int = 1024**3  # of keys and values, with KEY_BYTES for each key [store]
     store_keys: int = 262_144  # [store]
     waited_keys: int = 4 * 1024**2  # over all batches that wait [waits]
-    reply_bytes: int = wire.MAX_BODY_BYTES  # in the results of one batch [reply]
+    reply_bytes: int = wire.MAX_VALUE_BYTES + 1024**2  # in the results of one batch [reply]
     arriving_bytes: int = 256 * 1024**2  # in all requests that have not arrived whole [arriving]
     leaving_bytes: int = 1024**3  # in all answers that clients have not taken yet [leaving]
 

@@ -34,6 +34,7 @@ _LONG_WAIT_S = 1.0
 _TICK_S = 0.125  # long waits end on common ticks, because ending many at once is cheaper
 _SHARED_ANSWERS = 256  # answers kept between two changes, because many clients ask the same
 _SHARED_BYTES = 64 * 1024 * 1024  # of values in them
+_ENDED_KEYS = 16384  # that are waited for no longer after one call of `expire`, or a few more
 _COUNTER_DIGITS = 20  # a longer text is no counter
 
 
@@ -154,12 +155,16 @@ class KVStore:
         return tuple(batch.results)
 
     def expire(self, now: float) -> list[Outcome]:
-        """End the leases and waits that are due; return all outcomes."""
+        """End the leases and waits that are due; return all outcomes.
+
+        Waits for very many keys are ended in several calls: call again if `next_deadline` is due.
+        """
         for key in self._leases.due(now):
             self._delete(key)
             self._outcomes.append(KeyExpired(key))
-        for ticket in self._waits.due(now):
-            batch = self._parked[ticket]
+        first = self._waited
+        while first - self._waited < _ENDED_KEYS and (tickets := self._waits.due(now, most=1)):
+            batch = self._parked[tickets[0]]
             self._resume(batch, self._found(tuple(batch.thresholds), timed_out=True))
         return self._run(now)
 

@@ -168,6 +168,9 @@ class StoreRefusal(Struct, frozen=True, tag="refused"):
 Result = Entries | Number | Written | Compared | StoreRefusal
 
 
+_LARGE_KINDS = (Entries, Compared)
+
+
 def size_of(result: Result) -> int:
     """Return about how many bytes a result has, in memory and, a third more, in a reply."""
     match result:
@@ -226,7 +229,7 @@ decode_error = msgspec.json.Decoder(ErrorBody).decode
 
 def is_large(results: tuple[Result, ...], size: int) -> bool:
     """Return whether results have more than `size` bytes together."""
-    return sum(r.size if isinstance(r, Entries) else RESULT_BYTES for r in results) > size
+    return sum(size_of(r) for r in results if isinstance(r, _LARGE_KINDS)) > size
 
 
 def encode_reply(results: tuple[Result, ...]) -> bytes:

@@ -113,6 +113,9 @@ class DriverRoutes:
         self._driver, self._log, self._output = driver, log, output
         self.requests, self._joined = machine_api.OpenRequests(driver.post), joined
         self._streams = 0
+        self._asking = asyncio.Lock()  # held while the driver is asked for its status
+        self._next_status: asyncio.Task[bytes] | None = None
+        self._scraped = b"", b""  # the last status that became metrics, and these
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def add_to(self, app: web.Application) -> None:
@@ -232,11 +235,26 @@ class DriverRoutes:
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Answer with the metrics, in Prometheus' text format."""
-        counts = request.app[HITS].snapshot(), request.app[REFUSALS].snapshot()
-        body = metrics.exposition(await self._status(), *counts)
+        status = await self._status()
+        if self._scraped[0] is not status:  # others may have got the same
+            counts = request.app[HITS].snapshot(), request.app[REFUSALS].snapshot()
+            self._scraped = status, metrics.exposition(status, *counts)
+        body = self._scraped[1]
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _status(self) -> bytes:
+        """Return a status from now; all who ask while the driver is asked share the next one."""
+        if self._next_status is None:
+            self._next_status = asyncio.create_task(self._ask_next())
+            self._next_status.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._next_status)
+
+    async def _ask_next(self) -> bytes:
+        async with self._asking:
+            self._next_status = None
+            return await self._ask_status()
+
+    async def _ask_status(self) -> bytes:
         answer: concurrent.futures.Future[bytes] = concurrent.futures.Future()
 
         def settle(document: bytes) -> None:

@@ -102,7 +102,7 @@ def test_sealed_prefixes_take_room() -> None:
 
 
 def test_results_that_are_too_large_together_are_refused_one_by_one() -> None:
-    client = Client()
+    client = Client(reply_bytes=32 * MIB)
     for n in range(16):
         client.do(Set(f"k{n}", b"x" * 4 * MIB))
     wrong = CompareSet("k0", b"wrong", b"")
@@ -190,3 +190,14 @@ def test_keys_that_are_waited_for_are_bounded_over_all_batches() -> None:
     assert client.do(Watch({"a": 9}, wait=10.0), bounded=False) == []
     client.store.cancel(1)
     assert client.do(Watch({"a": 9}, wait=10.0)) == []
+
+
+def test_waits_for_very_many_keys_end_in_several_calls() -> None:
+    client = Client()
+    for n in range(5):
+        assert client.do(Get(tuple(f"{n}.{k}" for k in range(10_000)), wait=1.0)) == []
+    ended = []
+    while (at := client.store.next_deadline()) is not None:
+        assert at <= 1.0
+        ended.append(len(client.store.expire(1.0)))
+    assert ended == [2, 2, 1]
