@@ -90,7 +90,7 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Record when a request begins and ends; the outermost middleware."""
     connection = _connection_of(request)
     if connection is None:
-        raise ConnectionResetError("the client has gone")
+        return web.Response(status=400)  # the client has gone
     connection.begin()
     try:
         return await handler(request)
@@ -105,7 +105,7 @@ def within(connections: Connections, turns: Turns) -> Middleware:
     async def bounded(request: web.Request, handler: Handler) -> web.StreamResponse:
         connection = _connection_of(request)
         if connection is None:
-            raise ConnectionResetError("the client has gone")
+            return web.Response(status=400)  # the client has gone
         size = _size_of_body(request)
         if CALLER in request:
             _prove(request, connections, connection.client)

@@ -152,6 +152,8 @@ async def shape_errors(
         allow = error.headers.get("Allow")
         headers = {"Allow": allow} if allow else None
         return error_answer(Problem(error.status, code, message, hint), headers)
+    except ConnectionResetError:  # nobody reads this answer
+        return error_answer(Problem(400, "incomplete", "the client left before its request ended"))
     except StoppedError as error:
         return error_answer(Problem(503, "stopping", str(error), "try again in a moment"))
     except Exception:

@@ -231,3 +231,16 @@ def test_answers_that_nobody_takes_have_a_bounded_size_together() -> None:
         found.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         assert found.answer()[0] == 200
         assert request(server, "GET", "/v1/kv/k/3")[0] == 200
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_bug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with RendezvousServer(token=TOKEN) as server:
+        with Caller(server) as caller:
+            caller.send(
+                f"PUT /v1/kv/a/b HTTP/1.1\r\n{HEADERS}Content-Length: 800\r\n\r\nx".encode()
+            )
+            eventually(lambda: server_arriving(server) == 800, "it arrives")
+        eventually(lambda: server_arriving(server) == 0, "it is given up")
+    assert caplog.text == ""
