@@ -37,6 +37,9 @@ class Budget:
         if self._waits >= self.limits.batch_waits:
             problem = f"a batch may wait {self._waits} times; send the rest in another one"
             return self.refuse("batch_waits", "too_large", problem)
+        if keys > self.limits.wait_keys:
+            problem = f"{keys} keys are too many for one wait; wait for fewer at a time"
+            return self.refuse("batch_waits", "too_large", problem)
         if waited + keys > self.limits.waited_keys:
             problem = f"clients wait for {waited} keys already; try again in a moment"
             return self.refuse("waits", "busy", problem)

@@ -37,6 +37,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     # time of the server's loop
     batch_waits: int = 16  # waits in one batch [batch_waits]
+    wait_keys: int = 16_384  # that one batch waits for at a time [batch_waits]
     batch_cost: int = 100_000  # of one batch, in looks at a key, about 50 ns each [batch_cost]
 
 
@@ -47,6 +48,7 @@ UNLIMITED = Limits(
     waited_keys=2**63,
     reply_bytes=2**63,
     batch_waits=2**63,
+    wait_keys=2**63,
     batch_cost=2**63,
 )  # for the driver's own operations on the store
 NAMES = (

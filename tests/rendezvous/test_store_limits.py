@@ -181,6 +181,13 @@ def test_a_batch_waits_a_few_times_only() -> None:
     assert [type(result) for result in answered.results] == [Entries] * 2 + [StoreRefusal] * 2
 
 
+def test_one_wait_is_for_a_bounded_number_of_keys() -> None:
+    client = Client(wait_keys=3)
+    assert refused(client.do(Get(("a", "b", "c", "d"), wait=1.0))[0], "too_large")
+    assert isinstance(client.do(Get(("a", "b", "c", "d")))[0], Entries)
+    assert client.do(Get(("a", "b", "c"), wait=1.0)) == []
+
+
 def test_keys_that_are_waited_for_are_bounded_over_all_batches() -> None:
     client = Client(waited_keys=5)
     assert client.do(Get(("a", "b", "c"), wait=10.0)) == []
