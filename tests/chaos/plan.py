@@ -18,7 +18,7 @@ class Objectives(Struct, frozen=True, forbid_unknown_fields=True):
     `recovery_p99`: from the end of a fault to the step that all workers finish together after it.
     `rogue_gap`: the longest time between two steps of one worker while rogue clients are all that
     happens. `descriptors`, `threads`, `memory`: by how much a driver or an agent may have more than
-    when it was seen first. A lost or repeated step, an exit status that was not asked for, and
+    when it had settled. A lost or repeated step, an exit status that was not asked for, and
     whatever is left of the job are never allowed.
     """
 

@@ -32,7 +32,10 @@ class Size(NamedTuple):
 
 @dataclass
 class Growth:
-    """Each driver and agent, when it had settled and when it was seen last."""
+    """Each driver and agent, when it was seen for the second time and for the last.
+
+    The first time may be before all clients have found it.
+    """
 
     first: dict[int, Size] = field(default_factory=dict)
     last: dict[int, Size] = field(default_factory=dict)
@@ -42,9 +45,10 @@ class Growth:
         """Note the sizes of these processes; the moment is a quiet one."""
         for pid, name in processes.items():
             with contextlib.suppress(psutil.NoSuchProcess):
-                self.last[pid] = Size.of(psutil.Process(pid))
-                self.first.setdefault(pid, self.last[pid])
-                self.names[pid] = name
+                size = Size.of(psutil.Process(pid))
+                if pid in self.last:
+                    self.first.setdefault(pid, size)
+                self.last[pid], self.names[pid] = size, name
 
     def beyond(self, objectives: Objectives) -> list[str]:
         """What has grown by more than it may."""
