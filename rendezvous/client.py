@@ -12,30 +12,22 @@ again after each attempt that failed and while it waits for an answer, or is tol
 """
 
 import contextlib
-import errno
-import math
-import os
 import random
 import secrets
-import select
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from ssl import SSLError, SSLSocket
-from typing import Any, TypeVar
-from urllib.parse import SplitResult, urlsplit
+from ssl import SSLSocket
+from typing import TypeVar
 
 from rendezvous import errors, wire
 from rendezvous.auth import AUTHORIZATION, bearer
-from rendezvous.tls import ServerIdentity
+from rendezvous.client_connections import ClientConnections, arm, readable
 
 DEFAULT_TIMEOUT_S = 10.0
-CONNECT_S = 3.0  # for one address to accept a connection
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-URL_FILE_POLL_S = 0.1  # between two looks at the file with the address, while a call waits
 _CHUNK_BYTES = 1024 * 1024
 # Worth a repeat: the server is over a limit or stopping, and then a successor may take over.
 _AGAIN = (429, 503)
@@ -70,24 +62,20 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         fingerprint: str = "",
         max_answer: int | None = None,
     ) -> None:
-        parts = parse_url(url)
-        self._identity = _identity(url, parts, fingerprint)
-        self.url, self.timeout = url.rstrip("/"), timeout
+        self._connections = ClientConnections(url, fingerprint, url_file)
+        self.timeout = timeout
         self.requests = 0  # attempts sent so far, for measurements
         self.silent_since: float | None = None  # monotonic; None: the last attempt was answered
-        self._host, self._port = str(parts.hostname), int(parts.port or 0)
-        self._token, self._repeats, self._url_file = token, repeats, url_file
+        self._token, self._repeats = token, repeats
         self._max_answer = max_answer
         self._headers = {"Content-Type": "application/json"}
         if token:
             self._headers[AUTHORIZATION] = bearer(token)
-        self._lock = threading.Lock()  # guards the next two
-        self._idle: list[HTTPConnection] = []
-        self._busy: set[HTTPConnection] = set()
-        self._aborted = threading.Event()
-        self._hurry = threading.Event()  # set for a moment: pauses between attempts end
-        self._pid = os.getpid()
-        self._read_url_file()
+
+    @property
+    def url(self) -> str:
+        """The address of the driver in use."""
+        return self._connections.url
 
     def clone(self, timeout: float | None = None) -> "RendezvousClient":
         """Return another client of the same server, with its own connections and `abort`."""
@@ -97,14 +85,15 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             self._token,
             seconds,
             repeats=self._repeats,
-            url_file=self._url_file,
-            fingerprint="" if self._identity is None else self._identity.known,
+            url_file=self._connections.url_file,
+            fingerprint="" if (known := self._connections.identity) is None else known.known,
         )
 
     @property
     def peer_fingerprint(self) -> str:
         """The fingerprint of the certificate that the server has shown; "": none."""
-        return "" if self._identity is None else self._identity.seen
+        identity = self._connections.identity
+        return "" if identity is None else identity.seen
 
     # ---- the store -----------------------------------------------------------------------
 
@@ -171,8 +160,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         """
         started = time.monotonic()
         try:
-            with self._connection() as connection:
-                self._connect(connection, started + self.timeout)
+            with self._connections.for_call() as connection:
+                self._connections.connect(connection, started + self.timeout)
                 connection.sock.settimeout(silence)
                 connection.request("GET", path, headers={**self._headers, "Accept": _STREAM})
                 response = connection.getresponse()
@@ -192,53 +181,18 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
 
     def close(self) -> None:
         """Close the connections that no call is using; a later call opens new ones."""
-        with self._lock:
-            while self._idle:
-                self._idle.pop().close()
+        self._connections.close()
 
     def abort(self) -> None:
         """End the calls that block other threads, and every later one, with AbortedError."""
-        self._aborted.set()
-        self._break_connections()
+        self._connections.abort()
 
     def move(self, url: str) -> None:
         """Use the driver at this address from now on, also for the calls that are pending.
 
         Raises ValueError if it is no address, or is not one of TLS as the one before was.
         """
-        parts = parse_url(url)
-        if (parts.scheme == "https") != (self._identity is not None):
-            raise ValueError(f"{url!r} is not {self.url.partition(':')[0]}")
-        with self._lock:
-            if url.rstrip("/") == self.url:
-                return
-            self.url = url.rstrip("/")
-            self._host, self._port = str(parts.hostname), int(parts.port or 0)
-        self._break_connections()
-
-    def _break_connections(self) -> None:
-        """Break every connection and end every pause: pending calls go on with their next attempt.
-
-        After `abort` there is none.
-        """
-        if self._pid != os.getpid():  # the sockets are shared with the parent, who needs them
-            return
-        self.close()
-        with self._lock:
-            for connection in self._busy:
-                if connection.sock is not None:
-                    with contextlib.suppress(OSError):  # it is closed already
-                        # Not that of an SSLSocket: what it sends next would be in clear.
-                        socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
-        self._hurry.set()
-        if not self._aborted.is_set():
-            self._hurry.clear()
-
-    def _read_url_file(self) -> None:
-        """Move to the address in the file, if there is one and it is another one."""
-        if self._url_file is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self.move(self._url_file.read_text(encoding="ascii").strip())
+        self._connections.move(url)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -267,7 +221,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         while True:
             reused = False
             try:
-                with self._connection() as connection:
+                with self._connections.for_call() as connection:
                     reused = connection.sock is not None
                     attempt_until = min(until, time.monotonic() + expected)
                     status, answer = self._attempt(connection, request, attempt_until, wake)
@@ -279,11 +233,11 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 problem = error
             if self.silent_since is None:
                 self.silent_since = time.monotonic()
-            self._read_url_file()
+            self._connections.read_url_file()
             # The server may just have closed an idle connection: no need to pause.
             pause = 0.0 if reused else next(pauses)
             if time.monotonic() + pause >= until or not (self._repeats or reused):
-                self._check_not_aborted()
+                self._connections.check_not_aborted()
                 if isinstance(problem, _TryAgainError) and not problem.is_stopping:
                     return self._checked(problem.status, problem.body)
                 raise errors.UnreachableError(self.url, time.monotonic() - started, problem)
@@ -296,12 +250,12 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         """
         until, before, hurry = time.monotonic() + seconds, self.url, False
         while (left := until - time.monotonic()) > 0 and self.url == before and not hurry:
-            slice_s = min(left, self._slice_s)
+            slice_s = min(left, self._connections.slice_s)
             if wake is None:
-                hurry = self._hurry.wait(slice_s)
-            elif _readable(slice_s, wake):
+                hurry = self._connections.hurry.wait(slice_s)
+            elif readable(slice_s, wake):
                 raise errors.WokenError(f"woken while {self.url} did not answer")
-            self._read_url_file()
+            self._connections.read_url_file()
 
     def _attempt(
         self, connection: HTTPConnection, request: _Request, until: float, wake: int | None
@@ -311,20 +265,20 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         Raises WokenError if `wake` is readable before the answer.
         """
         if connection.sock is None:
-            self._connect(connection, until)
-        _arm(connection, until)
+            self._connections.connect(connection, until)
+        arm(connection, until)
         self.requests += 1
         connection.request(*request)
-        if wake is not None or self._url_file is not None:
+        if wake is not None or self._connections.url_file is not None:
             self._await_answer(connection.sock, until, wake)
         response = connection.getresponse()
 
         def read_chunk() -> bytes:
-            _arm(connection, until)
+            arm(connection, until)
             return response.read(_CHUNK_BYTES)
 
         if (most := self._max_answer) is not None:
-            _arm(connection, until)
+            arm(connection, until)
             answer = response.read(most + 1)
             if len(answer) > most:
                 raise HTTPException(f"the answer has more than {most} bytes")
@@ -342,102 +296,12 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             return
         descriptors = (answer,) if wake is None else (answer, wake)
         while (left := until - time.monotonic()) > 0:
-            ready = _readable(min(left, self._slice_s), *descriptors)
+            ready = readable(min(left, self._connections.slice_s), *descriptors)
             if answer in ready:
                 return
             if ready:
                 raise errors.WokenError(f"woken before {self.url} answered")
-            self._read_url_file()  # it ends this connection where it has another address
-
-    @property
-    def _slice_s(self) -> float:
-        """The longest time that a call waits without a look at the file."""
-        return math.inf if self._url_file is None else URL_FILE_POLL_S
-
-    def _check_not_aborted(self) -> None:
-        if self._aborted.is_set():
-            raise errors.AbortedError(f"the client of {self.url} was closed; make a new one")
-
-    # ---- connections ---------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _connection(self) -> Iterator[HTTPConnection]:
-        """Give a connection for one call, perhaps a connected one; close it if the call fails."""
-        if self._pid != os.getpid():
-            # A fork: the connections belong to the parent, and closing our copies of their
-            # descriptors does not end them. The lock may be held by a thread that is not here.
-            self._pid, self._lock = os.getpid(), threading.Lock()
-            for connection in (*self._idle, *self._busy):
-                connection.close()
-            self._idle, self._busy = [], set()
-        with self._lock:
-            self._check_not_aborted()
-            idle = self._idle.pop() if self._idle else None
-            connection = idle or HTTPConnection(self._host, self._port)
-            self._busy.add(connection)
-        try:
-            yield connection
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            with self._lock:
-                self._busy.discard(connection)
-                if self._aborted.is_set():
-                    connection.close()
-                elif connection.sock is not None and self._leads_here(connection):
-                    self._idle.append(connection)
-                else:
-                    connection.close()
-
-    def _leads_here(self, connection: HTTPConnection) -> bool:
-        """Return whether a connection leads to the driver in use, and not to an earlier one."""
-        return (connection.host, connection.port) == (self._host, self._port)
-
-    def _connect(self, connection: HTTPConnection, until: float) -> None:
-        """Connect as `http.client` does; meanwhile `abort` finds the socket and can end it."""
-        problem = OSError(f"{connection.host} has no address")
-        found = socket.getaddrinfo(connection.host, connection.port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, address in found:
-            connection.close()
-            connection.sock = socket.socket(family, kind, protocol)
-            try:
-                self._reach(connection, address, min(until, time.monotonic() + CONNECT_S))
-            except OSError as error:
-                problem = error
-            else:
-                connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._meet(connection, until)
-                return
-        connection.close()
-        raise problem
-
-    def _reach(self, connection: HTTPConnection, address: Any, until: float) -> None:
-        """Connect to one address; meanwhile look at the file, as a dead machine refuses nothing."""
-        sock: socket.socket = connection.sock
-        sock.setblocking(False)
-        problem = sock.connect_ex(address)
-        while problem == errno.EINPROGRESS and self._leads_here(connection):
-            if (left := until - time.monotonic()) <= 0:
-                raise TimeoutError("timed out")
-            if _ready(min(left, self._slice_s), select.POLLOUT, sock.fileno()):
-                problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                break
-            self._read_url_file()
-        if problem not in (0, errno.EINPROGRESS):
-            raise OSError(problem, os.strerror(problem))
-
-    def _meet(self, connection: HTTPConnection, until: float) -> None:
-        """Make sure that a new connection leads to the driver in use, before it gets any byte."""
-        tls = None
-        if self._identity is not None:
-            tls = connection.sock = self._identity.wrap(connection.sock)
-        self._check_not_aborted()
-        if not self._leads_here(connection):
-            raise ConnectionError("the driver has moved")
-        if self._identity is not None and tls is not None:
-            _arm(connection, until)
-            self._identity.shake_hands(tls)
+            self._connections.read_url_file()  # ends this connection if it has another address
 
     # ---- errors --------------------------------------------------------------------------
 
@@ -467,29 +331,6 @@ class _TryAgainError(ConnectionError):
         self.is_stopping = b'"stopping"' in body
 
 
-def parse_url(url: str) -> SplitResult:
-    """Return the parts of `http(s)://host:port`; raise ValueError for anything else."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port is None:
-        raise ValueError(f"{url!r} is no rendezvous address; it looks like http://10.0.0.1:29400")
-    return parts
-
-
-def _identity(url: str, parts: SplitResult, fingerprint: str) -> ServerIdentity | None:
-    """Return how the server at an address is known, None for plain HTTP; or raise TokenError."""
-    if (parts.scheme == "https") != bool(fingerprint):
-        if fingerprint:
-            raise errors.TokenError(f"{url} is plain, and by its token file the job speaks TLS")
-        raise errors.TokenError(
-            f"{url} speaks TLS, and the token file has no fingerprint of its certificate; "
-            "take the token file of this job"
-        )
-    try:
-        return ServerIdentity(fingerprint) if fingerprint else None
-    except (ValueError, SSLError) as error:
-        raise errors.TokenError(f"the token file is damaged: {error}") from None
-
-
 def new_request_id() -> str:
     """Return an id that no other request has."""
     return secrets.token_hex(12)
@@ -504,24 +345,3 @@ def _pauses() -> Iterator[float]:
     while True:
         yield longest * random.uniform(0.5, 1.0)
         longest = min(2 * longest, LONGEST_PAUSE_S)
-
-
-def _readable(seconds: float, *descriptors: int) -> list[int]:
-    """Return the descriptors that can be read, or have ended, within this time."""
-    return _ready(seconds, select.POLLIN, *descriptors)
-
-
-def _ready(seconds: float, event: int, *descriptors: int) -> list[int]:
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, event)
-    return [descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]
-
-
-def _arm(connection: HTTPConnection, until: float) -> None:
-    """Let the next socket operation end at `until`."""
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    if connection.sock is not None:
-        connection.sock.settimeout(left)

@@ -267,6 +267,8 @@ class DriverLoop:
     def _begin_job(self, job: Job, run_id: str) -> None:
         self.job = self._machines["job"] = job
         self._journal_states()
+        if self.journal is not None:  # whoever sees that the job has begun can go on with it
+            self._tell(self.journal.settle())
         self.executor.execute(Announce("job_started", f"run {run_id}"))
         if self.checks is not None and self.checks.report is not None:
             self.executor.execute(Announce("nodes_checked", self.checks.report.summary()))

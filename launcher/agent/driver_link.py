@@ -21,7 +21,8 @@ from elastic_driver import contract
 from elastic_driver.core import documents
 from elastic_driver.core.events import AgentReturned, WireEvent
 from elastic_driver.reachability import probe
-from rendezvous.client import RendezvousClient, parse_url
+from rendezvous.client import RendezvousClient
+from rendezvous.client_connections import parse_url
 from rendezvous.errors import RefusedError, RendezvousError, RequestError
 from rendezvous.wire import EVENTS_PATH, MAX_WAIT_S, Entries, Get, Set, Watch, Written, expect
 

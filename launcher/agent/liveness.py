@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_driver.reachability import probe
-from rendezvous.client import RendezvousClient, parse_url
+from rendezvous.client import RendezvousClient
+from rendezvous.client_connections import parse_url
 from rendezvous.errors import RefusedError, RendezvousError, UnreachableError
 from rendezvous.wire import Set, Written, expect
 

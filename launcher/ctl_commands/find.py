@@ -22,7 +22,7 @@ from elastic_driver.runtime.run_dir import (
     read_endpoint,
 )
 from rendezvous.auth import read_credentials
-from rendezvous.client import parse_url
+from rendezvous.client_connections import parse_url
 
 PROBE_S = 2.0  # for a driver to accept a connection
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from rendezvous.client import CONNECT_S, RendezvousClient
+from rendezvous.client import RendezvousClient
+from rendezvous.client_connections import CONNECT_S
 from rendezvous.errors import (
     AbortedError,
     RefusedError,
@@ -68,7 +69,7 @@ def test_a_clone_speaks_to_the_same_server_on_a_connection_of_its_own(
     client.set("a", b"1")
     with client.clone(timeout=3) as twin:
         assert twin.get("a") == Entry(b"1", 1)
-        assert twin._idle[0] is not client._idle[0]
+        assert twin._connections.idle[0] is not client._connections.idle[0]
         assert (twin.timeout, client.timeout) == (3, 10)
 
 
@@ -108,10 +109,10 @@ def test_a_wait_for_a_server_that_is_gone_ends_likewise() -> None:
 
 def test_calls_share_one_connection(server: RendezvousServer, client: RendezvousClient) -> None:
     client.set("a", b"")
-    (connection,) = client._idle
+    (connection,) = client._connections.idle
     for _ in range(20):
         client.get("a")
-    assert client._idle == [connection]
+    assert client._connections.idle == [connection]
     assert connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
@@ -132,7 +133,7 @@ def test_threads_call_at_once_on_connections_that_are_used_again(
             thread.join(10)
         assert found == [Entry(b"", revision)] * 3
         assert client.one(Delete("go"), Number) == Number(1)
-        assert len(client._idle) == 4
+        assert len(client._connections.idle) == 4
 
 
 def test_refusals_are_errors_of_the_helpers_and_results_of_a_batch(
@@ -207,7 +208,7 @@ def test_a_client_that_does_not_repeat_still_replaces_a_connection_that_was_clos
 ) -> None:
     with RendezvousClient(server.url, TOKEN, repeats=False) as client:
         client.set("a", b"")
-        client._idle[0].sock.shutdown(socket.SHUT_RDWR)
+        client._connections.idle[0].sock.shutdown(socket.SHUT_RDWR)
         assert client.get("a") == Entry(b"", 1)
 
 
@@ -303,7 +304,7 @@ def test_a_connection_the_server_closed_meanwhile_is_opened_anew(
     server: RendezvousServer, client: RendezvousClient
 ) -> None:
     client.set("a", b"")
-    client._idle[0].sock.shutdown(socket.SHUT_RDWR)
+    client._connections.idle[0].sock.shutdown(socket.SHUT_RDWR)
     assert client.get("a") == Entry(b"", 1)
 
 
@@ -382,7 +383,7 @@ def test_a_client_that_connects_to_a_dead_machine_finds_the_new_driver_at_once(
         writing = threading.Thread(target=client.set, args=("a/k", b"here"))
         began = time.monotonic()
         writing.start()
-        eventually(lambda: client._busy, "it connects")
+        eventually(lambda: client._connections.busy, "it connects")
         file.write_text(server.url)
         writing.join(20)
         assert time.monotonic() - began < CONNECT_S  # of the attempt that leads nowhere
@@ -475,7 +476,7 @@ def test_abort_ends_a_connect_that_hangs() -> None:
 
         thread = threading.Thread(target=call)
         thread.start()
-        eventually(lambda: any(c.sock for c in client._busy), "the client connects")
+        eventually(lambda: any(c.sock for c in client._connections.busy), "the client connects")
         time.sleep(0.1)
         started = time.monotonic()
         client.abort()
@@ -488,14 +489,14 @@ def test_a_forked_child_opens_a_connection_of_its_own(
     server: RendezvousServer, client: RendezvousClient
 ) -> None:
     client.set("a", b"1")
-    mine = client._idle[0].sock.getsockname()
+    mine = client._connections.idle[0].sock.getsockname()
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         # Nothing of the test runner may run here, whatever happens.
         try:
             client.one(Add("n", 1), Number)
-            os.write(write_end, str(client._idle[0].sock.getsockname()).encode())
+            os.write(write_end, str(client._connections.idle[0].sock.getsockname()).encode())
         finally:
             os._exit(0)
     os.close(write_end)
@@ -505,7 +506,7 @@ def test_a_forked_child_opens_a_connection_of_its_own(
     assert theirs
     assert theirs != str(mine)
     assert client.get("n") == Entry(b"1", 2)
-    assert client._idle[0].sock.getsockname() == mine
+    assert client._connections.idle[0].sock.getsockname() == mine
 
 
 @pytest.mark.parametrize(

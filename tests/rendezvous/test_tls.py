@@ -167,7 +167,7 @@ def test_connections_are_kept_and_large_values_pass(client: RendezvousClient) ->
         found = client.get("a/large")
         assert found is not None
         assert found.value == value
-    (kept,) = client._idle
+    (kept,) = client._connections.idle
     assert isinstance(kept.sock, ssl.SSLSocket)
 
 

@@ -189,7 +189,7 @@ def test_a_store_that_is_dropped_frees_its_connections(
     store = HTTPStore(client, "rounds/8/")
     store.set("a", "1")
     used = store._client
-    (connection,) = used._idle
+    (connection,) = used._connections.idle
     del store
     assert connection.sock is None
 
