@@ -181,7 +181,8 @@ class FastConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to serve a client."""
         self.transport = cast("asyncio.Transport", transport)
-        self.transport.set_write_buffer_limits(high=0)  # paused until everything has gone
+        # Paused until everything has gone. (At high=0 a TLS transport pauses with nothing to send.)
+        self.transport.set_write_buffer_limits(high=1, low=0)
         self._shared.connections.add(self)
 
     def connection_lost(self, _error: Exception | None) -> None:

@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,20 @@ def test_clients_that_shake_hands_are_not_closed_to_make_room(
 
     assert asyncio.run(closes_one(0.0))
     assert not asyncio.run(closes_one(60.0))
+
+
+def test_no_request_waits_for_ever_however_the_pieces_arrive(server: RendezvousServer) -> None:
+    """With asyncio's TLS, a limit of 0 bytes to be sent pauses connections with nothing to send."""
+
+    def use(number: int) -> None:
+        with RendezvousClient(
+            server.url, TOKEN, 10.0, repeats=False, fingerprint=server.known_by
+        ) as client:
+            for _ in range(5):
+                client.set(f"user/{number}", b"x")
+                assert client.get(f"user/{number}") is not None
+                client.get(f"user/none-{number}", wait=0.02)  # answered later than it was read
+
+    for _ in range(3):
+        with ThreadPoolExecutor(12) as pool:
+            assert list(pool.map(use, range(12))) == [None] * 12
