@@ -33,6 +33,7 @@ from elastic_driver.core.decisions import (
 )
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.fleet import NAMES_OF_A_DRIVER
+from elastic_driver.core.rules.rounds import PUBLISHED_AGAIN
 from elastic_driver.core.rules.workers import ACTIVE
 from elastic_driver.settings import Settings
 from tests.sim.agents import OWN, SimAgent
@@ -252,7 +253,7 @@ class Cluster:
         forgotten = self.driver.lacks > 0  # perhaps the newest one
         if newest is not None and world.round <= newest.round and not (again or forgotten):
             raise Violation(f"round {world.round} is published after round {newest.round}")
-        if not again:
+        if not again and world.reason != PUBLISHED_AGAIN:  # it may have forgotten later rounds
             self._check_world(world)
         self.newest = self.world = world
         self._tell_workers("see_world", world)

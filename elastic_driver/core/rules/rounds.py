@@ -27,6 +27,7 @@ from elastic_driver.core.rules.workers import RUNNING, Worker, WorkerStateRegist
 from elastic_driver.settings import Settings
 
 Own = TypeVar("Own")
+PUBLISHED_AGAIN = "published again by the driver that goes on"
 
 
 class RoundState(str, Enum):
@@ -221,10 +222,8 @@ class Rounds:
         """
         current, outcome = self.current, self.outcome
         if current.members and current.state in (COMPLETE, CLOSING):
-            reason = "published again by the driver that goes on"
-            self.effects.decide(
-                PublishWorld(World(current.number, self._members(), reason), reason)
-            )
+            world = World(current.number, self._members(), PUBLISHED_AGAIN)
+            self.effects.decide(PublishWorld(world, PUBLISHED_AGAIN))
         if current.notice is not None:
             self.effects.decide(current.notice)
         elif outcome.elastic and not current.stepped and outcome.first_success is None:
