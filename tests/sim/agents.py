@@ -6,6 +6,7 @@ only then obeys. It refuses orders of an earlier driver.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -41,6 +42,8 @@ class SimAgent:
     alive: bool = True
     cut: bool = False  # nothing it sends arrives, and it ends soon
     away: bool = False  # it cannot reach the driver; its peers can reach it
+    back_at: float = -math.inf  # when it could reach the driver again
+    silent_at: float = -math.inf  # when a probe of it had no answer
     sealed: bool = False  # its keys are refused: it ends when it hears of that
     heeds_terms: ClassVar[bool] = True
     ready: ev.AgentReady | None = None
@@ -148,7 +151,8 @@ class SimAgent:
         driver = self.cluster.driver
         if not self.alive or self.cut or not driver.up or driver.term != term:
             return
-        self.away = False
+        if self.away:
+            self.away, self.back_at = False, self.cluster.clock.now
         if self.sealed:
             self.die()
             return

@@ -216,6 +216,8 @@ class Cluster:
 
         def answer() -> None:
             now_back = same and result == "silent" and agent.reachable  # several attempts are made
+            if result == "silent" and not now_back:
+                agent.silent_at = self.clock.now
             if term == self.driver.term:
                 self.deliver(replace(found, result="answered") if now_back else found)
 
@@ -390,9 +392,11 @@ class Cluster:
             raise Violation(f"{stopped.id} alone holds version {stopped.version}, but is stopped")
 
     def _check_lost(self, told: Announce) -> None:
-        """By evidence, an agent is lost only if it is gone or cut off."""
+        """By evidence, an agent is lost only if it is gone, or was cut off when it was probed."""
         agent = self.agent_named(str(told.host), self.job.fleet.given_up[str(told.host)])
-        if "evidence" in told.detail and agent is not None and agent.reachable:
+        if agent is None or "evidence" not in told.detail:
+            return
+        if agent.reachable and agent.back_at <= agent.silent_at:
             raise Violation(f"the agent on {agent.host} lives, but is lost: {told.reason}")
 
     def _check_replaced(self, told: Announce) -> None:
