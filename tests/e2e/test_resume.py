@@ -138,8 +138,9 @@ def test_a_full_disk_ends_no_job_and_the_driver_comes_back_once_there_is_room(
         assert set(job.live()) == pids
         (small_disk / "big").unlink()
         mount("ro", small_disk)
-        assert say(job, "--resume")[0] == 75
-        assert "Read-only file system; mount it for writing, and resume again" in job.stderr
+        status, line = say(job, "--resume")
+        assert status == 75
+        assert "Read-only file system; mount it for writing, and resume again" in line
         step = newest_step(job)
         job.until_without_driver(lambda: steps_beyond(job, step + 20), "steps without a driver")
         mount("rw", small_disk)

@@ -23,9 +23,6 @@ from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
 
 RUN = "run"
-# What a driver does that is not in the journal yet is lost with it. That has tests of its own: here
-# a disk that is busy with other tests must not make the journal late.
-writer.WAIT_S = 30.0
 
 
 class SayingBackend:
@@ -52,6 +49,9 @@ class SayingBackend:
 
 
 def main() -> int:
+    # What a driver does that is not in the journal yet is lost with it. That has tests of its own:
+    # here a disk that is busy with other tests must not make the journal late.
+    writer.WAIT_S = 30.0
     folder, listed, *flags = sys.argv[1:]
     hosts = tuple((name, int(slots)) for name, slots in (h.split(":") for h in listed.split(",")))
     run_dir = RunDir(Path(folder), RUN)

@@ -49,6 +49,7 @@ class Checks:
         self.checks.open(self, "secret")  # type: ignore[arg-type]
 
     url = "http://127.0.0.1:1"
+    known_by = ""
 
     def post(self, _operations: object) -> None:
         """As a server does."""

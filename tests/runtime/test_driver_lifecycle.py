@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -105,18 +106,16 @@ def test_a_constructor_starts_and_creates_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
-def test_a_port_in_use_is_one_line_with_75_and_nothing_is_left(
-    start_job: StartJob, tmp_path: Path
-) -> None:
-    job = start_job((), start_np=1)
-    port = int(job.driver.endpoint.rsplit(":", 1)[1])
+def test_a_port_in_use_is_one_line_with_75_and_nothing_is_left(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "other", "run")
-    threads = threading.active_count()
-    with pytest.raises(ClusterError, match="cannot listen") as caught:
-        make_driver(run_dir, DriverOptions(bind_port=port)).run()
+    threads = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        options = DriverOptions(bind_port=other.getsockname()[1])
+        with pytest.raises(ClusterError, match="cannot listen") as caught:
+            make_driver(run_dir, options).run()
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) - threads == set()
     assert not run_dir.token_file.exists()
     assert not run_dir.endpoint_file.exists()
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str, timeout: float = 10.0) -> T:
+def until(condition: Callable[[], T], what: str, timeout: float = 30.0) -> T:
     """The condition's first true value; AssertionError naming `what` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
