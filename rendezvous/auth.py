@@ -147,7 +147,7 @@ def bearer(token: str) -> str:
 
 
 class Credentials(NamedTuple):
-    """What a client needs to talk to its server."""
+    """A token, and the knowledge of the server's certificate."""
 
     token: str
     fingerprint: str = ""  # how it knows the server's certificate; "": plain HTTP

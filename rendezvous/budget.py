@@ -13,7 +13,7 @@ _SMALL = (wire.Written, wire.Number)
 
 
 class Budget:
-    """What one batch has used so far."""
+    """The cost, size and waits of one batch so far."""
 
     __slots__ = ("_cost", "_hits", "_size", "_waits", "limits")
 

@@ -23,7 +23,7 @@ _BOUNDED_ROLES = (Role.AGENT, Role.WORKER)
 
 
 class Client:
-    """What is known about one connection; the protocols that serve it keep it up to date."""
+    """The state of one connection; the protocols that serve it keep it up to date."""
 
     __slots__ = ("begun", "busy", "caller", "has_head", "held", "moved", "stuck", "transport")
 

@@ -58,7 +58,7 @@ NAMES = (
 
 
 class Hits:
-    """How often each bound was hit; written by the server's thread, read by any."""
+    """Counts of how often each bound was hit; written by the server's thread, read by any."""
 
     def __init__(self) -> None:
         self._counts = Counter(dict.fromkeys(NAMES, 0))

@@ -34,7 +34,7 @@ class _Peer:
 
 
 class Refusals:
-    """What a server knows about requests that it has refused because of their tokens."""
+    """The requests that a server has refused because of their tokens."""
 
     def __init__(self) -> None:
         self._counts = Counter({"unauthorized": 0, "forbidden": 0})

@@ -206,7 +206,7 @@ def _read(path: Path) -> str:
 
 
 class ServerIdentity:
-    """What a client knows of its server's certificate, and the context that fits.
+    """A client's knowledge of its server's certificate, and the context that fits.
 
     Threads may use it at once. Raises ValueError for a word that is none of those above.
     """
@@ -228,7 +228,7 @@ class ServerIdentity:
 
     @property
     def known(self) -> str:
-        """What is known of the server now."""
+        """The present knowledge of the server, as one word."""
         return self._pins.get("pin", self._known)
 
     def wrap(self, connected: socket.socket) -> ssl.SSLSocket:

@@ -78,7 +78,7 @@ class _Driver(DriverPort, Protocol):
 
 
 class DriverResources:
-    """What a driver opens; see the module. `driver` is asked by the HTTP routes."""
+    """The resources of one driver; see the module. `driver` is asked by the HTTP routes."""
 
     def __init__(self, setup: DriverSetup, mailbox: mail.Mailbox, driver: _Driver) -> None:
         if setup.resumed is not None:

@@ -42,7 +42,7 @@ class FoundServer:
 
     @property
     def fingerprint(self) -> str:
-        """How clients on this node know the server's certificate (`rendezvous.tls`)."""
+        """The word by which clients here know the server's certificate (`rendezvous.tls`)."""
         return self.joined.known_by if self.seen else ""
 
     def client(self, url_file: Path | None = None) -> RendezvousClient:
