@@ -136,12 +136,15 @@ class WorkerStalled(WorkerReport, frozen=True, tag="worker_stalled", forbid_unkn
 
     Sent when the limit passes, and again each time `seconds` has doubled. `where` is the place of
     the thread: "collective" means that it waits for peers. `stack`: its stack, innermost last.
+    `first`: `seconds` of the first report of this stall, which a driver may not have got; 0: this
+    is the first one.
     """
 
     round: Count
     seconds: Seconds
     where: Literal["collective", "elsewhere"]
     stack: LongText
+    first: Seconds = 0.0
 
     def __post_init__(self) -> None:
         force_setattr(self, "stack", shorten(self.stack))

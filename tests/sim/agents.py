@@ -39,6 +39,7 @@ class SimAgent:
     host: str
     incarnation: int
     term: int  # of the newest driver that it has reported to
+    found: int = 0  # the term of the newest driver that it has begun to report to
     alive: bool = True
     cut: bool = False  # nothing it sends arrives, and it ends soon
     away: bool = False  # it cannot reach the driver; its peers can reach it
@@ -93,7 +94,7 @@ class SimAgent:
         self.orders.remove(read)
         if read.lost or not self.alive or self.cut:
             return
-        if self.heeds_terms and read.term < self.term:
+        if self.heeds_terms and read.term < max(self.term, self.found):
             self.cluster.refused += 1
         elif self.heeds_terms and read.term > self.term:
             self.later.append(read)
@@ -174,7 +175,7 @@ class SimAgent:
         assert self.ready is not None
         up = {name: getattr(self.ready, name) for name in self.ready.__struct_fields__}
         running = tuple(ev.RunningWorker(w.id, w.pid) for w in self.workers.values())
-        self.telling = True
+        self.telling, self.found = True, term
         self.cluster.clock.after(
             self.cluster.delay(),
             partial(self._story_arrives, ev.AgentReturned(**up, term=term, workers=running)),

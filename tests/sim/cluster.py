@@ -59,6 +59,7 @@ class Cluster:
         self.world: msg.World | None = None  # in the store of the present driver
         self.notice: msg.Notice | None = None
         self.leases: set[str] = set()  # of workers, begun by a driver that resumed
+        self.spares: set[str] = set()  # workers that were ordered as spares
         self.calm = False  # agents find the next driver in time
         self.end: EndJob | None = None
         self.ended_at = 0.0
@@ -350,8 +351,9 @@ class Cluster:
         def slot(worker: SimWorker) -> int | None:
             """The slot that it occupies; none if it is a spare."""
             record = known.get(worker.id)
-            if record is None:  # it is stopped before it was started, or perhaps a spare
-                return None if self.driver.lacks else worker.order.place.slot
+            if record is None:  # it is stopped before it was started, or its agent was given up
+                unknown = self.driver.lacks or worker.id in self.spares
+                return None if unknown else worker.order.place.slot
             return None if record.spare else record.slot
 
         for worker in self.living():

@@ -135,13 +135,16 @@ class Driver:
             self._die(away, arrived)
             return
         now = self.now
+        cluster = self.cluster
         for one, _ in arrived:
-            self.cluster.note("->", one)
+            cluster.note("->", one)
         together = tuple(one for one, _ in arrived)
         taken = ev.EventBatch(together) if len(arrived) > 1 else event  # type: ignore[arg-type]
         self.handled += 1
         self._write(now, taken)
         decisions = self.job.handle(taken, now)
+        workers = self.job.workers.workers.values()
+        cluster.spares.update(worker.id for worker in workers if worker.spare)
         left: list[Decision] = []
         if moment in ("undecided", "amid"):
             if all(isinstance(decision, Announce) for decision in decisions):

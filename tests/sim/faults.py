@@ -212,7 +212,8 @@ class Faults:
             where: Literal["collective", "elsewhere"] = (
                 "elsewhere" if worker.id in elsewhere else "collective"
             )
-            stalled = ev.WorkerStalled(worker.id, group.round, seconds, where, "a stack")
+            first = 0.0 if seconds == HANG_S else HANG_S
+            stalled = ev.WorkerStalled(worker.id, group.round, seconds, where, "a stack", first)
             self.cluster.post(worker.agent, stalled)
             self.cluster.clock.after(seconds, partial(tell, worker, 2 * seconds))
 

@@ -177,8 +177,8 @@ class Stall(NamedTuple):
 
     waits: bool  # in a collective
     seconds: float  # without progress, at the time of the last report
-    at: float  # the time of the first report
-    first_seconds: float  # without progress, at that time
+    at: float  # the time at which this driver heard of it
+    first_seconds: float  # without progress, at the time of the first report
     stack: str
 
     @property
@@ -217,8 +217,11 @@ class Hangs(Rule):
         stalls = self._stalls
         earlier = stalls.get(worker.id)
         waits, stack = event.where == COLLECTIVE, shorten(event.stack, MAX_STACK_CHARS)
-        first = (now, event.seconds) if earlier is None else (earlier.at, earlier.first_seconds)
-        stalls[worker.id] = Stall(waits, event.seconds, *first, stack)
+        seconds, at, first = event.seconds, now, event.first or event.seconds
+        if earlier is not None:  # of two reports the earlier may come later
+            seconds, at = max(seconds, earlier.seconds), earlier.at
+            first = min(first, earlier.first_seconds)
+        stalls[worker.id] = Stall(waits, seconds, at, first, stack)
         if earlier is None:
             where = "in a collective" if waits else "elsewhere"
             reason = f"no progress for {event.seconds:.1f} s, its training thread stands {where}"

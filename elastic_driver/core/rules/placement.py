@@ -181,27 +181,29 @@ class Placement(Rule):
 
     # ---- workers -----------------------------------------------------------------------------
 
-    def free_slots(self, limit: int | None = None) -> list[Where]:
+    def free_slots(self, limit: int | None = None, *, anew: bool = False) -> list[Where]:
         """Return slots that could get a worker now: hosts in stable order, at most `limit` slots.
 
         Slots that failed last are chosen first, so that a failure is repaired in place; slow hosts
-        are chosen last.
+        are chosen last. `anew`: as if no worker were there.
         """
         hosts = {host.name: host for host in self._ready_hosts()}
+        there = {name: [] if anew else self.workers.in_slots(name) for name in hosts}
         free: dict[Where, None] = {}
         for name, host in hosts.items():
-            taken = {worker.slot for worker in self.workers.in_slots(name)}
+            taken = {worker.slot for worker in there[name]}
             slots = ((name, slot) for slot in range(host.slots) if slot not in taken)
             free.update(dict.fromkeys(islice(slots, max(0, host.slots - len(taken)))))
         if limit is None or limit >= len(free):
             return list(free)
         refill = (where for where in self.capacity.slots_to_refill if where in free)
         first = dict.fromkeys(w for w in refill if w[0] not in self.hosts.distrusted)
-        chosen = islice(self._in_turn({**first, **free}, list(hosts)), max(0, limit))
+        levels = {name: len(workers) for name, workers in there.items()}
+        chosen = islice(self._in_turn({**first, **free}, levels), max(0, limit))
         return sorted(chosen, key=lambda where: (hosts[where[0]].position, where[1]))
 
-    def _in_turn(self, free: dict[Where, None], hosts: list[str]) -> Iterable[Where]:
-        """Return free slots in the order in which to fill them.
+    def _in_turn(self, free: dict[Where, None], levels: dict[str, int]) -> Iterable[Where]:
+        """Return free slots in the order in which to fill them; `levels`: workers by host.
 
         Host by host; but if a world needs several hosts, those of a unit in turn, so that the
         first one does not take all workers that are wanted.
@@ -209,8 +211,7 @@ class Placement(Rule):
         width = units.width(self.settings)
         if width == 1:
             return free
-        order = {host: n for n, host in enumerate(hosts)}
-        levels = {host: len(self.workers.in_slots(host)) for host in hosts}
+        order = {host: n for n, host in enumerate(levels)}
         keyed: dict[Where, tuple[int, int, int]] = {}
         for where in free:
             host = where[0]
@@ -218,12 +219,25 @@ class Placement(Rule):
             levels[host] += 1
         return sorted(free, key=keyed.__getitem__)
 
-    def founding_slots(self) -> list[Where]:
-        """Return the free slots for a round that is founded on them: hosts in whole units."""
-        where = self.free_slots(self.room_left())
-        used = (w.host for w in self.workers.having(*ACTIVE) if not w.leaving)
+    def founding_slots(self, *, anew: bool = False) -> list[Where]:
+        """Return the free slots for a round that is founded on them: hosts in whole units.
+
+        `anew`: as if no worker were there.
+        """
+        where = self.free_slots(self.capacity.wanted if anew else self.room_left(), anew=anew)
+        used = (w.host for w in self.workers.having(*ACTIVE) if not (anew or w.leaving))
         hosts = units.whole([*dict.fromkeys([*used, *(host for host, _ in where)])], self.settings)
         return [(host, slot) for host, slot in where if host in hosts]
+
+    def grows_anew(self) -> bool:
+        """Return whether a round that is founded anew would have more workers than there are.
+
+        It may be on other hosts. So the answer depends on the hosts, and not on the order in which
+        their agents came up.
+        """
+        if self.room_left() == 0 or not self.free_slots(1):
+            return False
+        return len(self.founding_slots(anew=True)) > self.workers.active()
 
     def _ready_hosts(self) -> list[Host]:
         """Return hosts that may get workers now, slow ones last; reads only hosts with agents."""

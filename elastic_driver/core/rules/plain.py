@@ -125,7 +125,9 @@ class Plain(Rule):
             return
         leavers = (w.leaving for w in self.workers.having(*ACTIVE) if w.leaving)
         reason = current.broken or next(leavers, "")
-        if not reason and current.state is COMPLETE and self.placement.founding_slots():
+        # The hosts of agents that are awaited would not be counted.
+        settled = current.state is COMPLETE and not self.fleet.awaited
+        if not reason and settled and self.placement.grows_anew():
             reason = "there are slots for more workers"
         if not reason:
             current.stop_waiting("change")

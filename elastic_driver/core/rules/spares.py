@@ -7,7 +7,8 @@ because its start takes a core from the training. A spare whose process uses the
 it was started for can only take that slot.
 
 The end of a spare is no failure of the job. The next one is started after a pause that doubles. If
-`MAX_EARLY` in a row end before they are ready, the host gets no more. Times are seconds.
+`MAX_EARLY` in a row end before they are ready, the host gets no more, unless one that it still has
+is promoted. Times are seconds.
 """
 
 from collections import Counter
@@ -63,8 +64,9 @@ class Spares(Rule):
     def on_ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         """Record that a spare waits for a slot."""
         self.workers.ready(worker, event)
-        if worker.host in self._failures:
-            self._failures[worker.host].early = 0
+        failures = self._failures.get(worker.host)
+        if failures is not None and failures.early < MAX_EARLY:  # otherwise no more are started
+            failures.early = 0
         self.effects.announce("spare_ready", "it waits for a free slot", worker)
 
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:

@@ -101,6 +101,7 @@ class StallWatch:
         self._worker, self._progress, self._limit_set = worker, progress, limit
         self._thread = TrainingThread()
         self._stall: tuple[int, float] | None = None  # (round, active_at) of the reported stall
+        self._first = 0.0  # seconds of silence at its first report
         self._repeat_at = 0.0  # seconds of silence at which it is reported again
         self._cpu_since = (0.0, 0.0, 0.0)  # (active_at, time of the check, CPU time)
 
@@ -121,7 +122,9 @@ class StallWatch:
         patient = self._limit_set is None and silence < limit * WORKING_FACTOR
         if patient and location == "elsewhere" and computes:
             return None
+        first = self._first if self._stall is not None else 0.0
         if self._stall is None:
+            self._first = silence
             place = "in a collective" if location == "collective" else "outside of collectives"
             line = f"elastic: no progress for {silence:.1f} s, the training thread is {place}:\n"
             # Not through Python's buffers: the thread that hangs may hold their lock.
@@ -129,7 +132,7 @@ class StallWatch:
                 os.write(STDERR, line.encode())
                 faulthandler.dump_traceback(STDERR, all_threads=True)
         self._stall, self._repeat_at = (round_id, self._progress.active_at), 2 * silence
-        return WorkerStalled(self._worker, round_id, silence, location, stack)
+        return WorkerStalled(self._worker, round_id, silence, location, stack, first)
 
     def stack(self, number: int) -> WorkerStack:
         """Return the answer to the driver's stack request of this number."""

@@ -153,6 +153,23 @@ def test_an_evaluation_of_all_that_does_not_report_itself_is_waited_for(three: S
     assert three.round == (1, "closing")
 
 
+def test_a_driver_that_did_not_get_the_first_report_waits_no_longer(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, max_np=1).training(a=1)
+    s.send(ev.WorkerStalled("a.0.1", 1, 240.0, "elsewhere", "in f", first=60.0))
+    assert s.round == (1, "complete")
+    s.send(ev.WorkerStalled("a.0.1", 1, 480.0, "elsewhere", "in f", first=60.0))
+    assert s.round == (1, "closing")
+
+
+def test_reports_of_a_stall_that_come_out_of_order_are_the_same_stall(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=1, max_np=1).training(a=1)
+    for seconds in (240.0, 480.0, 60.0, 120.0):
+        stall(s, "a.0.1", "elsewhere", seconds=seconds)
+    assert s.round == (1, "closing")
+
+
 def test_where_the_user_set_the_limit_it_holds_for_all(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, max_np=2, hang_timeout=3.0).training(a=2)
     for worker in s.members:

@@ -133,6 +133,25 @@ def test_a_host_whose_spares_end_before_they_are_ready_gets_no_more(
     assert s.starting == ["a.1.2"]
 
 
+def test_a_host_that_gets_no_more_spares_keeps_the_one_that_it_has(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, max_np=1, spares=2).training(a=1)
+    s.exit("a.0.2", 1)
+    s.wait(1.0)
+    s.exit("a.0.3", 1)
+    s.wait(2.0)
+    s.exit("a.0.4", 1)
+    (last,) = s.in_state("warming")
+    s.ready(last)
+    s.resume()
+    s.returns("a")
+    s.wait(100.0)
+    assert s.in_state("spare") == [last]
+    assert s.in_state("warming") == []
+    s.exit("a.0.1", -9)
+    s.step(last)
+    assert len(s.in_state("warming")) == 2  # it was of use, so there may be others
+
+
 def test_a_silent_spare_is_killed_and_the_round_goes_on(scenario: MakeScenario) -> None:
     s = trained(scenario, {"a": 2}, spares=1)
     s.lost("a.0.2")

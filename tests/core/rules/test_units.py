@@ -195,3 +195,35 @@ def test_a_plain_job_is_not_restarted_for_a_host_that_makes_no_unit(
     s.obey_stops()
     assert len(s.members) == 4
     assert s.all(SealRound)
+
+
+def test_a_plain_job_grows_where_a_new_round_has_more_workers(scenario: MakeScenario) -> None:
+    s = scenario(agents=False, start_np=2, min_np=2, max_np=3, node_unit=2)
+    s.send(ev.ScaleRequested(2))
+    s.hosts(a=2, b=1, c=1)
+    s.agent_up("a")
+    s.agent_lost("b", "its power is off", unreachable=True)
+    s.agent_up("c")
+    s.wait(20.0)
+    assert (s.job.outcome.kind.value, s.members) == ("plain", ["a.0.1", "c.0.1"])
+    s.agent_up("b", 2)
+    s.send(ev.ScaleRequested(3))
+    s.wait(1.0)
+    s.obey_stops()
+    assert s.members == ["a.0.2", "a.1.1", "b.0.1"]
+    assert s.wait(100.0) == []
+
+
+def test_a_plain_job_does_not_look_for_other_hosts_while_agents_are_awaited(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, node_unit=2)
+    s.hosts(a=1, b=1, c=3)
+    s.wait(20.0)
+    assert s.members == ["a.0.1", "b.0.1"]
+    before = s.round
+    s.resume()
+    for host in "cba":
+        s.returns(host)
+        s.wait(0.5)
+    assert s.round == before

@@ -106,7 +106,9 @@ def test_a_stall_is_told_once_then_each_time_it_has_doubled(capfd: pytest.Captur
     assert (first.worker, first.round, first.seconds) == ("a.0.1", 1, 3.0)
     assert "test_a_stall_is_told_once" in first.stack
     assert stalls.check(5.9) is None
-    assert isinstance(stalls.check(6.0), WorkerStalled)
+    again = stalls.check(6.0)
+    assert isinstance(again, WorkerStalled)
+    assert (first.first, again.first) == (0.0, 3.0)
     said = capfd.readouterr().err
     assert said.count("no progress for") == 1
     assert "test_stall_watch.py" in said, "with the stacks"
