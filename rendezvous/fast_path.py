@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from time import thread_time
+from time import monotonic, thread_time
 from typing import cast
 
 from msgspec import Struct
@@ -30,6 +30,7 @@ from rendezvous import access, wire
 from rendezvous.auth import Caller, Tokens
 from rendezvous.connections import Client, Connections
 from rendezvous.general import GeneralConnection
+from rendezvous.request_times import WAITS, RequestTimes
 from rendezvous.service import Results, StoreService
 from rendezvous.turns import Queue, Turns
 from rendezvous.web import PostsOnce, Problem, problem_body
@@ -125,6 +126,7 @@ class FastPath:
         general: Callable[[], asyncio.Protocol],
         clients: Connections,
         turns: Turns,
+        times: RequestTimes,
     ) -> None:
         self._service, self.posts_once = service, posts_once
         self.posts: dict[str, Post] = {wire.BATCH_PATH: self._take_batch, **posts}
@@ -132,6 +134,8 @@ class FastPath:
         ends = {True: "", False: " HTTP/1.1\r\n"}
         self.lines = {f"POST {p}{ends[p.endswith('/')]}".encode(): p for p in self.posts}
         self.clients, self.turns = clients, turns
+        self.times = {path: times.of(path) for path in self.posts}
+        self.waits = times.of_kind(WAITS)
         self.connections: set[FastConnection] = set()
 
     def close(self) -> None:
@@ -171,6 +175,8 @@ class FastConnection(asyncio.Protocol):
         self._cost = math.inf  # seconds of the processor for its last requests; inf: none yet
         self._planned = False  # it waits for its turn
         self._known: tuple[bytes, Caller] | None = None  # the header last checked, and its owner
+        self._arrived = 0.0  # when the request came that is being answered
+        self._times = shared.waits  # the histogram in which its answer counts
         # To call if the client goes away while a request waits for its answer.
         self._leave: Callable[[], object] | None = None
         self._rest: memoryview | None = None  # the part of the answer that is not written yet
@@ -313,15 +319,23 @@ class FastConnection(asyncio.Protocol):
             return False
         if not shared.clients.prove(self._client, caller):
             return False
-        post = shared.posts.get(path) or shared.posts[path[: path.rindex("/") + 1]]
+        if path not in shared.posts:
+            path = path[: path.rindex("/") + 1]
+        post, self._times, self._arrived = (
+            shared.posts[path],
+            shared.times[path],
+            self._client.moved,
+        )
         self._client.busy = True
-        leave = post(caller, path, body, partial(self._answer, key))
+        leave = post(caller, head.path, body, partial(self._answer, key))
         if leave is None:
             self._client.busy = False
         elif self._client.busy and key:  # its client may repeat it, so it goes on
             shared.posts_once.begin(key)
         elif self._client.busy:
             self._leave = leave
+            if path == wire.BATCH_PATH:
+                self._times = shared.waits
         return leave is not None
 
     def _answer(self, key: str, status: int, body: bytes) -> None:
@@ -329,6 +343,7 @@ class FastConnection(asyncio.Protocol):
         if key:
             self._shared.posts_once.end(key, status, body)
         self._client.busy, self._leave = False, None
+        self._times.observe(monotonic() - self._arrived)
         if self.transport.is_closing():
             return
         if len(body) > PIECE_BYTES and not self._shared.clients.may_leave(body):

@@ -6,14 +6,16 @@ requests begin one after the other, with their bodies. Everything runs on the se
 """
 
 import asyncio
+from time import monotonic
 from typing import cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from rendezvous.connections import Client, Connections
+from rendezvous.request_times import WAITS
 from rendezvous.turns import Turns
-from rendezvous.web import CALLER, Problem
+from rendezvous.web import CALLER, REQUEST_TIMES, Problem
 from rendezvous.wire import MAX_BODY_BYTES
 
 LARGE_ANSWER = 64 * 1024  # bytes; smaller ones fit into the buffer of each connection
@@ -87,15 +89,29 @@ def _connection_of(request: web.Request) -> GeneralConnection | None:
 
 @web.middleware
 async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Record when a request begins and ends; the outermost middleware."""
+    """Record when a request begins and ends, and its time; the outermost middleware."""
     connection = _connection_of(request)
     if connection is None:
         return web.Response(status=400)  # the client has gone
     connection.begin()
+    began = monotonic()
     try:
-        return await handler(request)
+        response = await handler(request)
     finally:
         connection.end()
+    _record_time(request, response, monotonic() - began)
+    return response
+
+
+def _record_time(request: web.Request, response: web.StreamResponse, seconds: float) -> None:
+    """Record the time of a request with a good token; a stream of events has none."""
+    if CALLER not in request or not isinstance(response, web.Response):
+        return
+    resource, times = request.match_info.route.resource, request.app[REQUEST_TIMES]
+    if "wait" in request.query:
+        times.of_kind(WAITS).observe(seconds)
+    elif resource is not None:
+        times.of(resource.canonical).observe(seconds)
 
 
 def within(connections: Connections, turns: Turns) -> Middleware:

@@ -32,11 +32,21 @@ from rendezvous.fast_path import FastConnection, FastPath, Post
 from rendezvous.general import around, within
 from rendezvous.limits import Hits, Limits
 from rendezvous.refusals import Refusals
+from rendezvous.request_times import RequestTimes
 from rendezvous.service import Done, OnChanges, Results, StoreService
 from rendezvous.tls import ServerCertificate
 from rendezvous.tls_connections import HANDSHAKE_WAIT_S, TlsConnections
 from rendezvous.turns import Turns
-from rendezvous.web import HITS, REFUSALS, KVRoutes, PostsOnce, Problem, guard, problem_body
+from rendezvous.web import (
+    HITS,
+    REFUSALS,
+    REQUEST_TIMES,
+    KVRoutes,
+    PostsOnce,
+    Problem,
+    guard,
+    problem_body,
+)
 from rendezvous.wire import MAX_BODY_BYTES, Operation
 
 log = logging.getLogger(__name__)
@@ -107,7 +117,7 @@ class RendezvousServer:
         self.known_by = known_by or self.fingerprint  # the second line of token files
         self._routes, self._posts = routes, posts or {}
         self.limits, self.hits = Limits() if limits is None else limits, Hits()
-        self.refusals = Refusals()
+        self.refusals, self.request_times = Refusals(), RequestTimes()
         self._port: int | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -265,6 +275,7 @@ class RendezvousServer:
             general=runner.server,
             clients=connections,
             turns=turns,
+            times=self.request_times,
         )
         tls = None if self._tls is None else TlsConnections(self._tls)
 
@@ -298,6 +309,7 @@ class RendezvousServer:
         middlewares = [around, guard(self._tokens, self.refusals), bounded, posts_once.middleware]
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         app[HITS], app[REFUSALS] = self.hits, self.refusals
+        app[REQUEST_TIMES] = self.request_times
         KVRoutes(service).add_to(app)
         if self._routes is not None:
             self._routes(app)

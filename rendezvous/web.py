@@ -33,6 +33,7 @@ from rendezvous.auth import AUTHORIZATION, Caller, Tokens
 from rendezvous.errors import RefusedError, StoppedError
 from rendezvous.limits import Hits
 from rendezvous.refusals import OF_CONNECTION, Refusals
+from rendezvous.request_times import RequestTimes
 from rendezvous.service import AnswerMemory, StoreService
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ CALLER = web.RequestKey("caller", Caller)
 FORBIDDEN = "forbidden"
 REFUSALS = web.AppKey("refusals", Refusals)
 HITS = web.AppKey("hits", Hits)  # of the server, for handlers that show them
+REQUEST_TIMES = web.AppKey("request_times", RequestTimes)
 _REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409, "store_full": 503, "busy": 429}
 _ANSWER_BYTES = 1024  # assumed size of an answer that is kept, without its body and key
 _MOST_PENDING = 65536  # POSTs that are being answered; each may outlive its client's connection

@@ -84,6 +84,11 @@ class Stragglers(Restorable):
         """The number of false alarms in the whole job: alarms that were soon withdrawn."""
         return self._false_alarms + self._watch.false_alarms + self._links.false_alarms
 
+    @property
+    def step_time(self) -> float:
+        """Seconds of the usual rank's last step, waiting included; 0: not known yet."""
+        return self._watch.step_time
+
     def status(self) -> tuple[SlowStatus, ...]:
         """Return the ranks that are slow now."""
         members = self._world.members

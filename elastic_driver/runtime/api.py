@@ -38,11 +38,21 @@ from elastic_driver.errors import ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.openapi import OpenApi
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.auth import Caller, Role
-from rendezvous.web import HITS, JSON, REFUSALS, Problem, caller_of, forbidden, read_json
+from rendezvous.web import (
+    HITS,
+    JSON,
+    REFUSALS,
+    REQUEST_TIMES,
+    Problem,
+    caller_of,
+    forbidden,
+    read_json,
+)
 from rendezvous.wire import EVENTS_PATH, UNREADABLE
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
@@ -109,9 +119,11 @@ class DriverRoutes:
         log: EventLog,
         joined: JoinedNodes | None = None,
         output: AgentsOutput | None = None,
+        times: JobTimes | None = None,
     ) -> None:
         self._driver, self._log, self._output = driver, log, output
         self.requests, self._joined = machine_api.OpenRequests(driver.post), joined
+        self._times = JobTimes() if times is None else times
         self._streams = 0
         self._asking = asyncio.Lock()  # held while the driver is asked for its status
         self._next_status: asyncio.Task[bytes] | None = None
@@ -237,8 +249,11 @@ class DriverRoutes:
         """Answer with the metrics, in Prometheus' text format."""
         status = await self._status()
         if self._scraped[0] is not status:  # others may have got the same
-            counts = request.app[HITS].snapshot(), request.app[REFUSALS].snapshot()
-            self._scraped = status, metrics.exposition(status, *counts)
+            app = request.app
+            figures = metrics.ServerFigures(
+                app[HITS].snapshot(), app[REFUSALS].snapshot(), app[REQUEST_TIMES].snapshot()
+            )
+            self._scraped = status, metrics.exposition(status, figures, self._times)
         body = self._scraped[1]
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
 

@@ -30,6 +30,7 @@ from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.host_probes import HostProbes
+from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.journal.replay import Step
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.mailbox import MachineEvent
@@ -73,6 +74,7 @@ class Executor:
     _exited: ev.WorkerExited | None = None  # the newest end of a worker of the job
     _last_event: do.Announce | None = None  # logged after all processes have ended
     tails: HeldTails = field(default_factory=HeldTails)
+    times: JobTimes = field(default_factory=JobTimes)
     _results: WorkerResults = field(default_factory=WorkerResults)
     _host_probes: HostProbes = field(init=False)
 
@@ -264,6 +266,7 @@ class Executor:
                 self.tails.elastic = True
             case ev.WorkerStepped(round=round_id):  # the job goes on after what went wrong before
                 self._show(self.tails.step_finished(round_id))
+                self.times.stepped(round_id, self.clock())
 
     def _agent_lost(self, host: str, incarnation: int) -> None:
         agent = (host, incarnation)
@@ -342,6 +345,7 @@ class Executor:
     def _announce(self, event: do.Announce) -> None:
         world, exited = self._world, self._exited
         self._results.note(event, exited, time.time())
+        self.times.announced(event, world, self.clock())
         match event.event:
             case "job_succeeded" | "job_failed":
                 self._last_event = event

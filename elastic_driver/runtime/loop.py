@@ -179,6 +179,7 @@ class DriverLoop:
         decisions = machine.handle(event, now)
         if isinstance(event, KeysRead):
             self.executor.look_seconds = self.clock() - now
+            self.executor.times.progressed(self.stragglers.step, self.stragglers.step_time)
         self._deadlines[name] = machine.deadline()
         if self.debug and (violated := machine.check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")

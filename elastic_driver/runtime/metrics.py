@@ -7,15 +7,23 @@ them. Called in the server's thread.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from elastic_driver.core.events import Evidence
 from elastic_driver.core.rules.workers import WorkerState
+from elastic_driver.runtime.job_times import JobTimes
+from rendezvous.request_times import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HOST_STATES = (
@@ -50,24 +58,26 @@ _COUNTED = (  # name, event in the log, help
 _TF_NODES = {"member": "members", "waiting": "waiting", "lost": "lost"}  # state → key
 
 
-def exposition(status: bytes, limit_hits: Mapping[str, int], refusals: Mapping[str, int]) -> bytes:
-    """Return the metrics of a status document in Prometheus' text format.
+class ServerFigures(NamedTuple):
+    """What the rendezvous server has counted and measured of its requests."""
 
-    `limit_hits`: how often each bound of the rendezvous was hit. `refusals`: how many requests were
-    refused because of their tokens, by the code of the answer.
-    """
+    limit_hits: Mapping[str, int]  # by the name of the bound
+    refusals: Mapping[str, int]  # because of their tokens, by the code of the answer
+    times: Mapping[str, Histogram]  # by kind of route
+
+
+def exposition(status: bytes, server: ServerFigures, times: JobTimes) -> bytes:
+    """Return the metrics of a status document in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Picture(msgspec.json.decode(status), limit_hits, refusals))
+    registry.register(_Picture(msgspec.json.decode(status), server, times))
     return generate_latest(registry)
 
 
 class _Picture(Collector):
     """The metrics of one document."""
 
-    def __init__(
-        self, document: dict[str, Any], limit_hits: Mapping[str, int], refusals: Mapping[str, int]
-    ) -> None:
-        self._document, self._limit_hits, self._refusals = document, limit_hits, refusals
+    def __init__(self, document: dict[str, Any], server: ServerFigures, times: JobTimes) -> None:
+        self._document, self._server, self._times = document, server, times
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
@@ -78,14 +88,17 @@ class _Picture(Collector):
                 yield GaugeMetricFamily(f"elastic_{name}", text, value=document[key])
         text = "How often clients have hit a bound of the rendezvous."
         hits = CounterMetricFamily("elastic_limit_hits", text, labels=("limit",))
-        for limit, count in self._limit_hits.items():
+        for limit, count in self._server.limit_hits.items():
             hits.add_metric((limit,), count)
         yield hits
         text = "Requests refused because of their tokens, by the code of the answer."
         refused = CounterMetricFamily("elastic_requests_refused", text, labels=("code",))
-        for code, count in self._refusals.items():
+        for code, count in self._server.refusals.items():
             refused.add_metric((code,), count)
         yield refused
+        text = "From the arrival of a request to its answer, by kind of route."
+        name, kinds = "elastic_request_duration_seconds", self._server.times
+        yield _histogram(name, text, {(kind,): kinds[kind] for kind in sorted(kinds)}, "route")
         if nodes := document.get("tf"):
             text = "How often a cluster of TensorFlow nodes has formed."
             yield GaugeMetricFamily("elastic_tf_generation", text, value=nodes["generation"])
@@ -120,10 +133,29 @@ class _Picture(Collector):
         for evidence in EVIDENCE:
             doubts.add_metric((evidence,), document["suspicions"].get(evidence, 0))
         yield doubts
+        yield from self._of_durations()
         family = CounterMetricFamily("elastic_events", "Logged events by name.", labels=("event",))
         for event, count in sorted(events.items()):
             family.add_metric((event,), count)
         yield family
+
+    def _of_durations(self) -> Iterator[Metric]:
+        for name, text, times in (
+            ("step", "Committed steps, each once.", self._times.steps),
+            ("round", "Rounds, from opened to complete.", self._times.rounds),
+            ("recovery", "From the loss of a worker to the next step.", self._times.recoveries),
+        ):
+            yield _histogram(f"elastic_{name}_duration_seconds", text, {(): times})
+
+
+def _histogram(
+    name: str, text: str, times: Mapping[tuple[str, ...], Histogram], *labels: str
+) -> Metric:
+    """Return one histogram for each set of values of the labels."""
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for values, found in times.items():
+        family.add_metric(values, found.cumulative(), found.sum)
+    return family
 
 
 def _by_label(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:

@@ -26,6 +26,7 @@ from elastic_driver.runtime.endpoint import first_documents, listen
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.identity import Identity, choose_identity
+from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import Head, JournalStore
@@ -99,7 +100,8 @@ class DriverResources:
         setup.run_dir.lock.on_lost = lambda reason: self._taken_over(TakenOverError(reason))
         former = {} if setup.resumed is None else setup.resumed.keys
         output = AgentsOutput(setup.reporter.note, keep=self._keep, kept=former)
-        self.routes = DriverRoutes(driver, self.log, setup.joined, output)
+        self.times = JobTimes()
+        self.routes = DriverRoutes(driver, self.log, setup.joined, output, times=self.times)
         self.server: RendezvousServer | None = None
         self._suspects = Suspects(driver.post)
         self._began = 0.0  # unix seconds
@@ -233,6 +235,7 @@ class DriverResources:
             suspects=self._suspects,
             post=self._mailbox.put,
             clock=self.clock,
+            times=self.times,
         )
         # Every worker's output has been forwarded once the starter is closed.
         self._closing.callback(self._log_end, executor)

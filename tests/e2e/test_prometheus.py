@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.support.job import RunningJob, elasticrun, eventually
+from tests.support.job import JOBS, RunningJob, elasticrun, eventually
 from tests.support.nodes import free_port
 
 pytestmark = pytest.mark.skipif(
@@ -78,6 +79,33 @@ def driver_of(job: RunningJob) -> str:
         return json.loads(file.read_text())["url"] if file.exists() else None
 
     return urllib.parse.urlsplit(job.until(look, "the driver listens")).netloc
+
+
+def test_the_histograms_have_what_has_happened(tmp_path: Path) -> None:
+    environ = {"STEPS": "1000000", "STEP_MS": "20"}
+    with elasticrun("-np", "2", "--", str(JOBS / "train.py"), env=environ) as job:
+        target = driver_of(job)
+        with prometheus(tmp_path / "server", target, job.run_dir / "token") as address:
+            victim = next(iter(job.until_size(2)))
+            job.kill(victim)
+            job.until_size(2)
+            of_steps = "elastic_step_duration_seconds"
+            job.until(
+                lambda: (value(address, f"{of_steps}_count") or 0) > 20, "steps have their times"
+            )
+            mean = value(address, f"{of_steps}_sum / {of_steps}_count")
+            assert mean is not None
+            assert mean >= 0.02
+            recovered = job.until(
+                lambda: value(address, "elastic_recovery_duration_seconds_sum"),
+                "the recovery has a time",
+            )
+            assert recovered < time.time() - job.killed[victim]
+            assert (value(address, "elastic_recovery_duration_seconds_count") or 0) >= 1
+            assert (value(address, "elastic_round_duration_seconds_count") or 0) >= 2
+            batches = 'elastic_request_duration_seconds_count{route="%s"}'
+            for route in ("kv:batch", "waits", "events", "metrics"):
+                assert value(address, batches % route), route
 
 
 def test_prometheus_reads_the_figures_with_the_jobs_token_alone(tmp_path: Path) -> None:

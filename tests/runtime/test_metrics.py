@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,10 +14,13 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_driver.core.events import ScaleRequested
-from elastic_driver.runtime.metrics import exposition
+from elastic_driver.runtime.job_times import JobTimes
+from elastic_driver.runtime.metrics import ServerFigures, exposition
+from rendezvous.request_times import RequestTimes
 from tests.runtime.jobs import StartJob
 from tests.runtime.waiting import until
 
+DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
 MEMBER = {"slot": 0, "pid": 1, "version": 3, "leaving": ""}
 HOST = {
     "slots": 2,
@@ -86,7 +91,12 @@ def read(text: bytes) -> dict[tuple[str, ...], float]:
 
 def figures(**changes: object) -> dict[tuple[str, ...], float]:
     status = msgspec.json.encode({**STATUS, **changes})
-    return read(exposition(status, {"store": 3}, {"forbidden": 2}))
+    requests_, times = RequestTimes(), JobTimes()
+    requests_.of("/v1/kv:batch").observe(0.002)
+    times.steps.observe(0.3, 170)
+    times.recoveries.observe(0.07)
+    server = ServerFigures({"store": 3}, {"forbidden": 2}, requests_.snapshot())
+    return read(exposition(status, server, times))
 
 
 def test_the_figures_are_those_of_the_status() -> None:
@@ -123,11 +133,32 @@ def test_the_figures_are_those_of_the_status() -> None:
         ("elastic_slow_rank_false_alarms_total",): 1,
         ("elastic_work_moved_total",): 6,
         ("elastic_events_total", "round_completed"): 4,
+        ("elastic_step_duration_seconds_count",): 170,
+        ("elastic_step_duration_seconds_sum",): pytest.approx(51.0),
+        ("elastic_step_duration_seconds_bucket", "0.25"): 0,
+        ("elastic_step_duration_seconds_bucket", "0.5"): 170,
+        ("elastic_step_duration_seconds_bucket", "+Inf"): 170,
+        ("elastic_recovery_duration_seconds_bucket", "0.1"): 1,
+        ("elastic_round_duration_seconds_count",): 0,
+        ("elastic_request_duration_seconds_bucket", "0.001", "kv:batch"): 0,
+        ("elastic_request_duration_seconds_bucket", "0.0025", "kv:batch"): 1,
         ("elastic_limit_hits_total", "store"): 3,
         ("elastic_requests_refused_total", "forbidden"): 2,
     }
     assert {key: found.get(key) for key in expected} == expected
     assert ("elastic_world_size_max",) not in found, "there is no limit"
+
+
+def test_the_documentation_names_every_metric_and_no_other() -> None:
+    nodes = {"generation": 1, "members": [], "waiting": [], "lost": []}
+    document = msgspec.json.encode({**STATUS, "max_np": 8, "tf": nodes})
+    text = exposition(document, ServerFigures({}, {}, {}), JobTimes()).decode()
+    kinds = dict(re.findall(r"^# TYPE elastic_(\w+) (\w+)$", text, re.MULTILINE))
+    table = DOCS.read_text().split("| metric (`elastic_…`) | |")[1].split("\n\n")[0]
+    cells = (line.split("|")[1] for line in table.splitlines()[2:])
+    assert {n for cell in cells for n in re.findall(r"`(\w+)(?:{[\w,]+})?`", cell)} == set(kinds)
+    counters = {name for name, kind in kinds.items() if kind == "counter"}
+    assert counters == {name for name in kinds if name.endswith("_total")}
 
 
 def test_what_is_over_or_has_not_happened_yet_has_a_figure_too() -> None:
@@ -139,7 +170,7 @@ def test_what_is_over_or_has_not_happened_yet_has_a_figure_too() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_has_nothing_to_say_against_it() -> None:
-    text = exposition(msgspec.json.encode(STATUS), {}, {})
+    text = exposition(msgspec.json.encode(STATUS), ServerFigures({}, {}, {}), JobTimes())
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False
     )
