@@ -85,6 +85,7 @@ class JobStatus(Struct, frozen=True):
     counters: CounterStatus
     ignored: str  # the last event that changed nothing
     suspicions: dict[str, int] = {}  # how often agents were suspected, by evidence
+    round_age: float = 0.0  # since the round entered its state
 
 
 def status_of(job: JobParts, now: float) -> JobStatus:
@@ -122,6 +123,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         ),
         ignored=job.effects.ignored,
         suspicions={**job.suspicion.found},
+        round_age=max(0.0, now - current.since),
     )
 
 

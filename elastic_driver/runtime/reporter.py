@@ -9,7 +9,6 @@ Methods may be called by any thread; lines never mix.
 import contextlib
 import select
 import threading
-from enum import IntEnum
 from typing import TextIO
 
 import msgspec
@@ -19,6 +18,8 @@ from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import Failure
 from elastic_driver.errors import ExitCode
 from elastic_driver.line_writer import LineWriter
+from elastic_driver.runtime.event_words import WORDS, describe_world
+from elastic_driver.runtime.event_words import Level as Level  # noqa: PLC0414 - for importers
 from elastic_driver.runtime.failures import describe_failure, last_words
 
 NAME = "elasticrun"
@@ -26,69 +27,7 @@ MAX_EXITS_SHOWN = 8  # of workers that failed in one round; the event log has th
 _LAST_WORDS_S = 1.0  # for the terminal to take the last lines
 
 
-class Level(IntEnum):
-    """The amount of output: -q, default, -v."""
-
-    QUIET = 0
-    NORMAL = 1
-    VERBOSE = 2
-
-
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
-
-# The event's name → the lowest level that shows it, and its text.
-_WORDS: dict[str, tuple[Level, str]] = {
-    "job_started": (Level.VERBOSE, "job started"),
-    "host_discovered": (Level.VERBOSE, "host {host} discovered"),
-    "host_removed": (Level.NORMAL, "host {host} removed"),
-    "host_blacklisted": (Level.QUIET, "host {host} in cool-down"),
-    "host_unreachable": (Level.NORMAL, "host {host} cannot be reached"),
-    "drain_requested": (Level.NORMAL, "host {host} is drained"),
-    "worker_leaving": (Level.NORMAL, "worker {worker} has to go"),
-    "drain_cancelled": (Level.NORMAL, "host {host} may be used again"),
-    "host_drained": (Level.NORMAL, "host {host} is empty"),
-    "host_resurrected": (Level.NORMAL, "host {host} may be used again"),
-    "discovery_failed": (Level.QUIET, "discovery failed, the last known hosts stay"),
-    "agent_started": (Level.VERBOSE, "agent on {host} is up"),
-    "agent_suspected": (Level.VERBOSE, "agent on {host} may be lost"),
-    "agent_cleared": (Level.VERBOSE, "agent on {host} lives"),
-    "agent_lost": (Level.NORMAL, "agent on {host} lost"),
-    "agent_returned": (Level.VERBOSE, "agent on {host} has returned"),
-    "driver_resumed": (Level.NORMAL, "another driver goes on with the job"),
-    "worker_started": (Level.VERBOSE, "worker {worker} started"),
-    "worker_ready": (Level.VERBOSE, "worker {worker} ready"),
-    "spare_ready": (Level.VERBOSE, "spare {worker} ready"),
-    "spare_promoted": (Level.NORMAL, "spare {worker} takes over"),
-    "spares_unused": (Level.NORMAL, "no spares are kept"),
-    "worker_exited": (Level.VERBOSE, "worker {worker} exited"),
-    "worker_lost": (Level.NORMAL, "worker {worker} lost"),
-    "worker_hung": (Level.NORMAL, "worker {worker} hangs"),
-    "worker_stalled": (Level.NORMAL, "worker {worker} stands still"),
-    "worker_resumed": (Level.NORMAL, "worker {worker} goes on"),
-    "rank_slow": (Level.NORMAL, "rank {rank} on {host} holds the others up"),
-    "rank_recovered": (Level.NORMAL, "rank {rank} on {host} has recovered"),
-    "replacement_started": (Level.NORMAL, "rank {rank} on {host} is slow and will be replaced"),
-    "replacement_abandoned": (Level.NORMAL, "worker {worker} stays"),
-    "worker_replaced": (Level.NORMAL, "worker {worker} was replaced"),
-    "worker_not_replaced": (Level.NORMAL, "worker {worker} is not replaced"),
-    "work_moved": (Level.NORMAL, "work is shared anew"),
-    "shard_quarantined": (Level.QUIET, "a data shard is in quarantine"),
-    "nodes_checked": (Level.VERBOSE, "nodes were checked"),
-    "round_opened": (Level.VERBOSE, "round {round} opened"),
-    "round_completed": (Level.NORMAL, "round {round} complete: {world}"),
-    "round_closed": (Level.VERBOSE, "round {round} closed"),
-    "job_leaving": (Level.NORMAL, "the job is to end"),
-    "state_saved": (Level.NORMAL, "last checkpoint written"),
-    "state_not_saved": (Level.NORMAL, "no last checkpoint"),
-    "journal_failed": (Level.QUIET, "the journal has failed"),
-    "journal_late": (Level.NORMAL, "the journal is late"),
-    "journal_unreachable": (Level.NORMAL, "the journal cannot be reached"),
-    "journal_reachable": (Level.NORMAL, "the journal is back"),
-    "journal_caught_up": (Level.NORMAL, "the journal is complete again"),
-    "grace_period_passed": (Level.NORMAL, "grace period over"),
-    "scale_requested": (Level.NORMAL, "another size was requested"),
-    "state_synced": (Level.VERBOSE, "state synced in round {round}"),
-}
 
 
 class Reporter:
@@ -116,7 +55,7 @@ class Reporter:
 
     def announced(self, event: Announce, line: bytes) -> None:
         """Show an event; `line` is its line in the event log."""
-        level, words = _WORDS.get(event.event, (Level.VERBOSE, event.event.replace("_", " ")))
+        level, words = WORDS.get(event.event, (Level.VERBOSE, event.event.replace("_", " ")))
         failed = event.detail.get("exit_code", 0) != 0 and not event.detail.get("expected", False)
         if event.event == "worker_exited" and failed:
             self._exits += 1
@@ -131,7 +70,7 @@ class Reporter:
         if event.event in ("job_succeeded", "job_failed"):
             return  # `job_ended` says it, after everything else
         facts = {name: getattr(event, name) for name in event.__struct_fields__}
-        text = words.format_map({**facts, "world": _describe_world(event)})
+        text = words.format_map({**facts, "world": describe_world(event.detail)})
         self._say(f"{text} ({event.reason})" if event.reason else text)
 
     def note(self, text: str, *, level: Level = Level.QUIET) -> None:
@@ -216,13 +155,6 @@ class Reporter:
         facts = {"event": "note", "text": text}
         line = msgspec.json.encode(facts) if self._json else f"{NAME}: {text}".encode()
         return line + b"\n"
-
-
-def _describe_world(event: Announce) -> str:
-    """Return `3 workers on 2 hosts`, without a number that the event lacks."""
-    counts = {"worker": event.detail.get("size"), "host": event.detail.get("hosts")}
-    parts = [f"{n} {noun}{'' if n == 1 else 's'}" for noun, n in counts.items() if n is not None]
-    return " on ".join(parts)
 
 
 def _printable(line: str) -> str:

@@ -67,6 +67,7 @@ _WHICH_JOB: dict[str, dict[str, Any]] = {
 _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "status": {
         "--json": {**_FLAG, "help": "print the driver's own document"},
+        "--all": {**_FLAG, "help": "a row for each host and worker, also of more than 50"},
         "--watch": {**_FLAG, "help": "print it again and again, until the job is over"},
         "--interval": {"type": _SECONDS, "default": 2.0, "metavar": "S", "help": "default 2 s"},
     },
@@ -139,7 +140,9 @@ def status(given: Given, job: Job) -> None:
     """Show the job, its hosts and its workers; of a run that is over, the end of each worker."""
     document = job.get_bytes(contract.STATUS_PATH)
     while True:
-        text = document.decode() if given.json else show.status(document, time.time())
+        text = (
+            document.decode() if given.json else show.status(document, time.time(), every=given.all)
+        )
         clear = _CLEAR if given.watch and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)
         if not given.watch:
@@ -167,7 +170,7 @@ def events(given: Given, job: Job) -> None:
     path = f"{EVENTS_PATH}?since={given.since}"
     lines = job.follow(path, SILENCE_S) if given.follow else _read_events(job, path)
     for line in lines:
-        print(line.decode() if given.json else show.event(show.read_event(line)), flush=True)
+        print(line.decode() if given.json else show.event(line), flush=True)
 
 
 def stacks(given: Given, job: Job) -> None:

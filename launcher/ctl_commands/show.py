@@ -1,18 +1,28 @@
 """Shows a job to people: from the driver's documents to lines of text. Pure."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from elastic_driver.core.decisions import StackGroup
-from elastic_driver.core.status import JobStatus, SlowStatus
+from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.tf_messages import TfStatus
+from elastic_driver.runtime.event_words import sentence
 from elastic_driver.runtime.failures import describe_failure
 from elastic_driver.runtime.results import JobResult
+from launcher.ctl_commands import figures
+from launcher.ctl_commands.figures import (
+    UNKNOWN,
+    Figures,
+    GoodputFigures,
+    HostFigures,
+    WorkerFigures,
+)
 
 
 class JobDocument(JobStatus, frozen=True, kw_only=True):
@@ -22,6 +32,8 @@ class JobDocument(JobStatus, frozen=True, kw_only=True):
     endpoint: str
     started: float  # unix seconds
     slow: tuple[SlowStatus, ...] = ()
+    measured: Figures = Figures()
+    goodput: GoodputFigures | None = None
 
 
 class ShownEvent(Struct, frozen=True):
@@ -36,6 +48,9 @@ class ShownEvent(Struct, frozen=True):
     stacks: tuple[StackGroup, ...] = ()
 
 
+MOST_ROWS = 50  # of hosts, and of workers; more are shown in groups
+MOST_ODD = 20  # of those in trouble that are shown beside the groups
+_NUMBERS = ("STEP", "STEPS/S", "SAMPLES/S", "MEMORY")
 STACKS_COLLECTED = "stacks_collected"
 _PLACES = {"collective": "in a collective", "elsewhere": "outside of collectives"}
 _decode_job = msgspec.json.Decoder(JobDocument).decode
@@ -71,11 +86,14 @@ def read_job(document: bytes) -> JobDocument:
     return found
 
 
-def status(document: bytes, now: float) -> str:
-    """Return the job, or the service that has none, in some lines; `now`: unix seconds."""
+def status(document: bytes, now: float, *, every: bool = False) -> str:
+    """Return the job, or the service that has none, in some lines; `now`: unix seconds.
+
+    `every`: a row for each host and worker, however many there are.
+    """
     found = read_document(document)
     if isinstance(found, JobDocument):
-        return job(found, now)
+        return job(found, now, every=every)
     tf, since = found.tf, duration(now - found.started)
     rows = [
         (n, f"{t.type} {t.index}", f"generation {tf.generation}") for n, t in tf.members.items()
@@ -86,21 +104,60 @@ def status(document: bytes, now: float) -> str:
     return f"{head}\n\n{table(('NODE', 'TASK', 'STATE'), rows)}"
 
 
-def job(document: JobDocument, now: float) -> str:
-    """Return the whole job in some lines; `now`: unix seconds."""
+def job(document: JobDocument, now: float, *, every: bool = False) -> str:
+    """Return the whole job in some lines; `now`: unix seconds. `every`: see `status`."""
     counters = document.counters
     most = "any" if document.max_np is None else document.max_np
     wanted = "any" if document.wanted is None else document.wanted
     head = [
         f"run {document.run_id} at {document.endpoint}",
         f"{document.state} for {duration(now - document.started)}, round {document.round}: "
-        f"{document.size} workers ({wanted} wanted, {document.min_np} to {most})",
+        f"{document.size} workers ({wanted} wanted, {document.min_np} to {most}) "
+        f"for {duration(document.round_age)}",
+        *progress(document.measured),
+        *goodput(document.goodput),
         f"failures {counters.failures}{_limit(counters.max_restarts)}, "
         f"changes {counters.resets}{_limit(counters.reset_limit)}",
     ]
     if document.reason:
         head.append(f"now: {printable(document.reason)}")
-    return "\n".join([*head, "", hosts(document), "", workers(document)])
+    many_hosts = not every and len(document.hosts) > MOST_ROWS
+    shown = hosts_by_state(document) if many_hosts else hosts(document)
+    many = not every and len(document.members) > MOST_ROWS
+    return "\n".join(
+        [*head, "", shown, "", workers_by_host(document) if many else workers(document)]
+    )
+
+
+def progress(measured: Figures) -> list[str]:
+    """Return a line about step, speed and reported numbers; none if nothing is known."""
+    if measured.step is None:
+        return []
+    of_all = "" if measured.total is None else f" of {measured.total:,}"
+    parts = [f"step {measured.step:,}{of_all}"]
+    if measured.steps_per_s is not None:
+        parts.append(f"{figures.rate(measured.steps_per_s)} steps/s")
+    if measured.samples_per_s is not None:
+        parts.append(f"{figures.rate(measured.samples_per_s)} samples/s")
+    if measured.samples:
+        parts.append(f"{measured.samples:,} samples")
+    parts += [f"{printable(name)} {value:.4g}" for name, value in measured.numbers.items()]
+    if measured.total is not None and measured.steps_per_s:
+        left = max(0, measured.total - measured.step) / measured.steps_per_s
+        parts.append(f"about {duration(left)} left")
+    return [", ".join(parts)]
+
+
+def goodput(found: GoodputFigures | None) -> list[str]:
+    """Return a line about the part of the slots' time that trained; none if it is not known."""
+    if found is None or found.goodput is None:
+        return []
+    total = sum(found.seconds.values()) or 1.0
+    rest = sorted(found.seconds.items(), key=lambda pair: -pair[1])
+    lost = [
+        f"{name} {s / total:.1%}" for name, s in rest if name != "training" and s / total >= 5e-4
+    ]
+    return [f"goodput {found.goodput:.1%}" + (f" ({', '.join(lost)})" if lost else "")]
 
 
 def ended(result: JobResult, now: float) -> str:
@@ -125,32 +182,117 @@ def ended(result: JobResult, now: float) -> str:
 
 def hosts(document: JobDocument) -> str:
     """Return a line for each host."""
+    return _hosts(document, document.hosts)
+
+
+def _hosts(document: JobDocument, chosen: Sequence[HostStatus]) -> str:
+    """Return a line for each of these hosts; with CPU and memory if any are measured."""
+    measured = document.measured.hosts
     rows = []
-    for h in document.hosts:
+    for h in chosen:
         left = f"{duration(h.cooldown_left)} left: " if h.cooldown_left > 0 else ""
         doubt = f"may be lost, for {h.suspected_for:.1f} s: {', '.join(h.evidence)}"
         why = doubt if h.evidence else left + h.reason
-        rows.append((h.host, h.state, str(h.slots), str(h.workers), h.agent, why))
-    return table(("HOST", "STATE", "SLOTS", "WORKERS", "AGENT", "WHY"), rows)
+        found = measured.get(h.host, HostFigures())
+        numbers = (figures.percent(found.cpu), figures.memory_of(found)) if measured else ()
+        rows.append((h.host, h.state, str(h.slots), str(h.workers), h.agent, *numbers, why))
+    names = ("CPU", "MEMORY") if measured else ()
+    return table(("HOST", "STATE", "SLOTS", "WORKERS", "AGENT", *names, "WHY"), rows)
+
+
+def hosts_by_state(document: JobDocument) -> str:
+    """Return a line for each state of hosts, then those that are in trouble."""
+    measured, states = document.measured.hosts, Counter(h.state for h in document.hosts)
+    rows = []
+    for state, number in states.most_common():
+        there = [h for h in document.hosts if h.state == state]
+        found = [measured.get(h.host, HostFigures()) for h in there]
+        cpu = figures.over((h.cpu for h in found), figures.mean)
+        used = figures.over((h.memory_used for h in found), sum)
+        slots, busy = sum(h.slots for h in there), sum(h.workers for h in there)
+        size = figures.size(used)
+        rows.append((state, str(number), str(slots), str(busy), figures.percent(cpu), size))
+    text = table(("STATE", "HOSTS", "SLOTS", "WORKERS", "CPU", "MEMORY"), rows)
+    odd = [h for h in document.hosts if h.state != "usable" or h.evidence]
+    if not odd:
+        return text
+    return f"{text}\n\n{_hosts(document, odd[:MOST_ODD])}{_more(len(odd), 'hosts')}"
 
 
 def workers(document: JobDocument) -> str:
     """Return a line for each worker's process, by rank."""
-    slow = {s.worker: f"slow in {s.kind}: {s.ratio:.1f} times the usual" for s in document.slow}
+    return _workers(document, document.members)
+
+
+def _notes(document: JobDocument) -> dict[str, str]:
+    """Return what there is to say about workers, by worker."""
+    notes = {s.worker: f"slow in {s.kind}: {s.ratio:.1f} times the usual" for s in document.slow}
+    return notes | {w.worker: f"leaves: {w.leaving}" for w in document.members if w.leaving}
+
+
+def _workers(document: JobDocument, chosen: Sequence[MemberStatus]) -> str:
+    measured, notes = document.measured.workers, _notes(document)
     rows = []
-    for w in document.members:
-        note = f"leaves: {w.leaving}" if w.leaving else slow.get(w.worker, "")
+    for w in chosen:
         rank = "-" if w.rank < 0 else str(w.rank)
-        rows.append((rank, w.state, w.host, str(w.slot), str(w.pid or "-"), w.worker, note))
-    return table(("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", ""), rows)
+        numbers = _numbers(measured.get(w.worker, WorkerFigures())) if measured else ()
+        place = (rank, w.state, w.host, str(w.slot), str(w.pid or UNKNOWN), w.worker)
+        rows.append((*place, *numbers, notes.get(w.worker, "")))
+    names = _NUMBERS if measured else ()
+    return table(("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", *names, ""), rows)
 
 
-def event(found: ShownEvent) -> str:
-    """Return an event in one line, in local time."""
+def _numbers(found: WorkerFigures) -> tuple[str, ...]:
+    speeds = figures.rate(found.steps_per_s), figures.rate(found.samples_per_s)
+    return figures.count(found.step), *speeds, figures.size(found.memory)
+
+
+def workers_by_host(document: JobDocument) -> str:
+    """Return a line for each host's workers, or state of workers, then those to be looked at."""
+    placed = len({w.host for w in document.members}) <= MOST_ROWS
+    groups: dict[str, list[MemberStatus]] = {}
+    for w in document.members:
+        groups.setdefault(w.host if placed else w.state, []).append(w)
+    rows = [(name, *_summary(document, group)) for name, group in groups.items()]
+    head = ("HOST" if placed else "STATE", "WORKERS", "RANKS", "STATES", *_NUMBERS)
+    notes = _notes(document)
+    odd = [w for w in document.members if w.state != "running" or w.worker in notes]
+    text = table(head, rows)
+    if not odd:
+        return text
+    return f"{text}\n\n{_workers(document, odd[:MOST_ODD])}{_more(len(odd), 'workers')}"
+
+
+def _summary(document: JobDocument, group: Sequence[MemberStatus]) -> tuple[str, ...]:
+    """Return number, ranks, states and figures of some workers: sums, and the mean of steps/s."""
+    found = [document.measured.workers.get(w.worker, WorkerFigures()) for w in group]
+    ranks = [w.rank for w in group if w.rank >= 0]
+    span = UNKNOWN if not ranks else f"{min(ranks)}-{max(ranks)}"
+    states = Counter(w.state for w in group).most_common()
+    step = figures.over((w.step for w in found), max)
+    return (
+        str(len(group)),
+        span,
+        ", ".join(f"{number} {state}" for state, number in states),
+        figures.count(None if step is None else int(step)),
+        figures.rate(figures.over((w.steps_per_s for w in found), figures.mean)),
+        figures.rate(figures.over((w.samples_per_s for w in found), sum)),
+        figures.size(figures.over((w.memory for w in found), sum)),
+    )
+
+
+def _more(number: int, what: str) -> str:
+    hidden = number - MOST_ODD
+    return f"\n… and {hidden} more {what}; --all shows every one" if hidden > 0 else ""
+
+
+def event(line: bytes) -> str:
+    """Return an event of the log as a sentence in one line: local time, number, sentence, name."""
+    facts: dict[str, Any] = msgspec.json.decode(line)
+    found = msgspec.convert(facts, ShownEvent)
     when = time.strftime("%H:%M:%S", time.localtime(found.t))
-    name = f"{found.event} {found.worker or found.host or ''}".rstrip()
-    reason = printable(found.reason)
-    return f"{when} {found.n:>5} {name}{': ' * bool(reason)}{reason}"
+    said = printable(sentence(found.event, found.reason, facts))
+    return f"{when} {found.n:>5} {said} [{printable(found.event)}]"
 
 
 def stacks(found: ShownEvent) -> str:

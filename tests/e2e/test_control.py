@@ -81,6 +81,8 @@ def test_a_rank_that_cannot_answer_is_seen_from_outside(job: RunningJob) -> None
 
 def test_the_status_as_json_is_the_driver_s_own_document(job: RunningJob) -> None:
     document = json.loads(ctl("status", "--json", "--run_id", job.run_id, *here(job)))
+    explained = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "status.md").read_text()))
+    assert not set(document) - explained, "docs/status.md explains every key"
     assert (document["run_id"], document["state"]) == (job.run_id, "running")
     assert json.loads(ctl("hosts", "--json", *here(job))) == document["hosts"]
     assert ctl("hosts", *here(job)).startswith("HOST ")
@@ -105,6 +107,10 @@ def test_the_events_are_those_of_the_log(job: RunningJob) -> None:
     assert listed[0]["event"] == "job_started"
     some = ctl("events", "--since", str(listed[2]["n"]), *here(job)).splitlines()
     assert listed[3]["event"] in some[0]
+    shown = ctl("events", *here(job))
+    assert re.search(
+        r"^[\d:]{8} +\d+ round 1 complete: 2 workers on 1 host: .*\[round_c", shown, re.M
+    )
 
 
 def test_what_the_job_refuses_is_one_line_and_64(job: RunningJob) -> None:
@@ -138,7 +144,7 @@ def test_a_job_that_is_stopped_ends_with_143_and_whoever_follows_sees_it(tmp_pat
         assert job.wait(30) == 143
         assert "told to stop: enough" in job.stderr
         assert [f.wait(30) for f in followers] == [0, 0]
-        assert "job_failed: told to stop: enough" in events.read_text()
+        assert "the job has failed: told to stop: enough [job_failed]" in events.read_text()
         assert f"run {job.run_id} at" in status.read_text()
         job.assert_nothing_left()
         over = ctl("status", "--run-id", job.run_id, *here(job))

@@ -23,7 +23,7 @@ def test_a_job_is_shown_with_its_hosts_and_workers() -> None:
     lines = show.job(document(s), 1000.0 + 3725).splitlines()
     assert lines[:3] == [
         "run r1 at http://127.0.0.1:5",
-        "running for 1 h 2 min, round 1: 3 workers (any wanted, 1 to any)",
+        "running for 1 h 2 min, round 1: 3 workers (any wanted, 1 to any) for 0 s",
         "failures 0 of 5, changes 0",
     ]
     assert lines[3].startswith("now: change is coming: host b is drained: new disks")
@@ -76,9 +76,13 @@ def test_durations_are_said_as_people_say_them(seconds: float, words: str) -> No
     assert show.duration(seconds) == words
 
 
-def test_an_event_is_one_line_whatever_its_reason() -> None:
+def test_an_event_is_a_sentence_in_one_line_whatever_its_reason() -> None:
     line = b'{"n":7,"t":0.5,"event":"host_drained","host":"b","reason":"two\\nlines","more":1}'
-    assert show.event(show.read_event(line)).split(maxsplit=1)[1] == "7 host_drained b: two lines"
-    escape = show.ShownEvent(1, 0.0, "discovery_failed", "\x1b[2J gone")
-    assert show.event(escape).endswith("discovery_failed: ?[2J gone")
-    assert show.event(show.ShownEvent(1, 0.0, "round_opened")).endswith("round_opened")
+    said = show.event(line).split(maxsplit=1)[1]
+    assert said == "7 host b is empty: two lines [host_drained]"
+    escape = b'{"n":1,"t":0.0,"event":"discovery_failed","reason":"\\u001b[2J gone"}'
+    assert show.event(escape).endswith("hosts stay: ?[2J gone [discovery_failed]")
+    opened = b'{"n":1,"t":0.0,"event":"round_opened","round":3}'
+    assert show.event(opened).endswith("1 round 3 is opened [round_opened]")
+    newer = b'{"n":1,"t":0.0,"event":"moon_seen","host":"b"}'
+    assert show.event(newer).endswith("1 moon seen b [moon_seen]")
