@@ -42,6 +42,7 @@ VISIBLE_DEVICES = (
 
 # ---- routes of the driver, besides those of the store (`rendezvous.wire`) -----------------
 STATUS_PATH = "/v1/status"
+HISTORY_PATH = "/v1/history"
 METRICS_PATH = "/metrics"  # the default of Prometheus
 SCALE_PATH = "/v1/scale"
 STOP_PATH = "/v1/stop"
@@ -90,6 +91,11 @@ def agent_lease(host: str, incarnation: int) -> str:
 def agent_heartbeat(host: str, incarnation: int) -> str:
     """Return the key of the lease that says until when the agent's next heartbeat comes."""
     return f"agents/{host}.{incarnation}/heartbeat"
+
+
+def agent_usage(host: str, incarnation: int) -> str:
+    """Return the key of the `measured.Usage` of an agent's host, written with its heartbeats."""
+    return f"agents/{host}.{incarnation}/usage"
 
 
 def agent_order(host: str, incarnation: int, number: int) -> str:

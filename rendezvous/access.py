@@ -58,6 +58,7 @@ ROUTES = (
     RouteRights("POST", wire.EVENTS_PATH, MEMBERS),
     RouteRights("GET", wire.EVENTS_PATH, WATCHERS),
     RouteRights("GET", "/v1/status", WATCHERS),
+    RouteRights("GET", "/v1/history", WATCHERS),
     RouteRights("GET", "/metrics", WATCHERS),
     RouteRights("GET", "/v1/openapi.json", WATCHERS | AGENTS),
     RouteRights("POST", "/v1/scale", OPERATORS),
@@ -85,7 +86,7 @@ KEYS = (
         "job/", NOBODY, MEMBERS | NODES, "the job's specification, driver, world and notices"
     ),
     KeyRights("agents/{own}/orders/", NOBODY, AGENTS, "orders of the driver to an agent"),
-    KeyRights("agents/{own}/", AGENTS, AGENTS, "an agent's lease and heartbeat"),
+    KeyRights("agents/{own}/", AGENTS, AGENTS, "an agent's lease, heartbeat and usage"),
     KeyRights("workers/{own}/", WORKERS, WORKERS, "a worker's leases and progress"),
     KeyRights(_ROUNDS, WORKERS, WORKERS, "the meeting of a round's members"),
     KeyRights("checks/machines/", WORKERS, WORKERS, "the hosts of a machine"),

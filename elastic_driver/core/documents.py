@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from elastic_driver.core.measured import Numbers, StepTimes
 from elastic_driver.core.members import Member as Member  # noqa: PLC0414 - for importers
 from elastic_driver.core.members import Members, Roster, roster_of
 from elastic_driver.core.members import SlotInfo as SlotInfo  # noqa: PLC0414
@@ -154,6 +155,11 @@ class Progress(Struct, frozen=True):
     `samples` are its last measured steps, oldest first; each is sent several times. `division`: its
     part of a fixed batch, if the driver gives the shares. `links`: its connections to other hosts,
     if it has any.
+
+    The other fields are only shown (`core.measured`). `at`: the time of the last step by the
+    worker's own clock. `steps_done`, `samples_done`: of this process since it started. `numbers`,
+    `total`: what `report_progress` got last, and the number of all steps. `reported`: the step that
+    it named last, in a round without commits.
     """
 
     round: Count
@@ -162,6 +168,13 @@ class Progress(Struct, frozen=True):
     samples: Annotated[tuple[Sample, ...], Meta(max_length=MAX_SAMPLES)] = ()
     division: Division | None = None
     links: Links | None = None
+    at: Seconds = 0.0
+    steps_done: Count = 0
+    samples_done: Count = 0
+    numbers: Numbers = {}
+    total: Count | None = None
+    times: StepTimes | None = None
+    reported: Count | None = None
 
 
 class Allocation(Struct, frozen=True):

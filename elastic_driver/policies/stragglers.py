@@ -45,6 +45,7 @@ class Stragglers(Restorable):
 
     def __init__(self) -> None:
         self.step = 0  # committed steps, as the workers last reported
+        self.progress: dict[str, Progress] = {}  # the newest of each member, by worker
         self._world = World(0, (), "no round is complete yet")
         self._watch = StragglerWatch(())
         self._links = LinkWatch(())
@@ -80,6 +81,11 @@ class Stragglers(Restorable):
         return [f"rank {s.rank} of {size} is slow" for s in slow if not s.rank < size]
 
     @property
+    def world(self) -> World:
+        """The world of the newest complete round."""
+        return self._world
+
+    @property
     def false_alarms(self) -> int:
         """The number of false alarms in the whole job: alarms that were soon withdrawn."""
         return self._false_alarms + self._watch.false_alarms + self._links.false_alarms
@@ -107,6 +113,8 @@ class Stragglers(Restorable):
         hosts = [member.place.host for member in world.members]
         first_step = max(member.version for member in world.members) + 1
         self._world = world
+        members = {member.worker for member in world.members}
+        self.progress = {w: each for w, each in self.progress.items() if w in members}
         self._watch = StragglerWatch(hosts, first_step=first_step)
         self._links = LinkWatch(hosts)
         self._balancer = Balancer(hosts, known=[known.get(m.worker) for m in world.members])
@@ -139,7 +147,10 @@ class Stragglers(Restorable):
         for rank, member in enumerate(self._world.members):
             value, revision = event.entries.get(contract.worker_progress(member.worker), (b"", 0))
             progress = decode_progress(value) if revision > seen else None
-            if progress is not None and progress.round == self._world.round:
+            if progress is None or progress.round != self._world.round:
+                continue
+            self.progress[member.worker] = progress
+            if progress.reported is None:  # it has committed a step in this round
                 found[rank] = progress
         return found
 

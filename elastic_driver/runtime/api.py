@@ -4,6 +4,7 @@
 |---|---|
 | `POST /v1/events` | 202 once the journal has it; posts a `core.events.WireEvent` to the driver |
 | `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
+| `GET /v1/history?since=T` | `core.measured.History` of the last hour, after T (unix seconds) |
 | `GET /v1/openapi.json` | all routes and their messages, see `runtime.openapi` |
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
 | `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
@@ -34,13 +35,14 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core import events as ev
+from elastic_driver.core.measured import History
 from elastic_driver.errors import ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.joined import JoinedNodes
-from elastic_driver.runtime.openapi import OpenApi
+from elastic_driver.runtime.openapi import HistorySince, OpenApi
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.auth import Caller, Role
 from rendezvous.web import (
@@ -100,6 +102,9 @@ class DriverPort(Protocol):
     def ask_status(self, reply: Callable[[bytes], None]) -> None:
         """Have `reply` called soon with the status document, in another thread."""
 
+    def history(self, since: float) -> History:
+        """Return how the job has trained since then (unix seconds), in the last hour."""
+
 
 _decode_event: Callable[[bytes], ev.WireEvent | TaskEnded] = msgspec.json.Decoder(
     ev.WireEvent | TaskEnded
@@ -134,6 +139,7 @@ class DriverRoutes:
         """Mount the routes."""
         app.router.add_get(EVENTS_PATH, self.get_events, allow_head=False)
         app.router.add_get(contract.STATUS_PATH, self.get_status, allow_head=False)
+        app.router.add_get(contract.HISTORY_PATH, self.get_history, allow_head=False)
         app.router.add_get(contract.METRICS_PATH, self.get_metrics, allow_head=False)
         app.router.add_post(EVENTS_PATH, self.post_event)
         app.router.add_post(contract.STOP_PATH, self.stop)
@@ -244,6 +250,17 @@ class DriverRoutes:
     async def get_status(self, _request: web.Request) -> web.Response:
         """Answer with the status document."""
         return web.Response(body=await self._status(), content_type=JSON)
+
+    async def get_history(self, request: web.Request) -> web.Response:
+        """Answer with step, speed and world size of the last hour."""
+        text = request.query.get("since") or "0"
+        try:
+            since = msgspec.convert({"since": text}, HistorySince, strict=False).since
+        except msgspec.ValidationError:
+            problem = f"since={text[:40]!r} is not a time in unix seconds"
+            raise Problem(422, "invalid", problem, "since=0") from None
+        body = msgspec.json.encode(self._driver.history(since))
+        return web.Response(body=body, content_type=JSON)
 
     async def get_metrics(self, request: web.Request) -> web.Response:
         """Answer with the metrics, in Prometheus' text format."""

@@ -19,6 +19,7 @@ import msgspec
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.events import JobEvent, StopRequested
 from elastic_driver.core.job import Job
+from elastic_driver.core.measured import History
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.masking import masked
 from elastic_driver.policies.nodecheck.messages import TaskEnded
@@ -209,6 +210,10 @@ class ElasticDriver:
         """Have `reply` called by the mailbox thread with the status document."""
         self._mailbox.put(mail.StatusAsked(reply))
 
+    def history(self, since: float) -> History:
+        """Return how the job has trained since then (unix seconds), in the last hour."""
+        return History() if self._loop is None else self._loop.measurements.history(since)
+
     # ---- the driver's thread -------------------------------------------------------------
 
     def _make_loop(self, executor: Executor) -> DriverLoop:
@@ -290,6 +295,7 @@ class ElasticDriver:
             "command": masked(setup.spec.command),
             **msgspec.to_builtins(loop.job.status(resources.clock())),
             "step": loop.stragglers.step,
+            "measured": loop.measurements.document(),
             "slow": loop.stragglers.status(),
             "events": resources.log.counts(),
             "node_check": checks,

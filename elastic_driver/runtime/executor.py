@@ -216,6 +216,11 @@ class Executor:
         began = time.monotonic()
         self.server.ask([wire.Get(decision.keys)], found)
 
+    def read(self, keys: tuple[str, ...], found: Callable[[dict[str, wire.Entry]], None]) -> None:
+        """Read keys; `found` gets what there is, in the server's thread."""
+        with contextlib.suppress(RendezvousError):  # the server has just been stopped
+            self.server.ask([wire.Get(keys)], lambda results: found(_entries_in(results)))
+
     def _ask_progress(self, decision: do.AskProgress) -> None:
         """Read the workers' progress, and post it as an event.
 
@@ -242,7 +247,9 @@ class Executor:
         readings = []
         for entry in _entries_in(results).values():
             progress = doc.decode_progress(entry.value)
-            if progress is not None and progress.round == question.round:
+            if progress is None or progress.reported is not None:
+                continue  # it has not committed a step in this round
+            if progress.round == question.round:
                 answered = entry.revision > revision
                 readings.append(ev.ProgressReading(progress.step, progress.step_time, answered))
         if results is not None:

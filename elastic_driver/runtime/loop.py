@@ -16,6 +16,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, CheckHosts, EndJob
 from elastic_driver.core.job import Job
 from elastic_driver.core.machine import Machine, stamped
+from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.errors import ElasticError, ExitCode
 from elastic_driver.policies.messages import KeysRead, MachineName, Reply
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
@@ -33,6 +34,7 @@ from elastic_driver.runtime.journal.codec import JOURNALLED
 from elastic_driver.runtime.journal.replay import MEMORY
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.writer import Journal
+from elastic_driver.runtime.measurements import Measurements
 
 MAX_TOGETHER = 1000  # events that are handled together
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
@@ -61,6 +63,7 @@ class DriverLoop:
     job: Job | None = None  # None: not begun yet
     checker: NodeChecker | None = None
     stragglers: Stragglers = field(default_factory=Stragglers)
+    measurements: Measurements = field(default_factory=Measurements)
     journal: Journal | None = None  # open from the job's beginning on; None: there is none
     clock: RunClock = field(default_factory=RunClock)
     acknowledge: Callable[[list[Callable[[], None]]], None] = _call_all
@@ -83,7 +86,7 @@ class DriverLoop:
         """Handle the next message, if one comes before a deadline, and the deadlines passed."""
         shows = self.executor.tails.deadline if self.end is None else None
         answers = None if self.journal is None else self.journal.deadline
-        known = (*self._deadlines.values(), until, shows, answers)
+        known = (*self._deadlines.values(), until, shows, answers, self.measurements.due)
         deadlines = [due for due in known if due is not None]
         timeout = max(_SPIN_GUARD_S, min(deadlines) - self.clock()) if deadlines else None
         try:
@@ -97,11 +100,25 @@ class DriverLoop:
             # Messages that had to wait for the journal may tell of what is due.
             if due is not None and due <= now and not self.mailbox.has_old:
                 self._decide(name, ev.Tick())
+        if self.measurements.due is not None and self.measurements.due <= now:
+            self._measure(now)
         if self.journal is not None:
             self.journal.flush()
             self._tell(self.journal.overdue())
         if self.end is None:
             self.executor.show_overdue(now)
+
+    def _measure(self, now: float) -> None:
+        """Take in the newest progress of the workers, and ask for the usage of the hosts."""
+        job, measurements, watch = self.job, self.measurements, self.stragglers
+        if job is None:
+            return
+        unix, size = now + self.clock.unix_offset, job.workers.count(RUNNING)
+        measurements.take(now, unix, watch.world, watch.progress, size)
+        agents = ((host, agent.incarnation) for host, agent in job.fleet.agents.items())
+        if keys := measurements.usage_keys(now, agents):
+            self.executor.read(keys, measurements.usage_read)
+        measurements.looked(self.clock(), now)
 
     def wind_down(self, grace: float) -> None:
         """Have the agents stop their workers and exit, and wait until they have."""
@@ -267,6 +284,7 @@ class DriverLoop:
 
     def _begin_job(self, job: Job, run_id: str) -> None:
         self.job = self._machines["job"] = job
+        self.measurements.due = self.clock()
         self._journal_states()
         if self.journal is not None:  # whoever sees that the job has begun can go on with it
             self._tell(self.journal.settle())
@@ -280,6 +298,7 @@ class DriverLoop:
         self._machines |= machines
         self.job, self.tf, self._events = run.job, machines["tf"], run.n
         self.executor.resume(run)
+        self.measurements.due = self.clock()
         self.end = run.end
         moved = self.executor.server.url != run.url
         event = ev.DriverResumed(run.term + 1, f"driver {run.term} has ended", moved)

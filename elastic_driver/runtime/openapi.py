@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core import documents, status
+from elastic_driver.core import documents, measured, status
 from elastic_driver.core import events as ev
 from elastic_driver.core import join_messages as join
 from elastic_driver.policies import shard_messages as shards
@@ -58,6 +58,12 @@ class Since(msgspec.Struct, frozen=True):
     since: documents.Count = 0
 
 
+class HistorySince(msgspec.Struct, frozen=True):
+    """The time after which a reader wants the history, in unix seconds."""
+
+    since: measured.Amount = 0.0
+
+
 class Operation(NamedTuple):
     """The types of one route's query, body and answer; a media type where there is no JSON."""
 
@@ -93,6 +99,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", wire.EVENTS_PATH): Operation(LoggedEvents, query=Since, more=(_STREAM,)),
     ("POST", wire.EVENTS_PATH): Operation(Accepted, ev.WireEvent | TaskEnded, code=202),
     ("GET", contract.STATUS_PATH): Operation(status.JobStatus),
+    ("GET", contract.HISTORY_PATH): Operation(measured.History, query=HistorySince),
     ("GET", contract.METRICS_PATH): Operation(_TEXT),
     ("GET", OPENAPI_PATH): Operation(dict[str, Any]),
     ("POST", contract.OUTPUT_PATH): Operation(Accepted, documents.OutputLines, code=202),

@@ -16,6 +16,7 @@ from elastic_driver.core.events import (
     ScaleRequested,
     WorkerStarted,
 )
+from elastic_driver.core.measured import History
 from elastic_driver.runtime.api import DriverRoutes, Request
 from elastic_driver.runtime.event_log import EventLog
 from rendezvous.server import RendezvousServer
@@ -52,6 +53,10 @@ class NotingDriver:
 
     def ask_status(self, reply: Callable[[bytes], None]) -> None:
         reply(json.dumps({"state": "running", "hosts": self.hosts}).encode())
+
+    def history(self, since: float) -> History:
+        moments = [moment for moment in (10.5, 11.5) if moment > since]
+        return History(t=moments, step=[int(moment) for moment in moments])
 
 
 class Api:
@@ -253,3 +258,11 @@ def test_readers_that_leave_are_forgotten_and_too_many_are_refused(
         return reply.status == 200
 
     until(let_in, "the place of a reader that left is free")
+
+
+def test_the_history_begins_after_the_time_that_was_asked_for(api: Api) -> None:
+    status, answer = api.call("GET", "/v1/history")
+    assert (status, answer["t"], answer["step"]) == (200, [10.5, 11.5], [10, 11])
+    assert api.call("GET", "/v1/history?since=10.5")[1]["t"] == [11.5]
+    for wrong in ("x", "-1", "nan", "1e99"):
+        assert api.call("GET", f"/v1/history?since={wrong}")[0] == 422
