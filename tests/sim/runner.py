@@ -219,8 +219,9 @@ def _check_departure(cluster: Cluster) -> None:
     if job.final_checkpoint.save is None or not job.final_checkpoint.save.folder:
         return
     for worker in cluster.living():
-        reachable = not (worker.frozen or worker.doomed or worker.agent.cut) and worker.clean
-        if cluster.elastic and reachable and worker.version > cluster.on_disk:
+        told = worker.agent.reachable and not worker.agent.sealed  # by the driver that ended the job
+        able = told and worker.clean and not (worker.frozen or worker.doomed)
+        if cluster.elastic and able and worker.version > cluster.on_disk:
             raise Violation(f"{worker.id} holds {worker.version}, on disk is {cluster.on_disk}")
 
 

@@ -195,8 +195,12 @@ class Membership(Rule):
         return self.effects.due_or_set_alarm(since + self.settings.start_timeout, now, waiting)
 
     def _fresh_need(self) -> int:
-        current = self.rounds.current
-        need = current.need if current.number == 1 else self.settings.min_np
+        """Return how many workers a round needs in which nobody has trained yet.
+
+        The first one may not be founded: workers of an earlier driver were READY before it was.
+        """
+        current, settings = self.rounds.current, self.settings
+        need = current.need or settings.start_np if current.number == 1 else settings.min_np
         return self.capacity.at_most_wanted(need)
 
     def _watch_last_round(self, now: float) -> None:

@@ -351,6 +351,24 @@ def test_the_slot_of_a_worker_that_the_books_do_not_have_is_free_once_it_has_end
     assert s.starting == ["a.1.1001"]
 
 
+def test_the_first_round_needs_all_its_workers_though_an_unknown_one_was_ready_before(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(agents=False, start_np=3, min_np=2)
+    s.hosts(a=1, b=2)
+    s.agent_up("a")
+    s.resume()
+    s.returns("a", "a.0.1")
+    s.ready("a.0.1")  # it was ordered, and the journal does not have it
+    s.exit("a.0.1", -15)
+    s.ready(*s.starting)
+    assert s.round == (1, "forming")
+    s.agent_up("b", 1001)
+    s.ready(*s.starting)
+    assert s.round == (1, "complete")
+    assert len(s.members) == 3
+
+
 def test_a_worker_whose_end_no_journal_has_is_lost(scenario: MakeScenario) -> None:
     s = scenario(**ELASTIC).training(a=1, b=1)
     s.resume()
