@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
-from tests.sim.workers import ElasticWorker, PlainWorker, SimWorker
+from tests.sim.workers import AGAIN_S, ElasticWorker, PlainWorker, SimWorker
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster
@@ -32,6 +32,18 @@ class _OrderUnderWay:
 
 
 @dataclass(eq=False)
+class Partition:
+    """A time in which an agent and its workers are parted from a driver that lives."""
+
+    mute: bool  # nothing that they send arrives
+    deaf: bool  # no answer gets to them
+    answers: int = field(init=False)  # to requests from before
+
+    def __post_init__(self) -> None:
+        self.answers = 0 if self.deaf else 1
+
+
+@dataclass(eq=False)
 class SimAgent:
     """An agent process; its workers end with it."""
 
@@ -43,6 +55,8 @@ class SimAgent:
     alive: bool = True
     cut: bool = False  # nothing it sends arrives, and it ends soon
     away: bool = False  # it cannot reach the driver; its peers can reach it
+    parted: Partition | None = None  # from the driver; its peers can reach it
+    held: list[_OrderUnderWay] = field(default_factory=list)  # not read while it is parted
     back_at: float = -math.inf  # when it could reach the driver again
     silent_at: float = -math.inf  # when a probe of it had no answer
     sealed: bool = False  # its keys are refused: it ends when it hears of that
@@ -68,7 +82,7 @@ class SimAgent:
     @property
     def reachable(self) -> bool:
         """Whether the driver and the agent can talk to each other."""
-        return self.alive and not self.cut and not self.away
+        return self.alive and not self.cut and not self.away and self.parted is None
 
     def come_up(self, ready: ev.AgentReady) -> None:
         """The process takes orders."""
@@ -87,10 +101,15 @@ class SimAgent:
 
     def lose_orders(self, kept: int) -> None:
         """The driver has died, and with it what was not read: all but the first `kept` orders."""
-        for under_way in self.orders[kept:]:
+        for under_way in self.orders[0 if self.held else kept :]:
             under_way.lost = True
 
     def _read(self, read: _OrderUnderWay) -> None:
+        if self.parted is not None and not read.lost:
+            if self.held or not self.parted.answers:
+                self.held.append(read)
+                return
+            self.parted.answers -= 1
         self.orders.remove(read)
         if read.lost or not self.alive or self.cut:
             return
@@ -145,6 +164,25 @@ class SimAgent:
         for worker in list(self.workers.values()):
             worker.end(-9)
 
+    # ---- partitions ----------------------------------------------------------------------
+
+    def reunite(self) -> None:
+        """The partition is over: send what got no answer, and take the orders that came meanwhile.
+
+        One that was given up ends. (A real one ends within moments, and the next one on its host
+        cannot start workers before.) One that knows no driver yet goes on to look for it.
+        """
+        self.parted, self.back_at = None, self.cluster.clock.now
+        held, self.held = self.held, []
+        if self.alive and self.sealed:
+            self.die()
+        if self.alive and self.term == self.cluster.driver.term:
+            self.flush()
+            for worker in self.workers.values():
+                worker.act(self.cluster.delay(), "look_again", self.term)
+        for read in held:
+            self._read(read)
+
     # ---- drivers that come and go --------------------------------------------------------
 
     def come_back(self, term: int) -> None:
@@ -154,6 +192,9 @@ class SimAgent:
             return
         if self.away:
             self.away, self.back_at = False, self.cluster.clock.now
+        if self.parted is not None:
+            self.cluster.clock.after(AGAIN_S, lambda: self.come_back(term))
+            return
         if self.sealed:
             self.die()
             return
@@ -186,8 +227,14 @@ class SimAgent:
         driver = self.cluster.driver
         if not self.alive or self.cut or self.away or driver.term != story.term:
             return
+        if self.parted is not None and self.parted.mute:
+            self.come_back(story.term)
+            return
         if not driver.deliver(story):
             return  # the driver has died, perhaps because of it
+        if self.parted is not None:  # it gets no answer, and tells its story again
+            self.come_back(story.term)
+            return
         self.term = story.term
         for worker in self.workers.values():
             worker.act(0.0, "find_driver", story.term)

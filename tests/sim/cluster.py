@@ -58,6 +58,7 @@ class Cluster:
         self.newest: msg.World | None = None  # that any driver has published
         self.world: msg.World | None = None  # in the store of the present driver
         self.notice: msg.Notice | None = None
+        self.save: msg.SaveRequest | None = None
         self.leases: set[str] = set()  # of workers, begun by a driver that resumed
         self.spares: set[str] = set()  # workers that were ordered as spares
         self.calm = False  # agents find the next driver in time
@@ -101,10 +102,15 @@ class Cluster:
         """Send an event to the driver; it may come late, twice, or in another order."""
         if agent.cut:
             return
-        own = isinstance(event, OWN)
+        own, parted = isinstance(event, OWN), agent.parted
         if agent.away or (own and agent.telling):
             agent.unanswered.append(event)
             return
+        if parted is not None:  # it is sent until it is answered, the agent's own ones in order
+            waits = own and any(isinstance(earlier, OWN) for earlier in agent.unanswered)
+            agent.unanswered.append(event)
+            if parted.mute or waits:
+                return
         copies = 2 if not again and self.random.random() < self.duplicates else 1
         agent.under_way += own * copies
         for _ in range(copies):
@@ -112,7 +118,10 @@ class Cluster:
 
     def _arrive(self, agent: SimAgent, event: ev.WireEvent, *, own: bool) -> None:
         agent.under_way -= own
-        self.driver.deliver(event, agent)
+        if agent.parted is not None and agent.parted.mute:
+            agent.unanswered.append(event)
+        else:
+            self.driver.deliver(event, agent)
 
     def next_pid(self) -> int:
         self._pids += 1
@@ -176,8 +185,7 @@ class Cluster:
     def _start_agent(self, decision: StartAgent) -> None:
         agent = SimAgent(self, decision.host, decision.incarnation, self.driver.term)
         self.agents[decision.host] = self._all_agents[agent.name] = agent
-        away = any(other.away for other in self.every_agent() if other.host == agent.host)
-        dark = away or decision.host in self.dark
+        dark = self._is_away(agent.host) or decision.host in self.dark
         why = "ssh: no route to host" if dark else "ssh: permission denied"
         lost = ev.AgentLost(decision.host, decision.incarnation, why, unreachable=dark)
         if dark or self.random.random() < self.agent_trouble:
@@ -208,7 +216,7 @@ class Cluster:
         same = agent.incarnation == asked.incarnation
         result: Literal["answered", "refused", "silent"]
         result, seconds = "refused", self._probing.uniform(0.0005, 0.05)
-        if same and (agent.cut or (agent.alive and agent.away)):
+        if same and (agent.cut or (agent.alive and not agent.reachable)):
             result, seconds = "silent", asked.patience
         elif same and agent.alive:
             result = "answered"
@@ -230,10 +238,13 @@ class Cluster:
             if host in self.job.fleet.agents:
                 raise Violation(f"{host} is probed though it has an agent")
             known = not host.endswith("3")
-            away = any(agent.away for agent in self.every_agent() if agent.host == host)
-            if not (away or host in self.dark) or not known:
+            if not (self._is_away(host) or host in self.dark) or not known:
                 probed = ev.HostProbed(host, decision.number, answered=known)
                 self.driver.report(self.delay(), probed)
+
+    def _is_away(self, host: str) -> bool:
+        there = (agent for agent in self.every_agent() if agent.host == host)
+        return any(agent.away or agent.parted is not None for agent in there)
 
     def _order(self, decision: GiveOrder) -> None:
         if isinstance(decision.order, msg.StartWorkerOrder):
@@ -267,8 +278,10 @@ class Cluster:
 
     def hears(self, worker: SimWorker, term: int) -> bool:
         """Whether an answer of the driver of this term reaches a worker: not all do if it dies."""
-        driver = self.driver
+        driver, parted = self.driver, worker.agent.parted
         there = driver.up and driver.term == term
+        if parted is not None and (parted.deaf or driver.random.random() < 0.5):
+            return False
         return not worker.agent.away and (there or driver.random.random() < 0.5)
 
     def _ask_progress(self, question: AskProgress) -> None:
@@ -278,8 +291,13 @@ class Cluster:
         late = self._asking.uniform(0.1, 3.0) if self._asking.random() < 0.1 else 0.002
 
         def answer() -> None:
-            told = (w.version for w in self.living() if w.driver == term and not w.agent.away)
-            readings = [ev.ProgressReading(version, 0.0, answered=True) for version in told]
+            told = [w for w in self.living() if w.driver == term and not w.agent.away]
+            readings = [
+                ev.ProgressReading(w.version, 0.0, answered=True)
+                if w.agent.parted is None
+                else ev.ProgressReading(max(0, w.heard_version), 0.0, answered=False)
+                for w in told
+            ]
             self.driver.report(0.0, ev.ProgressReported(question.number, tuple(readings)))
 
         term = self.driver.term
@@ -291,6 +309,7 @@ class Cluster:
 
     def _publish_save(self, request: msg.SaveRequest) -> None:
         workers, again = self.job.workers.workers, request.number in self.saves
+        self.save = request
         self.saves.add(request.number)
         for member in () if again else request.members:
             held = workers[member]  # READY when asked; it may be in a round again by now
@@ -303,7 +322,7 @@ class Cluster:
 
     def forget_store(self) -> None:
         """The driver has died, and its store with it; nobody is cut off from the next one yet."""
-        self.world = self.notice = None
+        self.world = self.notice = self.save = None
         for agent in self.every_agent():
             agent.away = False
 

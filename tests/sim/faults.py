@@ -11,6 +11,7 @@ from elastic_driver.core import events as ev
 from tests.sim.agents import SimAgent
 from tests.sim.cluster import Cluster
 from tests.sim.driver import MOMENTS, Cut
+from tests.sim.partitions import Partitions
 from tests.sim.workers import Group, SimWorker
 
 HEARTBEAT_S = 2.0
@@ -59,6 +60,7 @@ class Faults:
             self._kinds += [(4, self._crash_driver), (1, self._cut_from_etcd)]
             cluster.back.append(self.driver_is_back)
         self._favour(Random(f"favoured by {seed}"))
+        self.partitions = Partitions(self, seed)
 
     def _favour(self, random: Random) -> None:
         """Let some faults come much more often, in half of all seeds: some only meet then."""
@@ -89,6 +91,7 @@ class Faults:
     def heal(self) -> None:
         """No more faults: every host is back, frozen processes are found out."""
         self.cluster.agent_trouble = 0.0
+        self.partitions.heal_all()
         self.cluster.dark.clear()
         self.hosts, self.gone = dict(self.all_hosts), {}
         self.discover()
@@ -289,7 +292,8 @@ class Faults:
         heard = ev.AgentHeard(agent.host, agent.incarnation)
 
         def hear() -> None:
-            if agent.alive and not agent.cut:
+            mute = agent.parted is not None and agent.parted.mute
+            if agent.alive and not agent.cut and not mute:
                 self.cluster.deliver(heard)
 
         self.cluster.clock.after(self.random.uniform(0.01, 3.0), hear)

@@ -166,6 +166,7 @@ def _play(cluster: Cluster, faults: Faults) -> None:
 
     faults.discover()
     clock.after(cluster.random.uniform(0.1, 4.0), lambda: faults.inject_until(FAULTS_S))
+    faults.partitions.part_until(FAULTS_S)
     clock.run(FAULTS_S, over)
     if not over():
         cluster.driver.live_on()
@@ -219,7 +220,9 @@ def _check_departure(cluster: Cluster) -> None:
     if job.final_checkpoint.save is None or not job.final_checkpoint.save.folder:
         return
     for worker in cluster.living():
-        told = worker.agent.reachable and not worker.agent.sealed  # by the driver that ended the job
+        told = (
+            worker.agent.reachable and not worker.agent.sealed
+        )  # by the driver that ended the job
         able = told and worker.clean and not (worker.frozen or worker.doomed)
         if cluster.elastic and able and worker.version > cluster.on_disk:
             raise Violation(f"{worker.id} holds {worker.version}, on disk is {cluster.on_disk}")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.sim.cluster import Cluster, SimAgent
 
 STEP_S = 0.2
+AGAIN_S = 0.05  # between two attempts to reach a driver
 
 
 class Violation(AssertionError):
@@ -56,6 +57,7 @@ class SimWorker:
         self.clean = True
         self.ready = False
         self.stepped_in = self.rank = 0
+        self.heard_version = -1  # in its last heartbeat before it was parted from the driver
 
     def soon(self, low: float, high: float) -> float:
         return self.cluster.random.uniform(low, high)
@@ -100,12 +102,21 @@ class SimWorker:
     def find_driver(self, term: int) -> None:
         """Another driver has taken over: send again what no driver has answered."""
         driver = self.cluster.driver
-        if driver.up and driver.term == term and not self.agent.away:
+        if self.agent.parted is not None:
+            if driver.term == term:
+                self.act(AGAIN_S, "find_driver", term)
+        elif driver.up and driver.term == term and not self.agent.away:
             self.driver = term
             self.agent.flush_of(self.id)
-            for action, found in (("world", self.cluster.world), ("notice", self.cluster.notice)):
-                if found is not None:
-                    self.hear(term, f"see_{action}", found)
+            self.look_again(term)
+
+    def look_again(self, term: int) -> None:
+        """Read what this driver has published."""
+        store = self.cluster
+        found = {"see_world": store.world, "see_notice": store.notice, "see_save": store.save}
+        for action, document in found.items():
+            if document is not None:
+                self.hear(term, action, document)
 
     def see_world(self, world: World) -> None:
         """A world was published, or is seen late."""
@@ -147,6 +158,8 @@ class ElasticWorker(SimWorker):
 
     def find_driver(self, term: int) -> None:
         super().find_driver(term)
+        if self.agent.parted is not None:
+            return
         if self.group is not None and not self.group.training and self.met_in < term:
             self.leave(clean=self.clean, reason="its meeting ended with the driver")
             return
