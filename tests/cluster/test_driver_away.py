@@ -33,14 +33,10 @@ def last_step(job: ClusterJob) -> int:
     return max(r.step for r in job.steps())
 
 
-def trains(node: Node) -> bool:
-    return any("launcher.agent" in " ".join(p.cmdline()) for p in node.processes())
-
-
 def seconds_to_end(node: Node, within: float) -> float:
     """Seconds until no agent is left there."""
     began = time.monotonic()
-    while time.monotonic() < began + within and trains(node):
+    while time.monotonic() < began + within and node.running("launcher.agent"):
         time.sleep(0.02)
     return time.monotonic() - began
 

@@ -24,15 +24,14 @@ def test_agents_outlive_mpirun_and_are_started_again_by_another_one() -> None:
     with Cluster(2) as cluster, elasticrun_on(cluster, *args, env=mpi.ENVIRON) as job:
         before = job.together(2)
         node = cluster.node("node1")
-        runs = [p for p in cluster.node("head").processes() if p.name() == "mpirun"]
-        (run,) = (p for p in runs if "node1:1" in p.cmdline())
+        (run,) = (p for p in cluster.node("head").running(" node1:1 ") if p.name() == "mpirun")
         run.kill()
         job.until(lambda: "lost the mpirun connection to node1" in job.stderr, "it is said")
         assert job.together(2)[0].round == before[0].round
-        ranks = [p.environ() for p in node.processes() if "train.py" in " ".join(p.cmdline())]
+        ranks = [process.environ() for process in node.running("train.py")]
         assert ranks
         assert not any(name.startswith(("OMPI_", "PMIX_")) for env in ranks for name in env)
-        next(p for p in node.processes() if "--endpoint" in p.cmdline()).kill()
+        node.running(" --endpoint ")[0].kill()
         job.wait_event("agent_lost", "node1")
         job.together(2, above=before[0].round)
         job.check_steps({"node1"})
@@ -56,8 +55,7 @@ def test_agents_outlive_the_driver_and_the_next_one_adopts_them() -> None:
         job.resume()
         job.train_on(2)
         assert job.newest_round() == before, "the world has not changed"
-        agents = (p for p in cluster.node("node1").processes() if p.cmdline()[2:3] == [AGENT])
-        next(agents).kill()
+        cluster.node("node1").running(f"-m {AGENT} ")[0].kill()
         job.wait_event("agent_lost", "node1")
         job.together(2, above=before)
         job.check_steps({"node1"})

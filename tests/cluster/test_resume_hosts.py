@@ -5,14 +5,13 @@ Real sshds and agents; only `elasticrun` is killed, so its ssh clients lose thei
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 
 import psutil
 import pytest
 
 from tests.cluster.test_hosts import assert_clean_end
-from tests.support.cluster import Cluster, Node
+from tests.support.cluster import Cluster
 from tests.support.cluster_job import ClusterJob, elasticrun_on, now
 from tests.support.job import eventually
 
@@ -26,15 +25,6 @@ def longest_gap(job: ClusterJob, worker: str) -> float:
     """The longest time between two steps of a worker, in seconds."""
     times = [r.t for r in job.steps() if r.worker == worker]
     return max(later - before for before, later in itertools.pairwise(times))
-
-
-def the_process(node: Node, words: str) -> psutil.Process:
-    """The process on a node whose command line has these words in it."""
-    for process in node.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if words in " ".join(process.cmdline()):
-                return process
-    raise AssertionError(f"no process of {node.name} has {words!r} in its command line")
 
 
 def ssh_clients(job: ClusterJob) -> list[psutil.Process]:
@@ -59,7 +49,7 @@ def test_agents_on_four_hosts_outlive_their_driver_and_the_next_one_adopts_them(
         print(f"longest time between two steps: {max(gaps.values()):.2f} s; {clients} ssh clients")
         assert max(gaps.values()) < SLACK_S
         assert not job.events("agent_lost", "worker_lost")
-        the_process(cluster.node("node1"), "launcher.agent --endpoint").kill()
+        cluster.node("node1").running("launcher.agent --endpoint")[0].kill()
         lost = job.wait_event("agent_lost", "node1")
         assert lost["n"] > job.events("driver_resumed")[-1]["n"]
         job.together(4, above=1)
@@ -72,7 +62,7 @@ def test_a_worker_and_a_host_die_while_there_is_no_driver(cluster: Cluster) -> N
         job.together(4)
         job.kill_driver()
         job.train_on(4)
-        the_process(cluster.node("node1"), "train.py").kill()
+        cluster.node("node1").running("train.py")[0].kill()
         cluster.node("node2").poweroff()
         resumed = now()
         job.resume()

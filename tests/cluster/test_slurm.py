@@ -35,8 +35,7 @@ def slurm() -> Iterator[Slurm]:
 
 def find(slurm: Slurm, node: str, words: str) -> psutil.Process:
     """The process on a node whose command line has these words in it."""
-    every = slurm.cluster.node(node).processes()
-    return next(process for process in every if words in " ".join(process.cmdline()))
+    return slurm.cluster.node(node).running(words)[0]
 
 
 def assert_nothing_left(slurm: Slurm, job: ClusterJob) -> None:

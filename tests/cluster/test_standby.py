@@ -170,9 +170,8 @@ def test_standbys_take_over_one_after_the_other_when_the_drivers_host_loses_powe
         assert served < LEASE_S + 1.0 + SLACK_S
         job.check_steps({"node1"})
 
-        for process in cluster.node(third.host).processes():
-            if "launcher.cli" in process.cmdline():
-                process.send_signal(signal.SIGINT)
+        for process in cluster.node(third.host).running("launcher.cli"):
+            process.send_signal(signal.SIGINT)
         assert third.process.wait(30) == 130, third.stderr
         eventually(
             lambda: set(job.left_behind()) <= {"node6"},  # with etcd

@@ -270,6 +270,15 @@ class Node:
                     found.append(process)
         return found
 
+    def running(self, words: str) -> list[psutil.Process]:
+        """The node's processes that have these words in their command line."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):  # it may end meanwhile
+                if words in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
     def files(self) -> list[str]:
         """Names in the node's own /tmp, but for the folders all nodes share."""
         names = os.listdir(Path("/proc", str(self.pid), "root", "tmp"))

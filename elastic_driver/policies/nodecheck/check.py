@@ -127,7 +127,7 @@ class NodeCheck:
         groups, left = _slow_with_fast(doubtful, evidence)
         anew = _pair_anew([n for n in left if n in suspects], evidence)
         again = [(n,) for n in left if n not in suspects and evidence.slow_alone(n)]
-        return (*groups, *anew, *again)
+        return (*groups, *anew, *again) or _pair_without_hub(evidence)
 
     def _evidence(self) -> Evidence:
         return Evidence(self.nodes, self._rounds, self._gone, self._known)
@@ -178,6 +178,16 @@ def _slow_with_fast(doubtful: Sequence[str], evidence: Evidence) -> tuple[list[G
             partners.remove(partner)
             groups.append((node, partner))
     return groups, left
+
+
+def _pair_without_hub(evidence: Evidence) -> tuple[Group, ...]:
+    """Pair two nodes whose links were timed only beside the same third node.
+
+    If that node is slow, all their times are long, and none stands out.
+    """
+    hub = evidence.hub
+    others = [n for n in evidence.network if n != hub and n in evidence.good] if hub else []
+    return (tuple(others[:2]),) if len(others) > 1 else ()
 
 
 def _pair_anew(suspects: Sequence[str], evidence: Evidence) -> tuple[Group, ...]:

@@ -157,8 +157,20 @@ class Evidence:
         Data between two names on one network stack only goes through memory: compared with that,
         every link would be slow.
         """
+        return [m.network for g in self._linked(node) for m in g.members if m.node == node]
+
+    def _linked(self, node: str) -> list[GroupResult]:
+        """Return its groups that passed and whose exchange went over a link."""
         groups = [g for g in self._groups[node] if g.passed and len(g.members) > 1]
-        return [m.network for g in groups for m in g.members if m.node == node and m.linked]
+        return [g for g in groups if any(m.node == node and m.linked for m in g.members)]
+
+    @property
+    def hub(self) -> str | None:
+        """The node that is in every pair whose link was timed; None if there is none."""
+        groups = [set(g.names) for node in self.network for g in self._linked(node)]
+        pairs = all(len(group) == 2 for group in groups)
+        common = set.intersection(*groups) if groups and pairs else set()
+        return min(common, default=None)
 
     def time(self, node: str) -> float:
         """Return the sum of its best times, for sorting; FAILED_S for a node that never passed."""

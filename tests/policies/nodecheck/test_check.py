@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import pytest
@@ -244,6 +245,15 @@ def test_a_slow_network_is_told_from_a_slow_partner(nodes: str, slow: str) -> No
     _, verdicts = checked(nodes, network=dict.fromkeys(slow, 3.0))
     assert of(verdicts, Verdict.STRAGGLER) == slow
     assert verdicts[slow[0]].reason.startswith("network takes 3 s")
+
+
+@pytest.mark.parametrize(("slow", "faulty"), list(itertools.permutations("1234", 2)))
+def test_a_slow_network_shows_although_the_slow_node_was_part_of_every_pair(
+    slow: str, faulty: str
+) -> None:
+    _, verdicts = checked("1234", network={slow: 9.0}, faulty=faulty)
+    assert of(verdicts, Verdict.STRAGGLER) == slow
+    assert of(verdicts, Verdict.FAULTY) == faulty
 
 
 def test_what_two_names_on_one_network_stack_exchange_says_nothing_of_links() -> None:
