@@ -19,7 +19,7 @@ from random import Random
 
 from tests.support.job import ROOT, RunningJob
 
-DISK_MB = 24
+DISK_MB = 96  # more than keys (16 MiB), their write-ahead log, and the events of an hour take
 FULL_MB = 1024  # more than any disk of a trial has left
 
 
