@@ -35,7 +35,7 @@ EVIDENCE: tuple[str, ...] = get_args(Evidence)
 _GAUGES = (  # name, key in the document, help
     ("job_start_time_seconds", "started", "Start of the driver, in unix seconds."),
     ("round", "round", "Number of the present round."),
-    ("step", "step", "Committed steps, as the workers last reported."),
+    ("step", "step", "Steps done, as the workers last reported."),
     ("world_size", "size", "Members of the newest complete round still in it."),
     ("world_size_min", "min_np", "Fewest workers the job trains with."),
     ("world_size_wanted", "wanted", "Workers aimed at; missing: every slot."),
@@ -54,6 +54,25 @@ _COUNTED = (  # name, event in the log, help
     ("agents_cleared", "agent_cleared", "Agents that were suspected and live."),
     ("agents_lost", "agent_lost", "Agents that were lost."),
     ("work_moved", "work_moved", "How often work was moved."),
+)
+_SPEEDS = (  # name, key in the document's `measured`, help
+    ("steps_per_second", "steps_per_s", "Steps of the world in a second."),
+    ("samples_per_second", "samples_per_s", "Samples of all ranks in a second."),
+)
+MOST_HOSTS = 1024  # that have series of their own, the first by name
+_OF_HOSTS = (  # name, key in the document's `measured.hosts`, help
+    ("host_cpu_ratio", "cpu", "Share of all cores that worked, 0 to 1."),
+    ("host_memory_used_bytes", "memory_used", "Memory in use."),
+    ("host_memory_bytes", "memory_total", "Memory in all."),
+    ("host_disk_used_bytes", "disk_used", "Disk in use."),
+    ("host_disk_bytes", "disk_total", "Disk in all."),
+    ("host_network_receive_bytes_per_second", "net_in", "Network, without loopback."),
+    ("host_network_transmit_bytes_per_second", "net_out", "Network, without loopback."),
+)
+_OF_GPUS = (  # name, key in the host's `gpus`, help
+    ("gpu_used_ratio", "used", "Share of time in which the GPU computed, 0 to 1."),
+    ("gpu_memory_used_bytes", "memory_used", "Memory of the GPU in use."),
+    ("gpu_memory_bytes", "memory_total", "Memory of the GPU in all."),
 )
 _TF_NODES = {"member": "members", "waiting": "waiting", "lost": "lost"}  # state → key
 
@@ -82,6 +101,8 @@ class _Picture(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         document = self._document
+        if measured := document.get("measured"):  # with the steps of scripts that commit none
+            document = {**document, "step": max(document["step"], measured["step"])}
         yield InfoMetricFamily("elastic_job", "The run.", value={"run_id": document["run_id"]})
         for name, key, text in _GAUGES:
             if document.get(key) is not None:
@@ -106,6 +127,7 @@ class _Picture(Collector):
             yield _by_label("elastic_tf_nodes", "TensorFlow nodes by state.", "state", counts)
         if "counters" in document:
             yield from self._of_the_job(document)
+            yield from _of_measured(document.get("measured") or {})
 
     def _of_the_job(self, document: dict[str, Any]) -> Iterator[Metric]:
         counters, events = document["counters"], document["events"]
@@ -146,6 +168,26 @@ class _Picture(Collector):
             ("recovery", "From the loss of a worker to the next step.", self._times.recoveries),
         ):
             yield _histogram(f"elastic_{name}_duration_seconds", text, {(): times})
+
+
+def _of_measured(measured: dict[str, Any]) -> Iterator[Metric]:
+    """Yield what workers and agents have measured."""
+    for name, key, text in _SPEEDS:
+        yield GaugeMetricFamily(f"elastic_{name}", text, value=measured.get(key))
+    text = "Samples that workers have trained, also in steps that were done again."
+    yield CounterMetricFamily("elastic_samples", text, value=measured.get("samples", 0))
+    hosts = dict(sorted(measured.get("hosts", {}).items())[:MOST_HOSTS])
+    for name, key, text in _OF_HOSTS:
+        family = GaugeMetricFamily(f"elastic_{name}", text, labels=("host",))
+        for host, usage in hosts.items():
+            family.add_metric((host,), usage[key])
+        yield family
+    for name, key, text in _OF_GPUS:
+        family = GaugeMetricFamily(f"elastic_{name}", text, labels=("host", "gpu"))
+        for host, usage in hosts.items():
+            for gpu in usage["gpus"]:
+                family.add_metric((host, str(gpu["index"])), gpu[key])
+        yield family
 
 
 def _histogram(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests.support.dashboards import ALERTS, metrics_in, of_alerts, of_dashboard
 from tests.support.job import JOBS, RunningJob, elasticrun, eventually
 from tests.support.nodes import free_port
 
@@ -23,7 +25,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 CONFIG = """\
-global: {{scrape_interval: 200ms, scrape_timeout: 200ms}}
+global: {{scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 1s}}
+rule_files: [{alerts}]
 scrape_configs:
   - job_name: elastic
     authorization: {{credentials_file: {token}}}
@@ -36,7 +39,7 @@ def prometheus(folder: Path, target: str, token: Path) -> Iterator[str]:
     """Start Prometheus on a free port of this machine; its address."""
     folder.mkdir()
     config, log, address = folder / "config.yml", folder / "log", f"127.0.0.1:{free_port()}"
-    config.write_text(CONFIG.format(target=target, token=token))
+    config.write_text(CONFIG.format(target=target, token=token, alerts=ALERTS))
     argv = [
         *("prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"),
         f"--web.listen-address={address}",
@@ -81,6 +84,28 @@ def driver_of(job: RunningJob) -> str:
     return urllib.parse.urlsplit(job.until(look, "the driver listens")).netloc
 
 
+def assert_dashboard_and_alerts_find_their_metrics(job: RunningJob, address: str) -> None:
+    """Every metric that they name is in a scrape, and Prometheus takes every expression."""
+    named = metrics_in((*of_dashboard(), *of_alerts()))
+    url, token = f"http://{driver_of(job)}/metrics", (job.run_dir / "token-reader").read_text()
+
+    def missing() -> set[str]:
+        headers = {"Authorization": f"Bearer {token.split()[0]}"}
+        scraped = requests.get(url, headers=headers, timeout=10).text
+        return named - set(re.findall(r"^# TYPE (\w+)", scraped, re.MULTILINE))
+
+    job.until(lambda: not missing(), "every metric is there")
+    for expression in of_dashboard():
+        answer = requests.get(f"{address}/api/v1/query", {"query": expression}, timeout=10)
+        assert answer.json()["status"] == "success", (expression, answer.text)
+
+    def health() -> list[str]:
+        groups = (ask(address, "rules") or {"groups": []})["groups"]
+        return [rule["health"] for group in groups for rule in group["rules"]]
+
+    job.until(lambda: health() == ["ok"] * len(of_alerts()), "every alert rule was evaluated")
+
+
 def test_the_histograms_have_what_has_happened(tmp_path: Path) -> None:
     environ = {"STEPS": "1000000", "STEP_MS": "20"}
     with elasticrun("-np", "2", "--", str(JOBS / "train.py"), env=environ) as job:
@@ -106,6 +131,7 @@ def test_the_histograms_have_what_has_happened(tmp_path: Path) -> None:
             batches = 'elastic_request_duration_seconds_count{route="%s"}'
             for route in ("kv:batch", "waits", "events", "metrics"):
                 assert value(address, batches % route), route
+            assert_dashboard_and_alerts_find_their_metrics(job, address)
 
 
 def test_prometheus_reads_the_figures_with_the_jobs_token_alone(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_driver.core.events import ScaleRequested
+from elastic_driver.core.measured import GpuUsage, HostUsage, Measured
 from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.metrics import ServerFigures, exposition
+from elastic_driver.runtime.metrics import MOST_HOSTS, ServerFigures, exposition
 from rendezvous.request_times import RequestTimes
 from tests.runtime.jobs import StartJob
 from tests.runtime.waiting import until
@@ -30,6 +31,16 @@ HOST = {
     "agent_incarnation": 1,
     "workers": 1,
 }
+USED = HostUsage(
+    cpu=0.5,
+    memory_used=3,
+    memory_total=8,
+    disk_used=20,
+    disk_total=100,
+    net_in=1e6,
+    net_out=2e6,
+    gpus=(GpuUsage(index=1, name="H100", used=0.9, memory_used=70, memory_total=80),),
+)
 STATUS: dict[str, Any] = {
     "run_id": 'a "quoted" run',
     "started": 1000.5,
@@ -68,6 +79,9 @@ STATUS: dict[str, Any] = {
         }
     ],
     "suspicions": {"silent": 3},
+    "measured": msgspec.to_builtins(
+        Measured(step=171, steps_per_s=4.5, samples_per_s=288.0, samples=9000, hosts={"b": USED})
+    ),
     "events": {
         "worker_hung": 2,
         "rank_slow": 4,
@@ -107,7 +121,16 @@ def test_the_figures_are_those_of_the_status() -> None:
         ("elastic_job_state", "changing"): 0,
         ("elastic_job_start_time_seconds",): 1000.5,
         ("elastic_round",): 4,
-        ("elastic_step",): 170,
+        ("elastic_step",): 171,
+        ("elastic_steps_per_second",): 4.5,
+        ("elastic_samples_per_second",): 288,
+        ("elastic_samples_total",): 9000,
+        ("elastic_host_cpu_ratio", "b"): 0.5,
+        ("elastic_host_memory_used_bytes", "b"): 3,
+        ("elastic_host_disk_bytes", "b"): 100,
+        ("elastic_host_network_receive_bytes_per_second", "b"): 1e6,
+        ("elastic_gpu_used_ratio", "1", "b"): 0.9,
+        ("elastic_gpu_memory_bytes", "1", "b"): 80,
         ("elastic_world_size",): 2,
         ("elastic_world_size_min",): 1,
         ("elastic_world_size_wanted",): 3,
@@ -159,6 +182,13 @@ def test_the_documentation_names_every_metric_and_no_other() -> None:
     assert {n for cell in cells for n in re.findall(r"`(\w+)(?:{[\w,]+})?`", cell)} == set(kinds)
     counters = {name for name, kind in kinds.items() if kind == "counter"}
     assert counters == {name for name in kinds if name.endswith("_total")}
+
+
+def test_only_so_many_hosts_have_series() -> None:
+    hosts = {f"h{number:04}": USED for number in range(MOST_HOSTS + 5)}
+    found = figures(measured=Measured(hosts=hosts))
+    shown = [key[1] for key in found if key[0] == "elastic_host_cpu_ratio"]
+    assert shown == list(hosts)[:MOST_HOSTS]
 
 
 def test_what_is_over_or_has_not_happened_yet_has_a_figure_too() -> None:
