@@ -174,6 +174,8 @@ class SimAgent:
         """
         self.parted, self.back_at = None, self.cluster.clock.now
         held, self.held = self.held, []
+        if self.alive:
+            self.cluster.reunited[not self.sealed] += 1
         if self.alive and self.sealed:
             self.die()
         if self.alive and self.term == self.cluster.driver.term:

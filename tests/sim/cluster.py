@@ -78,6 +78,7 @@ class Cluster:
         self.agent_trouble = 0.0  # chance that an agent fails to start
         self.duplicates = 0.1
         self.refused = 0  # orders of earlier drivers
+        self.reunited = [0, 0]  # agents after a partition: those given up, those that went on
         self._pids = 1000
         self._asking = Random(f"asking of {seed}")
         self._probing = Random(f"probing of {seed}")

@@ -42,6 +42,7 @@ class Outcome:
     events: int
     died: int  # drivers
     refused: int  # orders of earlier drivers
+    reunited: tuple[int, ...]  # agents after a partition: those given up, those that went on
 
 
 class SeedFailed(AssertionError):
@@ -155,6 +156,7 @@ def run_seed(seed: int, *, mortal: bool = False) -> Outcome:
         cluster.driver.handled,
         cluster.driver.died,
         cluster.refused,
+        tuple(cluster.reunited),
     )
 
 
