@@ -289,7 +289,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         """Wait until the connection `source` is readable, or `until`.
 
         Meanwhile look at the file: a host without power closes no connection, so the request would
-        wait for an answer of the earlier driver. Raises WokenError if `wake` is readable before.
+        wait for an answer of the earlier driver. Raises TimeoutError when the time is over, and
+        WokenError if `wake` is readable before.
         """
         answer = source.fileno()
         if isinstance(source, SSLSocket) and source.pending():  # TLS has read it already
@@ -302,6 +303,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             if ready:
                 raise errors.WokenError(f"woken before {self.url} answered")
             self._connections.read_url_file()  # ends this connection if it has another address
+        raise TimeoutError("timed out")
 
     # ---- errors --------------------------------------------------------------------------
 

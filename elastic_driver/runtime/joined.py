@@ -15,6 +15,7 @@ thread, `start` and `kill` on the driver's thread. Times are seconds.
 """
 
 import contextlib
+import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -36,6 +37,9 @@ from rendezvous.wire import DeletePrefix, Operation, Set
 
 LOOK_S = 0.5  # `find` returns this often although nothing has changed
 LEAVE_S = 3.0  # the time in which nodes learn how the job has ended
+# Heartbeat timeouts for a node to come back to a driver that has taken over elsewhere: it hears of
+# that driver from its agent, which has one of them.
+RETURN_TIMEOUTS = 2.0
 MAX_NODES = 100_000
 
 _decode_report = msgspec.json.Decoder(join.NodeReport).decode
@@ -83,7 +87,7 @@ class JoinedNodes(Backend):
         self._lock = threading.Condition()
         self._nodes: dict[str, _JoinedNode] = {}  # by session
         self._awaited: dict[str, _JoinedNode] = {}  # by name
-        self._awaited_until = 0.0  # monotonic
+        self._awaited_until = math.inf  # monotonic
         self._changed = True  # since the last `find`
         self._cancelled = False
         self._server: RendezvousServer | None = None
@@ -95,6 +99,9 @@ class JoinedNodes(Backend):
         """Let nodes join from now on: the rendezvous is up, and the job's token is written."""
         with self._lock:
             self._server, self._token = server, token
+            if self._awaited:
+                patience = RETURN_TIMEOUTS * self._rules.heartbeat_timeout
+                self._awaited_until = time.monotonic() + patience
             secrets = (*self._secrets, token)
             self._proofs = NodeProofs(secrets, server.fingerprint, server.limits, server.hits)
 
@@ -105,7 +112,6 @@ class JoinedNodes(Backend):
                 if name not in self._own:
                     offer = join.NodeReport(name, "", "", self._rules.version)
                     self._awaited[name] = _JoinedNode(name, offer, slots)
-            self._awaited_until = time.monotonic() + self._rules.heartbeat_timeout
 
     # ---- HostDiscovery -------------------------------------------------------------------
 

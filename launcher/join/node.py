@@ -38,7 +38,7 @@ from launcher.join.membership import Membership
 from launcher.join.plan import JoinPlan
 from launcher.join.search import FoundServer, find_server
 from rendezvous import errors
-from rendezvous.auth import write_token_file
+from rendezvous.auth import Credentials, write_token_file
 from rendezvous.client import RendezvousClient
 
 FOLDER_PREFIX = "elastic-join-"
@@ -126,13 +126,13 @@ class Node:
             held_folder(Path(tempfile.gettempdir(), name)) as folder,
             found.client(folder / DRIVER_FILE) as client,
         ):
-            token_file = write_token_file(folder / "token", joined.agent_token, found.fingerprint)
             try:
                 place = Membership(client, joined, offer, plan.say)
                 check_spec(place.spec, plan)
                 slots = f", {plan.slots} slot{'s' * (plan.slots != 1)}" if plan.slots else ""
                 plan.say(f"joined run {joined.run_id} at {plan.place} as {joined.name}{slots}")
-                code = self._run_agents(client, place, token_file)
+                token = Credentials(joined.agent_token, found.fingerprint)
+                code = self._run_agents(client, place, folder, token)
                 number = self._leaving
                 reason = f"it got {signal.Signals(number).name}" if number else "the job is over"
                 return code
@@ -151,7 +151,9 @@ class Node:
                 if reason and place is not None:
                     place.leave(f"node {joined.name} has left: {reason}", GOODBYE_S)
 
-    def _run_agents(self, client: RendezvousClient, place: Membership, token_file: Path) -> int:
+    def _run_agents(
+        self, client: RendezvousClient, place: Membership, folder: Path, token: Credentials
+    ) -> int:
         """Run one incarnation after the other, as ordered; return the exit status."""
         name = place.joined.name
         while True:
@@ -177,7 +179,9 @@ class Node:
                     if address := self._plan.options.local_addr:
                         arguments += ("--address", address)
                     # An agent is told by a driver that takes over elsewhere, and tells us.
-                    arguments += ("--driver-file", str(token_file.with_name(DRIVER_FILE)))
+                    arguments += ("--driver-file", str(folder / DRIVER_FILE))
+                    # Written again, as an agent that has lost its driver removes it.
+                    token_file = write_token_file(folder / "token", token.token, token.fingerprint)
                     agents.agent = start_agent(arguments, token_file, cwd=PACKAGE_ROOT)
 
     def _let_agent_leave(self, notice: float) -> None:

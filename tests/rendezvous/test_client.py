@@ -390,6 +390,19 @@ def test_a_client_that_connects_to_a_dead_machine_finds_the_new_driver_at_once(
         assert server.apply([Get(("a/k",))]) == (Entries({"a/k": Entry(b"here", 1)}),)
 
 
+def test_an_attempt_that_looks_at_the_file_ends_in_time_though_nobody_answers(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # as a machine without power
+        url, patience = f"http://127.0.0.1:{silent.getsockname()[1]}", 3.0
+        file = tmp_path / "driver"
+        with RendezvousClient(url, TOKEN, patience, repeats=False, url_file=file) as client:
+            began = time.monotonic()
+            with pytest.raises(UnreachableError):
+                client.get("a/k")
+            assert time.monotonic() - began < 1.8 * patience, "it has waited once, not twice"
+
+
 @pytest.mark.parametrize("content", ["", "no address", "http://127.0.0.1", "\xff"])
 def test_a_file_without_an_address_changes_nothing(tmp_path: Path, content: str) -> None:
     file = tmp_path / "driver"
