@@ -21,6 +21,7 @@ CERTAIN = (
     "DistStoreError",  # a key that a lost peer never wrote
     "Collective ops is aborted by",  # TensorFlow, whatever broke the collective
     "WorldBrokenError",  # ours
+    "a collective was not ended by the loss of its peer",  # ours too, as torch quotes it
 )
 
 # Any program may write these; they count only beside a word of `TORCH`.

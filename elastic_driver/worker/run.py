@@ -18,6 +18,7 @@ from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker.state import State
 from elastic_driver.worker.world import session
+from elastic_driver.worker.world.collective_waits import current_waits
 from elastic_driver.worker.world.groups import RoundOverError
 from rendezvous.errors import SealedError
 
@@ -54,19 +55,25 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
                 if rejoined:
                     state.on_reset()
                 return function(state, *args, **kwargs)
-            except Exception as error:
+            except Exception as raised:
+                error = _cause(raised)
                 broken = not isinstance(error, HostsUpdatedInterrupt)
                 if broken:
                     members = member.world and [m.worker for m in member.world.members]
                     breaks.append((members, state.version))
                     if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
                         raise
-                clear_frames(error)
+                clear_frames(raised)
                 reason = describe(error)
             member.join(reason, state, broken=broken)
             rejoined = True
 
     return train
+
+
+def _cause(error: Exception) -> Exception:
+    waits = current_waits()
+    return error if waits is None else waits.cause_of(error)
 
 
 def broke_the_world(error: BaseException) -> bool:

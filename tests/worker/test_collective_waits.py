@@ -12,8 +12,10 @@ import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from elastic_driver.errors import WorldBrokenError
+from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.collective_waits import CollectiveWaits, current_waits
+from tests.support.coordinator import eventually
 
 REASON = "a collective was not ended by the loss of its peer"
 
@@ -66,6 +68,38 @@ def test_a_guarded_future_has_the_value_or_the_reason(
     CollectiveWaits.use(None)
     pair[1].allreduce([tensors[1]]).wait()
     assert lonely.wait(), "what was given up may still end, and changes nothing"
+
+
+def test_the_error_that_torch_quotes_is_found(pair: list[Any], waits: CollectiveWaits) -> None:
+    other = RuntimeError("Unable to cast this to Tensor")
+    assert waits.cause_of(other) is other
+    lonely = pair[0].allreduce([torch.ones(2)])
+    waits.guarded(lonely.get_future(), lambda _: None)
+    waits.give_up(REASON)
+    quoted = waits.cause_of(RuntimeError(f"Unable to cast {REASON} to Tensor"))
+    assert isinstance(quoted, WorldBrokenError)
+    assert str(quoted) == REASON
+    assert waits.cause_of(other) is other
+    assert looks_like_peer_loss(f"Unable to cast {REASON} to Tensor"), "without @elastic.run too"
+    CollectiveWaits.use(None)
+    pair[1].allreduce([torch.ones(2)]).wait()
+    lonely.wait()
+
+
+def test_operations_whose_waits_were_given_up_are_known_until_they_end(
+    pair: list[Any], waits: CollectiveWaits
+) -> None:
+    begun = [pair[0].allreduce([torch.ones(2)]) for _ in range(2)]
+    waits.guarded(begun[1].get_future(), lambda _: None)
+    assert not waits.ended(), "the source of a future is not done"
+    waits.give_up(REASON)
+    with pytest.raises(WorldBrokenError):
+        begun[0].wait()
+    assert not waits.ended()
+    CollectiveWaits.use(None)
+    for _ in begun:
+        pair[1].allreduce([torch.ones(2)]).wait()
+    eventually(waits.ended, "both have ended")
 
 
 def test_messages_between_two_ranks_keep_their_own_wait(

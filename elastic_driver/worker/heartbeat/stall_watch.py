@@ -32,6 +32,7 @@ FIRST_STEP_S = 600.0  # the adaptive limit in the first step of a round
 FIRST_STEP_FACTOR = 5.0  # a limit set by the user is multiplied by this there
 WORKING_FACTOR = 10.0  # the adaptive limit is so much longer while the thread computes by itself
 WORKING_SHARE = 0.1  # CPU seconds per second from which a thread counts as computing
+INTERRUPTION_S = 0.01  # CPU time between two checks of a thread that still counts as asleep
 QUIET_WEIGHT = 4  # of a check that finds all threads asleep
 _OURS = "/elastic_driver/worker/"
 _GLOO_WAITS = "/elastic_driver/worker/world/collective_waits.py"
@@ -46,7 +47,7 @@ class TrainingThread:
 
     def __init__(self) -> None:
         self._ident = threading.get_ident()
-        self._ticks = -1  # CPU time at the last check for sleep, in hundredths of a second
+        self._cpu = -1.0  # CPU time at the last check for sleep
         self._asleep = 0  # checks in a row that found it asleep
 
     def look(self) -> tuple[Location, str]:
@@ -72,14 +73,14 @@ class TrainingThread:
         Gloo may have forgotten the operation that it waits for (`world.collective_waits`).
         """
         frame = sys._current_frames().get(self._ident)
-        ticks = int(self.cpu_seconds() * 100)  # so that a short interruption does not count
+        used = self.cpu_seconds()
         file = frame.f_code.co_filename if frame is not None else ""
         # A thread in one of our own modules may wait for a disk or for the driver.
         waits = waits_for_peers(file) and (_OURS not in file or file.endswith(_GLOO_WAITS))
-        asleep = waits and ticks == self._ticks
+        asleep = waits and used < self._cpu + INTERRUPTION_S
         weight = QUIET_WEIGHT if asleep and others_sleep() else 1
         self._asleep = self._asleep + weight if asleep else 0
-        self._ticks = ticks
+        self._cpu = used
         return self._asleep
 
 

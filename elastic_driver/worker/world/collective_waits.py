@@ -10,7 +10,8 @@ thread waits here, in slices, and can leave; the forgotten operation sleeps on, 
 they are: those with a timeout of their own, those for point-to-point operations (gloo breaks the
 whole group when they time out), and those of rounds with an accelerator's collectives.
 DistributedDataParallel waits in C++ for a future: `guarded` returns one that can be given up. Any
-other wait in C++ cannot be.
+other wait in C++ cannot be. Torch's reducer raises the error of such a future as "RuntimeError:
+Unable to cast ... to Tensor": `cause_of` finds the error that is quoted there.
 """
 
 import threading
@@ -38,9 +39,11 @@ class CollectiveWaits:
     _current: "CollectiveWaits | None" = None  # None: torch's own waits
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards the fields below
         self._given_up: str | None = None
-        self._futures: set[Future[Any]] = set()  # that are not done
+        self._futures: dict[Future[Any], Future[Any]] = {}  # that are not done, with their sources
+        self._unended: list[Callable[[], bool]] = []  # is done? of each operation that was given up
+        self._failure: Exception | None = None  # the first error of a guarded future
 
     @staticmethod
     def use(waits: "CollectiveWaits | None") -> None:
@@ -52,36 +55,60 @@ class CollectiveWaits:
         """End every wait of this round, and every later one, with `WorldBrokenError`."""
         with self._lock:
             self._given_up = reason
-            futures, self._futures = self._futures, set()
+            futures, self._futures = self._futures, {}
+            self._unended += [source.done for source in futures.values()]
         for future in futures:
-            future.set_exception(WorldBrokenError(reason))
+            self._fail(future, WorldBrokenError(reason))
 
     def check(self) -> None:
         """Raise `WorldBrokenError` once the waits were given up."""
         if self._given_up is not None:
             raise WorldBrokenError(self._given_up)
 
+    def leave(self, work: dist.Work) -> None:
+        """Raise `WorldBrokenError` once the waits were given up; `work` may go on then."""
+        if self._given_up is not None:
+            with self._lock:
+                self._unended.append(work.is_completed)
+            self.check()
+
+    def ended(self) -> bool:
+        """Return whether gloo carries out none of this round's operations any more."""
+        with self._lock:
+            done = [*self._unended, *(source.done for source in self._futures.values())]
+        return all(is_done() for is_done in done)
+
+    def cause_of(self, error: Exception) -> Exception:
+        """Return the collective's error that torch quotes in `error`; else `error` itself."""
+        failure = self._failure
+        quoted = failure is not None and f"Unable to cast {failure} to Tensor" in str(error)
+        return failure if failure is not None and quoted else error
+
     def guarded(self, source: Future[S], convert: Callable[[S], T]) -> Future[T]:
         """Return a future with `convert(value of source)`; it can be given up."""
         future: Future[T] = Future()
         with self._lock:
             self.check()
-            self._futures.add(future)
+            self._futures[future] = source
 
         def done(source: Future[S]) -> None:
             with self._lock:
                 if future not in self._futures:  # it was given up
                     return
-                self._futures.discard(future)
+                del self._futures[future]
             try:
                 value = convert(source.value())
             except Exception as error:  # the thread that waits for the future gets it
-                future.set_exception(error)
+                self._fail(future, error.with_traceback(None))
             else:
                 future.set_result(value)
 
         source.add_done_callback(done)
         return future
+
+    def _fail(self, future: Future[Any], error: Exception) -> None:
+        self._failure = self._failure or error
+        future.set_exception(error)
 
 
 def current_waits() -> CollectiveWaits | None:
@@ -95,7 +122,7 @@ def _wait(work: dist.Work, timeout: timedelta = timedelta()) -> bool:
     if timeout or waits is None or work._get_op_type() in _POINT_TO_POINT:
         return _torch_wait(work, timeout)
     while not work.is_completed():
-        waits.check()
+        waits.leave(work)
         try:
             return _torch_wait(work, SLICE)
         except RuntimeError as error:

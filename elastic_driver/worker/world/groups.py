@@ -18,6 +18,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ BACKEND = "elastic_gloo"
 COLLECTIVE_TIMEOUT_S = 1800.0  # torch's default; the lease of a hung peer expires long before
 CONNECT_TIMEOUT_S = 120.0  # of the construction; an abandoned thread lives no longer
 LINGER_S = 1.0  # the longest wait for peers to receive our data, before the device is cut off
+FIRST_POLL_S, LONGEST_POLL_S = 0.005, 1.0  # between two looks whether gloo's operations have ended
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "::1"})
 GroupCreator = Callable[[Store, int, int, timedelta], Any]
 
@@ -120,13 +122,15 @@ class RoundGroup:
             # Torch's hook puts `[rank0]:` before each line of a traceback, later a wrong rank.
             sys.excepthook = excepthook
 
-    def take_down(self) -> threading.Thread:
+    def take_down(self, ended: Callable[[], bool] = lambda: True) -> threading.Thread:
         """Take down torch's process groups, healthy or broken, without waiting for a peer.
 
         On the main thread, and after the device was cut off. The connections stay open. Gloo's
         destructor waits for its threads, and one of them may sleep for ever in a send that gloo
-        has forgotten. So the objects end on the thread that this returns; it must be joined before
-        the interpreter ends, which it would abort.
+        has forgotten. So the objects end on the thread that this returns, once `ended()`: until
+        then it holds them, also while the interpreter ends, whose main thread would hang in that
+        destructor. A thread that is inside the destructor would abort the interpreter's end, so it
+        must be joined before.
         """
         self.connections.shut_writes()
         tear_down_wrappers()
@@ -137,7 +141,15 @@ class RoundGroup:
             self.half.device.forget()
         elif dist.is_initialized():
             dist.destroy_process_group()
-        ending = threading.Thread(target=last.clear, name="elastic-old-group", daemon=True)
+
+        def end() -> None:
+            pause = FIRST_POLL_S
+            while not ended():
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_POLL_S)
+            last.clear()
+
+        ending = threading.Thread(target=end, name="elastic-old-group", daemon=True)
         ending.start()
         return ending
 

@@ -297,11 +297,7 @@ class JobMembership:
             to_restore.restore()
         if self._alone is not None and group and to_restore is None:
             group.linger()  # others may need our last data to finish this step
-        self._leaving_since = time.monotonic()
-        try:
-            self.leave()
-        finally:  # an error of torch ends the script, which may take longer than `TAKE_DOWN_S`
-            self._leaving_since = None
+        self.leave()
         if has_device:
             self._report_ready(version, reason)
 
@@ -340,7 +336,11 @@ class JobMembership:
 
     def _take_down(self, group: RoundGroup) -> None:
         self._endings = [thread for thread in self._endings if thread.is_alive()]
-        self._endings.append(group.take_down())
+        self._leaving_since = time.monotonic()
+        try:
+            self._endings.append(group.take_down(self._waits.ended))
+        finally:  # an error of torch ends the script, which may take longer than `TAKE_DOWN_S`
+            self._leaving_since = None
         self._left_groups.append(group)
 
     def _end_left_groups(self) -> None:
