@@ -20,7 +20,7 @@ from rendezvous.wire import UNREADABLE, Entry
 
 LOOK_S = 1.0  # between two looks at the workers' progress
 SHARE = 50.0  # the wait after a look is at least this many times as long as the look
-USAGE_S = 5.0  # between two looks at the usage of hosts
+USAGE_S = 2.0  # between two looks at the usage of hosts; agents sample it less often
 WINDOW = 6  # looks from which a speed is computed
 QUIET_S = 5.0  # without a new step, and three times the step time, after which the speed is 0
 NEW, MERGED, OLD = 300, 10, 330  # moments of a second; how many become one; how many of those

@@ -32,6 +32,7 @@ evenly over as few virtual workers as can hold them, and the others have none in
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.batching.shares import BalancedShares
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.sampler import require_length
+from elastic_driver.worker.state_sync.parts import Counted
 from elastic_driver.worker.world.wrapping import without_ddp_sync
 
 __all__ = ["FixedBatch", "Step"]
@@ -117,6 +119,7 @@ class Step:
         self.weights = [count / self.samples for count in counts if count]
         self._pass = batch_pass
         self._mine = [v for v in batch_pass.mine if counts[v]]
+        self._samples = sum(counts[v] for v in self._mine)
 
     def __len__(self) -> int:
         """Return the number of this worker's micro-batches in this step; 0 for a standby."""
@@ -134,10 +137,13 @@ class Step:
         if turn.balanced is not None:
             turn.balanced.begin(self.number, sums.device)
         sums.begin(turn.ranges, self.weights, turn.rank)
+        waited = 0.0
         try:
             with without_ddp_sync(turn.batches.model):
                 for virtual_worker in self._mine:
+                    began = time.perf_counter()
                     micro_batch = next(turn.loader)
+                    waited += time.perf_counter() - began
                     turn.seed(self.number, virtual_worker)
                     sums.before(virtual_worker)
                     yield micro_batch
@@ -149,6 +155,8 @@ class Step:
             raise
         turn.seed(self.number, turn.plan.virtual_workers)  # until the next step
         self.summed = True
+        before = turn.batches.counted
+        turn.batches.counted = Counted(before.samples + self._samples, before.waited + waited)
 
     def require_summed(self, what: str) -> None:
         """Raise `UsageError` if the inner loop has not ended; `what` was done too early."""
@@ -225,6 +233,7 @@ class FixedBatch:
         self.loader_options = {"collate_fn": collate_fn, "num_workers": num_workers, **loader}
         self.sums: StepSum = ExactSum(model) if deterministic else PlainSum(model)
         self.epoch = self.step = 0
+        self.counted = Counted()
         self.current: Step | None = None  # the step in training
         text = os.environ.get(contract.VIRTUAL_WORKERS, "")
         if virtual_workers is None and text:

@@ -88,9 +88,11 @@ class ComputeClock:
         waits = [self._between(*wait) for wait in step.waits]
         waited, exchanged = (sum(parts) for parts in zip(*waits, strict=True))
         computed, _cpu = self._between(step.began, step.stepped)
-        one_pass = max(computed - waited, 0.0) / len(waits)
+        passes = max(computed - waited, 0.0)
+        one_pass = passes / len(waits)
         optimizer, _cpu = self._between(step.stepped, step.ended)
-        return StepCost(one_pass + optimizer, one_pass, min(exchanged, waited))
+        cost = one_pass + optimizer, one_pass, min(exchanged, waited)
+        return StepCost(*cost, passes + optimizer, waited)
 
     def _moment(self) -> Any:
         """Return this moment: the clock's, and the CPU time of all threads of this process."""

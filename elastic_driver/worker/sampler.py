@@ -30,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.worker.current import rank_and_size
+from elastic_driver.worker.state_sync.parts import Counted
 
 __all__ = ["ElasticSampler"]
 
@@ -71,6 +72,7 @@ class _SamplerPass:
         self._loader = weakref.ref(loader) if loader is not None else None
         self.drawn = 0
         self.trained = 0  # by each rank
+        self.counted = 0  # of these, as many as the sampler has counted
 
     def received(self) -> int:
         """Return the samples that the loop has got from the loader, each batch counted as full.
@@ -121,6 +123,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         self.samples = len(dataset)
         self.shuffle, self.seed, self.batch_size = shuffle, seed, batch_size
         self.epoch = self.position = self.replayed = 0
+        self.counted = Counted()
         self._replayed_before = 0  # in earlier passes over this epoch
         self._pass: _SamplerPass | None = None
         self._rejoined = False
@@ -188,6 +191,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             self._move(self._pass)
 
     def _move(self, share: _SamplerPass) -> None:
+        self.counted = Counted(self.counted.samples + share.trained - share.counted)
+        share.counted = share.trained
         trained = share.trained * share.size
         self.position = share.start + min(trained, share.remaining)
         self.replayed = self._replayed_before + max(0, trained - share.remaining)

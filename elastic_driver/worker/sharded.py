@@ -40,6 +40,7 @@ from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.policies.shard_messages import WORLD, End, Granted, Shard
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.shards import ShardClient
+from elastic_driver.worker.state_sync.parts import Counted
 from elastic_driver.worker.state_sync.transfer import Route, carry_bytes
 from elastic_driver.worker.world import session
 
@@ -198,6 +199,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
             max_losses=max_losses,
         )
         self.progress = ShardProgress()
+        self.counted = Counted()
         self._streams = partitions is not None
         self._current: _ShardStep = _NO_STEP  # the batch in training
         self._committed: set[int] | None = None  # tokens finished at the last commit
@@ -246,6 +248,8 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         progress, (left, repeated), self._current = self.progress, self._current, _NO_STEP
         progress.trained += left
         progress.replayed += repeated
+        size = rank_and_size()[1] if self.together else 1
+        self.counted = Counted(self.counted.samples + (left + repeated) // size)
         while left:
             front = progress.held[0]
             part = min(left, front.left)

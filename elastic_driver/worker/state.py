@@ -12,6 +12,7 @@ With a `checkpoint_dir` the state is kept on disk as well (`keeper`), in case ev
 """
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,23 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from elastic_driver.core.documents import SaveRequest, World
+from elastic_driver.core.measured import StepTimes
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
 from elastic_driver.worker.compute_clock import ComputeClock, clock_for
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress
 from elastic_driver.worker.state_sync import sharing
-from elastic_driver.worker.state_sync.parts import Advancing, StatePart, StepCounter, part_for
+from elastic_driver.worker.state_sync.parts import (
+    Advancing,
+    Counted,
+    CountsSamples,
+    StatePart,
+    StepCounter,
+    part_for,
+)
 from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.values import copied
 from elastic_driver.worker.worker_log import say
@@ -120,6 +129,8 @@ class State:
         self._parts = {name: part for name, part in found.items() if part is not None}
         optimizers = self._all(Optimizer)
         self._counter.watch(optimizers, self._all(Advancing))
+        self._sources = self._all(CountsSamples)
+        self._counted = self._count()
         self._clock = clock_for(optimizers, self._clock)
         self._snapshot = self._wants_snapshot or bool(self._all(Module) and not optimizers)
 
@@ -152,15 +163,34 @@ class State:
                 "it: of several states @elastic.run keeps the first; call the others' sync() at "
                 "the top of the function, or put their attributes into the first"
             )
+        began = time.perf_counter()
         self.save()
         self._version += 1
         if self._checkpoints is not None:
             self._checkpoints.take_if_due(self._live(), self._version)
-        progress = self._progress
+        progress, committing = self._progress, time.perf_counter() - began
         if (computed := self._clock.finish_step()) is not None:
             progress.samples.record(self._version, computed)
+        self._measure(computed, committing)
         if progress.committed(self._version):
             raise HostsUpdatedInterrupt(progress.leave_reason)
+
+    def _measure(self, cost: StepCost | None, committing: float) -> None:
+        """Note the samples and the times of a step, whose commit took so many seconds."""
+        progress, before = self._progress, self._counted
+        self._counted = after = self._count()
+        progress.trained += after.samples - before.samples
+        waited = after.waited - before.waited
+        if cost is None:
+            progress.times = StepTimes(waited or None, commit=committing)
+            return
+        worked = max(cost.worked - committing - waited, 0.0)
+        progress.times = StepTimes(waited or None, worked, cost.waited, committing)
+
+    def _count(self) -> Counted:
+        """Return what the samplers and batches of this state have counted so far."""
+        counts = [source.counted for source in self._sources]
+        return Counted(sum(each.samples for each in counts), sum(each.waited for each in counts))
 
     def check_host_updates(self) -> None:
         """Raise `HostsUpdatedInterrupt` if the world changes at this step boundary.

@@ -41,6 +41,7 @@ from launcher.agent.ports import free_ports
 from launcher.agent.posted_output import Consoles
 from launcher.agent.probe_port import ProbePort
 from launcher.agent.processes import NOTICES, become_subreaper
+from launcher.agent.usage import UsageThread
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
@@ -94,6 +95,7 @@ class Agent:
         self._probe_port = ProbePort(self._on_announced)
         self._run_id, self._announced = "", 0  # the highest term that was announced
         self._heartbeats: Heartbeats | None = None
+        self._usage: UsageThread | None = None
         self._consoles: Consoles | None = None
 
     async def run(self) -> int:
@@ -108,6 +110,8 @@ class Agent:
                 return await self._until_end(consoles)
         finally:
             self._probe_port.close()
+            if self._usage is not None:
+                self._usage.close()
             self._starter.close()
             self._client.abort()
             await consoles.close(LAST_WORDS_S)
@@ -284,7 +288,7 @@ class Agent:
         link.report(self._ready)
         self._spawn(link.obey(partial(self._carry_out, workers)))
         self._spawn(link.deliver())
-        self._send_heartbeats(spec)
+        self._send_heartbeats(spec, workers)
 
     def _read_spec(self) -> tuple[documents.JobSpec, int]:
         """Return the job's specification, and the term of the driver that has written it."""
@@ -321,14 +325,19 @@ class Agent:
             if spec.warm:  # the user wants it
                 self._say(f"no warm workers: {reason}")
 
-    def _send_heartbeats(self, spec: documents.JobSpec) -> None:
+    def _send_heartbeats(self, spec: documents.JobSpec, workers: Workers) -> None:
         if not spec.heartbeat_interval:
             return
         most = spec.heartbeat_timeout
         promise = Promise(min(spec.heartbeat_interval, most / 3), most)
-        key = contract.agent_heartbeat(self._config.host, self._config.incarnation)
+        config = self._config
+        key = contract.agent_heartbeat(config.host, config.incarnation)
         waits = spec.driver_timeout > 0
         self._heartbeats = Heartbeats(self._client, key, promise, waits=waits)
+        self._heartbeats.usage_key = contract.agent_usage(config.host, config.incarnation)
+        self._usage = UsageThread(workers.pids)
+        self._heartbeats.usage = self._usage.take
+        self._usage.start()
         self._spawn(self._heartbeats.run())
 
     def _meeting_point(self, spec: documents.JobSpec) -> tuple[str, str | None]:

@@ -10,7 +10,7 @@ driver takes it for lost after the same time. Times are seconds.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic_driver.reachability import probe
@@ -55,7 +55,8 @@ class Heartbeats:
     """Sends the heartbeats of one agent.
 
     `peers`: where other hosts of the present round answer probes; None: there was no round yet.
-    `waits`: without a round, nothing ends by itself that a next driver may want.
+    `waits`: without a round, nothing ends by itself that a next driver may want. `usage` returns a
+    new value for `usage_key`, if there is one; a heartbeat takes it along.
     """
 
     client: RendezvousClient
@@ -63,6 +64,8 @@ class Heartbeats:
     promise: Promise
     peers: Sequence[tuple[str, int]] | None = None
     waits: bool = False
+    usage_key: str = ""
+    usage: Callable[[], bytes | None] = lambda: None
 
     async def run(self) -> None:
         """Send heartbeats for ever.
@@ -89,7 +92,9 @@ class Heartbeats:
                 due = max(due + self.promise.interval, clock())
 
     def _send(self, beat: Set, deadline: float) -> None:
-        expect(self.client.batch(beat, deadline=deadline)[0], Written)
+        value = self.usage()
+        along = () if value is None else (Set(self.usage_key, value),)
+        expect(self.client.batch(beat, *along, deadline=deadline)[0], Written)
 
     async def _see_whether_cut_off(self, error: UnreachableError) -> None:
         """Raise CutOffError if neither the driver's machine nor most hosts accept connections."""

@@ -72,6 +72,10 @@ class Workers:
             RunningWorker(w, self._running[w][0].pid if w in self._running else 0) for w in here
         )
 
+    def pids(self) -> dict[str, int]:
+        """Return the workers that run and their pids; any thread may call this."""
+        return {worker: process.pid for worker, (process, _) in self._running.copy().items()}
+
     def driver_moved(self, url: str) -> None:
         """Let workers that are started from now on begin with this address of the driver."""
         self._meeting = dataclasses.replace(self._meeting, endpoint=url)

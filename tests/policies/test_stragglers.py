@@ -233,3 +233,18 @@ def test_without_ranks_that_ask_for_it_nothing_is_moved() -> None:
             bench.write(rank, [sample(step, seconds)])
         bench.look()
     assert bench.published == []
+
+
+def test_a_worker_that_only_reports_steps_is_shown_and_not_judged() -> None:
+    bench = Bench()
+    bench.enter(world())
+    key = contract.worker_progress("a.0.1")
+    reported = Progress(1, -1, USUAL, (sample(9, SLOW),), at=1.0, reported=9)
+    bench.entries[key] = encode(reported), 1
+    assert bench.look() == []
+    assert bench.machine.step == 0, "none is committed"
+    assert bench.machine.progress == {"a.0.1": reported}
+    bench.enter(world(2, round_id=2))
+    assert list(bench.machine.progress) == ["a.0.1"]
+    bench.enter(World(3, world(3).members[1:], "test"))
+    assert bench.machine.progress == {}, "it has left"

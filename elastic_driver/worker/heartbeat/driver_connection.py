@@ -165,7 +165,7 @@ class DriverConnection:
         self._stall_watch = StallWatch(born.worker, progress, born.hang_timeout)
         self._pending: list[Struct] = []  # events to post: the driver may be away
         self._idle = born.heartbeat_timeout / 3  # a lease survives two lost requests
-        self._reported = (0, 0)  # round and step of the progress sent last
+        self._reported = (0, 0, 0)  # round, step and reported steps of the progress sent last
         self._pause = LONGEST_WAIT_S  # between heartbeats while steps are made
         self._first_step_of = 0  # the round whose first step has been posted
         self._silent = False  # the driver does not answer
@@ -335,13 +335,28 @@ class DriverConnection:
         """Return the write of this worker's progress; none before the first step of a round."""
         progress = self._progress
         round_id, version, step_time = progress.round, progress.version, progress.step_time
-        if round_id == 0 or progress.steps == 0:
+        done, last = progress.reported_steps, progress.done
+        if round_id == 0 or done == 0:
             return ()
-        self._reported = (round_id, version)
+        self._reported = (round_id, version, done)
         times = tuple(progress.step_times)[-RECENT_STEPS:]
         usual = statistics.median(times) if times else step_time
         samples, links = progress.samples.collect(usual), progress.links()
-        found = documents.Progress(round_id, version, step_time, samples, progress.division, links)
+        found = documents.Progress(
+            round_id,
+            version,
+            step_time or usual,
+            samples,
+            progress.division,
+            links,
+            at=last.at,
+            steps_done=last.steps,
+            samples_done=last.samples,
+            numbers=progress.numbers,
+            total=progress.total,
+            times=progress.times,
+            reported=None if progress.steps else progress.reported_step,
+        )
         return (Set(contract.worker_progress(self.born.worker), documents.encode(found)),)
 
     def _next_wait(self) -> float:
@@ -352,7 +367,8 @@ class DriverConnection:
         progress = self._progress
         if progress.round == 0:
             return self._idle
-        stepped = progress.steps > 0 and self._reported != (progress.round, progress.version)
+        done = progress.reported_steps
+        stepped = done > 0 and self._reported != (progress.round, progress.version, done)
         self._pause = min(next_pause(self._pause, progress.size, stepped=stepped), self._idle)
         return self._pause
 

@@ -13,10 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from elastic_driver.core.documents import MAX_SAMPLES, Allocation, Division, Links, Sample
+from elastic_driver.core.measured import StepTimes
 from elastic_driver.worker.cpu_time import CpuSlowdown
 
 NEVER = sys.maxsize  # a step that no job reaches
@@ -33,11 +35,22 @@ class StepCost(Struct, frozen=True):
 
     `compute`: of one forward-backward pass and the optimizer; `one_pass`: of the pass alone;
     `exchange`: CPU time that exchanging gradients took while this rank waited for others.
+    `worked`: of all passes and the optimizer; `waited`: from the gradients to the optimizer.
     """
 
     compute: float
     one_pass: float
     exchange: float = 0.0
+    worked: float = 0.0
+    waited: float = 0.0
+
+
+class Done(NamedTuple):
+    """The last step of this process: when it ended, and all steps and samples until then."""
+
+    at: float = 0.0
+    steps: int = 0
+    samples: int = 0
 
 
 class StepSamples:
@@ -109,7 +122,17 @@ class TrainingProgress:
     reported_steps: int = 0  # commits and reported steps in this round
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     samples: StepSamples = field(default_factory=StepSamples)
-    on_first_step: Callable[[], None] = lambda: None  # called at the first commit of a round
+    # The next ones are only shown. Samples that are counted and reported count once.
+    done: Done = field(default_factory=Done)  # at the last step
+    steps_done: int = 0  # by this process, since it started
+    trained: int = 0  # samples that samplers and batches have counted in this process
+    reported_samples: int = 0  # samples that the script has reported in this process
+    reported_step: int | None = None  # the number that the script gave its last step
+    step_reported: bool = False  # by the script, and not committed yet
+    total: int | None = None  # steps in all, as the script said
+    numbers: dict[str, float] = field(default_factory=dict)  # the script's last ones
+    times: StepTimes | None = None  # of the last step
+    on_first_step: Callable[[], None] = lambda: None  # called at the first step of a round
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
     division: Division | None = None  # set by a FixedBatch with `balance`
     wants_allocations: bool = False  # set by it, too: watch for new allocations
@@ -123,7 +146,11 @@ class TrainingProgress:
         now = time.monotonic()
         self.step_time, self.committed_at, self.version = now - self.committed_at, now, version
         self.steps += 1
-        self.reported(now)
+        if self.step_reported:  # it counts once
+            self.step_reported, self.active_at = False, now
+            self._done(now)
+        else:
+            self.reported(now)
         if self.steps == 1:
             self.on_first_step()
         return version >= self.leave_after
@@ -133,12 +160,26 @@ class TrainingProgress:
         self.step_times.append(now - self.active_at)
         self.active_at = now
         self.reported_steps += 1
+        self.steps_done += 1
+        self._done(now)
+
+    def _done(self, now: float) -> None:
+        samples = max(self.trained, self.reported_samples)
+        self.done = Done(now, self.steps_done, samples)
+
+    def reported_by_script(self, now: float, step: int) -> None:
+        """Record a step that the script reports; it may commit it as well."""
+        self.reported_step, self.step_reported = step, True
+        self.reported(now)
+        if self.reported_steps == 1:
+            self.on_first_step()
 
     def entered(self, round_id: int, version: int, size: int = 1, rank: int = 0) -> None:
         """Record a new round, without a commit and without a request to leave so far."""
         self.size, self.rank, self.version = size, rank, version
         self.committed_at = self.active_at = time.monotonic()
         self.leave_after, self.steps, self.reported_steps = NEVER, 0, 0
+        self.reported_step, self.step_reported, self.times = None, False, None
         self.division, self.wants_allocations, self.samples = None, False, StepSamples()
         self.round = self.steps_of = round_id
 

@@ -11,7 +11,7 @@ receive into from the document, so that parameters are written in place.
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -205,6 +205,20 @@ class Advancing(Protocol):
 
     def reset(self) -> None:
         """Share the rest of the data among the workers of the new world."""
+
+
+class Counted(NamedTuple):
+    """Samples that this process has trained, and its seconds of waiting for data (0: unknown)."""
+
+    samples: int = 0
+    waited: float = 0.0
+
+
+@runtime_checkable
+class CountsSamples(Protocol):
+    """A sampler, or other data, that counts the samples which this process has trained."""
+
+    counted: Counted
 
 
 class StepCounter:

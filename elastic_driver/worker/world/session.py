@@ -11,11 +11,14 @@ that `elasticrun` did not start. Scripts call them on the training thread. Times
 """
 
 import atexit
+import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from elastic_driver.core.measured import MAX_NAME_CHARS, MAX_NUMBERS
+from elastic_driver.errors import UsageError
 from elastic_driver.worker import context, current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
@@ -23,6 +26,7 @@ from elastic_driver.worker.world.backend import choose_backend
 from elastic_driver.worker.world.membership import JobMembership
 
 BUSY_S = 3600.0  # the default limit of `busy`
+LARGEST_COUNT = 2**53  # of steps and samples
 
 
 class _Session:
@@ -81,23 +85,64 @@ def shutdown() -> None:
         member.stop()
 
 
-def report_progress(step: int | None = None, samples: int | None = None) -> None:
+def report_progress(
+    step: int | None = None,
+    samples: int | None = None,
+    *,
+    total: int | None = None,
+    **numbers: float,
+) -> None:
     """Report that this worker makes progress. `commit()` does so by itself.
+
+        elastic.report_progress(loss=loss.item(), total=10_000)
+
+    Status, page and metrics show what was reported last.
 
     Args:
         step: the number of the finished step, for loops without commits. The times between reported
-            steps determine the length of silence that counts as a hang. None: report life only,
-            from within a long step or an evaluation.
-        samples: the number of samples of this process in that step; not used yet.
+            steps determine the length of silence that counts as a hang. None, and nothing else
+            either: report life only, from within a long step or an evaluation.
+        samples: samples that this process has trained since its last call with samples. Samples
+            that a `FixedBatch`, an `ElasticSampler` or a `ShardedDataset` of the state counts need
+            not be reported.
+        total: the number of steps that the whole training has.
+        numbers: up to eight numbers by name, such as the loss. One that is not finite is left out.
 
-    Costs a microsecond.
+    Costs a few microseconds. Raises `UsageError` for what is no number, a count below 0, and too
+    many numbers.
     """
-    del samples
+    for name, count in (("step", step), ("samples", samples), ("total", total)):
+        if count is not None and not 0 <= count <= LARGEST_COUNT:
+            raise UsageError(f"report_progress({name}={count}): give a number from 0 on")
     progress, now = _progress(), time.monotonic()
-    if step is None:
+    if numbers:
+        progress.numbers = _checked(numbers)
+    if total is not None:
+        progress.total = int(total)
+    if samples is not None:
+        progress.reported_samples += int(samples)
+    if step is not None:
+        progress.reported_by_script(now, int(step))
+    elif samples is None and total is None and not numbers:
         progress.active_at = now
-    else:
-        progress.reported(now)
+
+
+def _checked(numbers: dict[str, float]) -> dict[str, float]:
+    """Return the finite ones of a script's numbers; raises `UsageError` for what is no number."""
+    if len(numbers) > MAX_NUMBERS:
+        raise UsageError(
+            f"report_progress got {len(numbers)} numbers; up to {MAX_NUMBERS} are shown"
+        )
+    found = {}
+    for name, value in numbers.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            kind = type(value).__name__
+            raise UsageError(f"report_progress({name}=…): give a number, not a {kind}") from None
+        if math.isfinite(number):
+            found[name[:MAX_NAME_CHARS]] = number
+    return found
 
 
 @contextmanager

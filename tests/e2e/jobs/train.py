@@ -68,6 +68,7 @@ def train(state):
             state.optimizer.step()
             state.step += 1
             note(file)
+            elastic.report_progress(samples=len(x), total=STEPS, loss=loss.item())
             state.commit()
 
 

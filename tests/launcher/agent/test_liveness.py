@@ -86,6 +86,21 @@ def test_heartbeats_renew_a_lease_that_expires_without_them() -> None:
         assert expired == [KEY]
 
 
+def test_a_heartbeat_takes_a_new_sample_of_the_host_along() -> None:
+    samples = [b"first", b"second"]
+    with (
+        RendezvousServer(token="t") as server,
+        RendezvousClient(server.url, "t") as reader,
+        heartbeats(server.url, Promise(0.05, 30.0)) as work,
+    ):
+        work.usage_key = "agents/a.1/usage"
+        work.usage = lambda: samples.pop(0) if samples else None
+        beat(work, lambda: (e := reader.get(KEY)) is not None and e.revision > 6)
+        entry = reader.get("agents/a.1/usage")
+        assert entry is not None
+        assert entry.value == b"second"
+
+
 def test_an_agent_that_was_given_up_learns_it_from_its_heartbeat() -> None:
     with RendezvousServer(token="t") as server:
         server.apply([DeletePrefix("agents/a.1/", seal=True)])

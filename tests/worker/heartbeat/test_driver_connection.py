@@ -101,6 +101,33 @@ def test_the_first_step_of_a_round_is_told_soon_though_the_heartbeat_before_coul
     assert event == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
 
 
+def test_a_loop_without_commits_reports_its_steps_and_numbers_soon(
+    server: RendezvousServer, token_file: str
+) -> None:
+    progress = TrainingProgress()
+    progress.entered(1, -1)
+    progress.numbers, progress.total, progress.reported_samples = {"loss": 0.5}, 90, 32
+    key = contract.worker_progress("a.0.1")
+
+    def written() -> Progress | None:
+        result = server.apply([Get((key,))])[0]
+        entry = result.entries.get(key) if isinstance(result, Entries) else None
+        return None if entry is None else decode_progress(entry.value)
+
+    with sending_heartbeats(server, token_file, progress):
+        assert written() is None
+        progress.reported_by_script(time.monotonic(), 7)
+        found = eventually(written, within=10.0, what="the first reported step")
+        assert (found.step, found.reported, found.at) == (-1, 7, progress.done.at)
+        assert (found.steps_done, found.samples_done) == (1, 32)
+        assert (found.numbers, found.total) == ({"loss": 0.5}, 90)
+        progress.committed(0)
+        found = eventually(
+            lambda: (w := written()) and w.reported is None and w, within=10.0, what="a commit"
+        )
+        assert (found.step, found.steps_done) == (0, 1), "the same step counts once"
+
+
 def test_rank_0_tells_the_next_driver_that_the_round_has_had_a_step(
     server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, object]]
 ) -> None:
