@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from elastic_driver import contract
 from elastic_driver.core.documents import Progress, World
@@ -19,47 +19,55 @@ from elastic_driver.core.measured import History, Measured, Usage, WorkerMeasure
 from rendezvous.wire import UNREADABLE, Entry
 
 LOOK_S = 1.0  # between two looks at the workers' progress
-SHARE = 50.0  # the wait after a look is at least this many times as long as the look
+SHARE = 200.0  # the wait after a look is at least this many times as long as the look
 USAGE_S = 2.0  # between two looks at the usage of hosts; agents sample it less often
 WINDOW = 6  # looks from which a speed is computed
 QUIET_S = 5.0  # without a new step, and three times the step time, after which the speed is 0
-NEW, MERGED, OLD = 300, 10, 330  # moments of a second; how many become one; how many of those
+NEW, MERGED, OLD = 300, 10, 330  # new moments; how many become an old one; how many of those
+KEPT_S = 3600.0  # the age of the oldest moment
 
 
-class _Point(NamedTuple):
-    """A worker's last step: the time by its clock, its steps and its samples until then."""
-
-    at: float
-    steps: int
-    samples: int
+# A worker's last step: the time by its clock, its steps and its samples until then.
+_Point: TypeAlias = tuple[float, int, int]
 
 
 class _Speed:
-    """The speed of one worker in one round."""
+    """The speed of one worker in one round: steps and samples per second, None if not known.
 
-    def __init__(self, round_id: int) -> None:
-        self.round = round_id
-        self.counted = 0  # samples that are in the sum of the job
-        self._points: deque[_Point] = deque(maxlen=WINDOW)
-        self._seen = 0.0  # when the newest point was
+    It is computed when a new step is seen; there may be ten thousand of these.
+    """
 
-    def take(self, progress: Progress, now: float) -> None:
-        if not self._points or progress.at > self._points[-1].at:
-            self._points.append(_Point(progress.at, progress.steps_done, progress.samples_done))
-            self._seen = now
+    __slots__ = ("counted", "newest", "points", "quiet_at", "samples_per_s", "steps_per_s")
 
-    def of(self, progress: Progress, now: float) -> tuple[float | None, float | None]:
-        """Return steps and samples per second; None: not known yet, or none are reported."""
-        if not self._points:
-            return None, None
-        first, last = self._points[0], self._points[-1]
-        if now - self._seen > QUIET_S + 3 * progress.step_time:
-            return 0.0, (0.0 if last.samples else None)
-        if last.at <= first.at:
-            return None, None
-        passed = last.at - first.at
-        samples = (last.samples - first.samples) / passed if last.samples else None
-        return (last.steps - first.steps) / passed, samples
+    def __init__(self, counted: int = 0) -> None:
+        self.counted = counted  # samples that are in the sum of the job
+        self.newest: Progress | None = None
+        self.points: deque[_Point] = deque(maxlen=WINDOW)
+        self.quiet_at = 0.0  # without a new step until then, the speed is 0
+        self.steps_per_s: float | None = None
+        self.samples_per_s: float | None = None
+
+    def take(self, progress: Progress, now: float) -> int:
+        """Take in newer progress; return how many samples are new."""
+        self.newest, points = progress, self.points
+        at, done = progress.at, progress.samples_done
+        new, self.counted = max(0, done - self.counted), max(done, self.counted)
+        if points and at <= points[-1][0]:
+            return new
+        points.append((at, progress.steps_done, done))
+        self.quiet_at = now + QUIET_S + 3 * progress.step_time
+        first_at, first_step, first_sample = points[0]
+        if at > first_at:
+            self.steps_per_s = (progress.steps_done - first_step) / (at - first_at)
+            if done:
+                self.samples_per_s = (done - first_sample) / (at - first_at)
+        return new
+
+    def at(self, now: float) -> tuple[float | None, float | None]:
+        """Return steps and samples per second now."""
+        if now < self.quiet_at or self.steps_per_s is None:
+            return self.steps_per_s, self.samples_per_s
+        return 0.0, None if self.samples_per_s is None else 0.0
 
 
 class _Moment(NamedTuple):
@@ -86,7 +94,7 @@ class Measurements:
         self._ranks: list[str] = []  # its workers
         self._speeds: dict[str, _Speed] = {}
         self._progress: dict[str, Progress] = {}  # in the order of ranks
-        self._rates: dict[str, tuple[float | None, float | None]] = {}
+        self._now = 0.0  # the time of the last look
         self._measured = Measured()  # without workers and hosts
         self._lock = threading.Lock()  # for the next two
         self._new: deque[_Moment] = deque()
@@ -101,18 +109,15 @@ class Measurements:
         if world is not self._world:
             self._world, self._ranks = world, [member.worker for member in world.members]
         self._progress = {worker: progress[worker] for worker in self._ranks if worker in progress}
-        samples = self._measured.samples
-        speeds, self._speeds = self._speeds, {}
+        samples, self._now = self._measured.samples, now
+        before, self._speeds = self._speeds, {}
         for worker, each in self._progress.items():
-            speed = speeds.get(worker)
-            if speed is None or speed.round != each.round:
-                speed, before = _Speed(each.round), speed
-                speed.counted = 0 if before is None else before.counted
-            speed.take(each, now)
-            samples += max(0, each.samples_done - speed.counted)
-            speed.counted = max(speed.counted, each.samples_done)
+            speed = before.get(worker)
+            if speed is None or speed.newest is not each:
+                if speed is None or speed.newest is None or speed.newest.round != each.round:
+                    speed = _Speed(0 if speed is None else speed.counted)
+                samples += speed.take(each, now)
             self._speeds[worker] = speed
-        self._rates = {w: self._speeds[w].of(each, now) for w, each in self._progress.items()}
         self._measured = self._sum_up(samples)
         self._remember(unix, size)
 
@@ -137,11 +142,12 @@ class Measurements:
 
     def _sum_up(self, samples: int) -> Measured:
         progress = self._progress.values()
-        steps = [rate for rate, _ in self._rates.values() if rate is not None]
-        sampled = [rate for _, rate in self._rates.values() if rate is not None]
-        furthest = max([0, *(_step(each) for each in progress)])
+        rates = [speed.at(self._now) for speed in self._speeds.values()]
+        steps = [rate for rate, _ in rates if rate is not None]
+        sampled = [rate for _, rate in rates if rate is not None]
+        furthest = max(map(_step, progress), default=0)
         return Measured(
-            step=max(furthest, self._measured.step if not progress else 0),
+            step=max(furthest, 0) if progress else self._measured.step,
             total=max((e.total for e in progress if e.total is not None), default=None),
             steps_per_s=median(steps) if steps else None,
             samples_per_s=sum(sampled) if sampled else None,
@@ -160,6 +166,8 @@ class Measurements:
             self._new.append(moment)
             if len(self._new) > NEW:
                 self._old.append(_merged([self._new.popleft() for _ in range(MERGED)]))
+            while self._old and self._old[0].t < unix - KEPT_S:
+                self._old.popleft()
 
     def history(self, since: float = 0.0) -> History:
         """Return the moments after `since` (unix seconds); any thread may call this."""
@@ -182,7 +190,8 @@ class Measurements:
         now, workers = self._measured, {}
         for worker in {**self._progress, **used}:
             each, resources = self._progress.get(worker), used.get(worker)
-            steps, samples = self._rates.get(worker, (None, None))
+            speed = self._speeds.get(worker)
+            steps, samples = (None, None) if speed is None else speed.at(self._now)
             workers[worker] = WorkerMeasured(
                 step=-1 if each is None else _step(each),
                 steps_per_s=steps,
