@@ -114,7 +114,8 @@ class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_
 
     `version` is the number of committed steps in its state (−1: nothing trained yet), `clean` means
     that its tensors are exactly those. `reason` says why it left. `bound`: it uses the device of
-    the slot that it was started for, so a spare can take no other one.
+    the slot that it was started for, so a spare can take no other one. `undone`: seconds since
+    its last commit, if it goes back to that.
     """
 
     round: Count
@@ -122,13 +123,18 @@ class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_
     clean: bool
     reason: Text
     bound: bool = False
+    undone: Seconds = 0.0
 
 
 class WorkerStepped(WorkerReport, frozen=True, tag="worker_stepped", forbid_unknown_fields=True):
-    """A worker has committed its first step of this round (sent once a round)."""
+    """A worker has committed its first step of this round: the step of this number.
+
+    Sent once a round. `seconds`: since all ranks had the same state.
+    """
 
     round: Count
     step: Count
+    seconds: Seconds = 0.0
 
 
 class WorkerStalled(WorkerReport, frozen=True, tag="worker_stalled", forbid_unknown_fields=True):

@@ -299,6 +299,7 @@ class ElasticDriver:
             "slow": loop.stragglers.status(),
             "events": resources.log.counts(),
             "node_check": checks,
+            "goodput": loop.executor.ledger.document(time.time()),
         }
         document["counters"]["false_alarms"] = loop.stragglers.false_alarms
         return msgspec.json.encode(document)

@@ -20,6 +20,7 @@ from elastic_driver.core import documents as doc
 from elastic_driver.core import events as ev
 from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.errors import assert_never
+from elastic_driver.policies.goodput import Ledger, read_line
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent, ShowLine
 from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
 from elastic_driver.policies.shard_messages import StopOrdered
@@ -67,6 +68,8 @@ class Executor:
     post: Callable[[MachineEvent], None]  # puts an event into the mailbox, from any thread
     orders: dict[AgentKey, int] = field(default_factory=dict)  # given to agents that live
     clock: RunClock = field(default_factory=RunClock)
+    ledger: Ledger = field(default_factory=Ledger)  # of what is logged
+    step: int = 0  # committed steps, as the workers last reported
     look_seconds: float = 0.0  # the machine's time for the last `KeysRead`
     _agent_of: dict[str, AgentKey] = field(default_factory=dict)  # of workers that live
     _awaited: set[AgentKey] = field(default_factory=set)  # of an earlier driver, not here yet
@@ -357,6 +360,8 @@ class Executor:
             case "job_succeeded" | "job_failed":
                 self._last_event = event
                 return
+            case "round_closed":
+                event = replace(event, detail={**event.detail, "step": self.step})
             case "round_completed" if world is not None:
                 event = replace(event, reason=world.reason)
             case "worker_exited" if exited is not None and not event.detail["expected"]:
@@ -367,6 +372,7 @@ class Executor:
     def _log_and_show(self, event: do.Announce) -> None:
         facts = {name: getattr(event, name) for name in _FIELDS}
         logged = self.log.append(event.event, **facts, **event.detail)
+        self.ledger.feed(read_line(logged.line))
         self.reporter.announced(event, logged.line)
 
     def show_overdue(self, now: float) -> None:

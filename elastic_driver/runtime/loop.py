@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Announce, CheckHosts, EndJob
+from elastic_driver.core.decisions import Announce, CheckHosts, Detail, EndJob
 from elastic_driver.core.job import Job
 from elastic_driver.core.machine import Machine, stamped
 from elastic_driver.core.rules.workers import RUNNING
@@ -197,6 +197,7 @@ class DriverLoop:
         if isinstance(event, KeysRead):
             self.executor.look_seconds = self.clock() - now
             self.executor.times.progressed(self.stragglers.step, self.stragglers.step_time)
+            self.executor.step = self.stragglers.step
         self._deadlines[name] = machine.deadline()
         if self.debug and (violated := machine.check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")
@@ -288,7 +289,8 @@ class DriverLoop:
         self._journal_states()
         if self.journal is not None:  # whoever sees that the job has begun can go on with it
             self._tell(self.journal.settle())
-        self.executor.execute(Announce("job_started", f"run {run_id}"))
+        sizes: dict[str, Detail] = {"min_np": job.settings.min_np, "max_np": job.settings.max_np}
+        self.executor.execute(Announce("job_started", f"run {run_id}", detail=sizes))
         if self.checks is not None and self.checks.report is not None:
             self.executor.execute(Announce("nodes_checked", self.checks.report.summary()))
 

@@ -254,6 +254,7 @@ class State:
             say("a worker died while it sent the only state; training starts afresh")
         self._carry_out(agreement, world)
         self._round = world.round
+        self._progress.synced_at = time.monotonic()
         self._clock.restart()
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:

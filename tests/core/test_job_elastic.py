@@ -45,7 +45,7 @@ def test_whose_state_a_round_went_on_with_is_said_once_its_first_step_is_done(
     s.step("a.1.1", "a.2.1", step=8)
     second = s.announced("state_synced")[1:]
     assert [(e.round, e.worker, e.rank, e.detail) for e in second] == [
-        (2, "a.2.1", 1, {"step": 7, "receivers": 1})
+        (2, "a.2.1", 1, {"step": 7, "receivers": 1, "first_step": 8, "seconds": None})
     ]
     s.ready("a.0.2")
     s.ready("a.1.1", "a.2.1", version=9)

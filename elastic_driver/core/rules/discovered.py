@@ -142,7 +142,7 @@ class Discovered(Rule):
             return
         self.capacity.note_change()
         for host, slots in changes.added:
-            self.effects.announce("host_discovered", f"{slots} slots", host)
+            self.effects.announce("host_discovered", f"{slots} slots", host, slots=slots)
             if self.hosts.known[host].returned:
                 self.hold(host, "it has been away")
             elif host not in (self.settings.checked_hosts or ()):
@@ -150,7 +150,8 @@ class Discovered(Rule):
         for host in changes.removed:
             self.effects.announce("host_removed", "discovery no longer reports it", host)
         for host, before, slots in changes.resized:
-            self.effects.announce("host_discovered", f"{slots} slots, it had {before}", host)
+            what = f"{slots} slots, it had {before}"
+            self.effects.announce("host_discovered", what, host, slots=slots)
 
     def hold(self, host: str, reason: str) -> None:
         """Keep a host from being used until it was checked, in jobs that check hosts."""

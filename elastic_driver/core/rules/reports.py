@@ -47,7 +47,8 @@ class Reports(Rule):
         if running and event.round < current.number:
             raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
         self.workers.ready(worker, event)
-        self.effects.announce("worker_ready", event.reason or "waits for a round", worker)
+        undone, why = round(event.undone, 6) or None, event.reason or "waits for a round"
+        self.effects.announce("worker_ready", why, worker, undone=undone)
         if running and current.state is COMPLETE:
             self.rounds.leave(now, f"{worker.id} left: {event.reason}")
 
@@ -61,9 +62,9 @@ class Reports(Rule):
         self.hosts.step_finished(worker.host)
         if in_round and self.rounds.note_step():
             self.capacity.note_change()  # the job trains: further hosts may stand by
-            self._announce_synced()
+            self._announce_synced(event)
 
-    def _announce_synced(self) -> None:
+    def _announce_synced(self, event: ev.WorkerStepped) -> None:
         """Announce the source of the state: the first step of the round proves that all have it."""
         members = self.rounds.members()
         states = [StateVersion(worker.version, worker.clean) for worker in members]
@@ -76,7 +77,9 @@ class Reports(Rule):
             step, reason = states[source].steps, "all ranks had it already"
             if receivers:
                 reason = f"{len(receivers)} of {len(members)} took over {worker.id}'s"
-        self.effects.announce("state_synced", reason, worker, step=step, receivers=len(receivers))
+        seconds, many = round(event.seconds, 6) or None, len(receivers)
+        detail = {"step": step, "receivers": many, "first_step": event.step, "seconds": seconds}
+        self.effects.announce("state_synced", reason, worker, **detail)
 
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         """Record the end of a worker's process: a success, a failure, or a stop that was ordered.

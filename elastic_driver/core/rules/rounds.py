@@ -114,7 +114,7 @@ class Capacity:
         self.target = wish if settings.max_np is None else min(wish, settings.max_np)
         self.changed = True
         what = f"{self.target} workers (asked for {event.num_proc})"
-        self.effects.announce("scale_requested", what)
+        self.effects.announce("scale_requested", what, wanted=self.target)
 
     def note_change(self, vacated: tuple[str, int] | None = None) -> None:
         """Have leavers, agents and free slots updated; refill the slot `vacated` first."""

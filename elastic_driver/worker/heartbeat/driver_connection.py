@@ -196,13 +196,24 @@ class DriverConnection:
         self.client.close()
 
     def report_ready(
-        self, left: int, state_version: StateVersion, reason: str, *, bound: bool
+        self,
+        left: int,
+        state_version: StateVersion,
+        reason: str,
+        *,
+        bound: bool,
+        undone: float = 0.0,
     ) -> None:
-        """Report READY for the next round after round `left`; `bound`: to a device."""
+        """Report READY for the next round after round `left`; `bound`: to a device.
+
+        `undone`: seconds since the last commit, if the state goes back to that.
+        """
         if left:
             self._report_first_step(self.client, left, math.inf)
         reason = reason[:MAX_REASON_CHARS]
-        self._ready = events.WorkerReady(self.born.worker, left, *state_version, reason, bound)
+        self._ready = events.WorkerReady(
+            self.born.worker, left, *state_version, reason, bound, undone
+        )
         # The driver that gets it is the one we know, or a later one.
         known = self._seen[contract.JOB_DRIVER], self._heart_seen[contract.JOB_DRIVER]
         self._seen[contract.JOB_DRIVER] = max(known)
@@ -399,7 +410,9 @@ class DriverConnection:
         """
         progress = self._progress
         if self._first_step_of != round_id == progress.steps_of and progress.steps > 0:
-            event = events.WorkerStepped(self.born.worker, round_id, progress.version)
+            seconds = time.monotonic() - progress.synced_at
+            first = progress.version - progress.steps + 1
+            event = events.WorkerStepped(self.born.worker, round_id, first, seconds)
             client.post_json(EVENTS_PATH, documents.encode(event), deadline, wake)
             self._first_step_of = round_id
 

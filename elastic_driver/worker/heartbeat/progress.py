@@ -115,6 +115,7 @@ class TrainingProgress:
     steps_of: int = 0  # that round
     version: int = -1  # committed steps of the whole job
     committed_at: float = field(default_factory=time.monotonic)
+    synced_at: float = field(default_factory=time.monotonic)  # the state was that of all ranks
     step_time: float = 0.0  # seconds of the last step
     # The last commit, report or end of a `busy` block.
     active_at: float = field(default_factory=time.monotonic)
@@ -177,7 +178,7 @@ class TrainingProgress:
     def entered(self, round_id: int, version: int, size: int = 1, rank: int = 0) -> None:
         """Record a new round, without a commit and without a request to leave so far."""
         self.size, self.rank, self.version = size, rank, version
-        self.committed_at = self.active_at = time.monotonic()
+        self.committed_at = self.active_at = self.synced_at = time.monotonic()
         self.leave_after, self.steps, self.reported_steps = NEVER, 0, 0
         self.reported_step, self.step_reported, self.times = None, False, None
         self.division, self.wants_allocations, self.samples = None, False, StepSamples()

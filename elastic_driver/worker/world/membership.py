@@ -289,9 +289,10 @@ class JobMembership:
         """
         group = self.group
         has_device = group is not None and group.half is not None
+        broken = to_restore is not None
         if not has_device:
-            self._report_ready(version, reason)
-        elif group and (problem := group.cut_off_device(broken=to_restore is not None)):
+            self._report_ready(version, reason, broken=broken)
+        elif group and (problem := group.cut_off_device(broken=broken)):
             self._end_process(problem)
         if to_restore is not None:
             to_restore.restore()
@@ -299,13 +300,14 @@ class JobMembership:
             group.linger()  # others may need our last data to finish this step
         self.leave()
         if has_device:
-            self._report_ready(version, reason)
+            self._report_ready(version, reason, broken=broken)
 
-    def _report_ready(self, version: StateVersion, reason: str) -> None:
+    def _report_ready(self, version: StateVersion, reason: str, *, broken: bool = False) -> None:
         if self._driver is not None:
             bound = self._choice.device is not None or accelerator.in_use() is not None
+            undone = time.monotonic() - self.progress.committed_at if broken else 0.0
             try:
-                self._driver.report_ready(self._left, version, reason, bound=bound)
+                self._driver.report_ready(self._left, version, reason, bound=bound, undone=undone)
             except AbortedError:
                 if self._alone is None:
                     raise

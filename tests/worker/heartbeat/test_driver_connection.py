@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,12 +39,12 @@ TOKEN = "t" * 32
 
 
 @pytest.fixture
-def events() -> queue.SimpleQueue[dict[str, object]]:
+def events() -> queue.SimpleQueue[dict[str, Any]]:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def server(events: queue.SimpleQueue[dict[str, object]]) -> Iterator[RendezvousServer]:
+def server(events: queue.SimpleQueue[dict[str, Any]]) -> Iterator[RendezvousServer]:
     async def receive(request: web.Request) -> web.Response:
         events.put(msgspec.json.decode(await request.read()))
         return web.json_response({})
@@ -87,7 +88,7 @@ def sending_heartbeats(
 
 
 def test_the_first_step_of_a_round_is_told_soon_though_the_heartbeat_before_could_wait_longer(
-    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, object]]
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
 ) -> None:
     progress = TrainingProgress()
     with sending_heartbeats(server, token_file, progress):
@@ -98,6 +99,7 @@ def test_the_first_step_of_a_round_is_told_soon_though_the_heartbeat_before_coul
         progress.entered(1, 0)
         progress.committed(1)
         event = events.get(timeout=1.0)
+    assert 0.0 < event.pop("seconds") < 1.0  # since the round was entered
     assert event == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
 
 
@@ -129,22 +131,25 @@ def test_a_loop_without_commits_reports_its_steps_and_numbers_soon(
 
 
 def test_rank_0_tells_the_next_driver_that_the_round_has_had_a_step(
-    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, object]]
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
 ) -> None:
     progress = TrainingProgress()
     progress.entered(3, 0)
     progress.committed(1)
-    told: list[object] = []
+    told: list[dict[str, Any]] = []
     server.apply((Set(contract.JOB_DRIVER, encode(DriverTerm(1, server.url))),))
     with sending_heartbeats(server, token_file, progress):
         told.append(events.get(timeout=30.0))
+        progress.committed(2)
         server.apply((Set(contract.JOB_DRIVER, encode(DriverTerm(2, server.url))),))
         told.append(events.get(timeout=30.0))
+    # The time is counted until now, and the step is the round's first one all the same.
+    assert 0.0 < told[0].pop("seconds") < told[1].pop("seconds")
     assert told == 2 * [{"type": "worker_stepped", "worker": "a.0.1", "round": 3, "step": 1}]
 
 
 def test_a_round_that_was_never_entered_has_no_first_step(
-    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, object]]
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
 ) -> None:
     progress = TrainingProgress()
     born = WorkerContext(worker="a.0.1", endpoint=server.url, token_file=token_file)
@@ -186,7 +191,7 @@ NONSENSE = (b"", b"\xff", b"[" * 100_000, b'{"round": "x"}', b'"\xff"', b"9" * 1
 def test_nonsense_in_the_drivers_keys_ends_no_heartbeat(
     server: RendezvousServer,
     token_file: str,
-    events: queue.SimpleQueue[dict[str, object]],
+    events: queue.SimpleQueue[dict[str, Any]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     progress, notices = TrainingProgress(), queue.SimpleQueue[Notice]()
@@ -246,7 +251,7 @@ def test_others_hear_nothing_of_shares(server: RendezvousServer, token_file: str
 
 
 def test_a_notice_is_passed_on_at_once_though_the_heartbeat_could_wait_longer(
-    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, object]]
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
 ) -> None:
     with sending_heartbeats(server, token_file, TrainingProgress(), 30.0):
         with pytest.raises(queue.Empty):

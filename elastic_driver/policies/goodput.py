@@ -1,0 +1,389 @@
+"""The goodput ledger: the seconds of every worker slot, by class. Pure; built from the event log.
+
+The job aims at a number of slots: those of the hosts that discovery reports and nobody has drained,
+at least `--min-np`, at most the number of workers wanted. Each of these slots, and each slot that a
+worker is in, is in one class at every moment:
+
+- `waiting`: no host can give the slot. A ready worker waits, too, if there are too few for a world.
+- `starting`: a host can give the slot; it has no worker, or one that was not ready yet. Ends with
+  `worker_ready`.
+- `forming`: from `worker_ready`, the worker waits for a round; ends with `round_completed`.
+- `syncing`: from then on, until the groups are made and the state is the same on all ranks.
+- `training`: from that moment, which `state_synced` tells, until the worker leaves the round.
+- `redone`: the same, but the steps were trained before. Ends with `steps_redone`.
+- `slow`: of each second between `rank_slow` and `rank_recovered`, the share for which all ranks
+  wait for the slow one.
+- `lost`: from the last commit before a loss until `worker_ready`, or the end of the worker's
+  process; and from the end of a worker that has finished its script until the end of the job.
+
+A worker tells afterwards how long it has trained: since the state was the same (`seconds` of
+`state_synced`), or since the last commit (`undone` of `worker_ready`). Only then is this time moved
+to its class. Scripts that do not use our API report no steps: they train from `round_completed`
+until their end, or until one of them fails.
+
+Times are unix seconds, and never go back: an earlier time counts as the latest one.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import msgspec
+
+Class = Literal["training", "redone", "forming", "syncing", "starting", "waiting", "slow", "lost"]
+CLASSES: tuple[Class, ...] = get_args(Class)
+_State = Literal["starting", "ready", "syncing", "training", "lost"]  # of a slot with a worker
+_ENDS = ("worker_exited", "worker_lost", "worker_hung")
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    """The fields of a line of the event log that the ledger reads."""
+
+    t: float
+    event: str
+    round: int | None = None
+    host: str | None = None
+    slot: int | None = None
+    worker: str | None = None
+    size: int | None = None
+    slots: int | None = None
+    min_np: int | None = None
+    max_np: int | None = None
+    wanted: int | None = None
+    exit_code: int | None = None
+    expected: bool = False
+    undone: float = 0.0
+    seconds: float = 0.0
+    step: int | None = None
+    first_step: int | None = None
+    ratio: float = 1.0
+
+
+_decode = msgspec.json.Decoder(LogLine).decode
+
+
+def read_line(line: bytes) -> LogLine | None:
+    """Return a line of the log; None if it is cut off, or none of ours."""
+    try:
+        return _decode(line)
+    except msgspec.DecodeError:
+        return None
+
+
+@dataclass(slots=True)
+class _Host:
+    """A host: its slots, and what keeps it from getting workers."""
+
+    slots: int = 0  # 0: discovery does not report it
+    taken: int = 0  # slots with a worker
+    cooling: bool = False
+    unreachable: bool = False
+    drained: bool = False
+
+    @property
+    def present(self) -> int:
+        """The slots that the job may aim at."""
+        return 0 if self.drained else self.slots
+
+    @property
+    def room(self) -> int:
+        """The slots that could get a worker now."""
+        usable = not (self.drained or self.cooling or self.unreachable)
+        return max(0, self.slots - self.taken) if usable else 0
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A slot with a worker."""
+
+    worker: str
+    state: _State
+    since: float  # the beginning of the state; of the training, if the state is "lost"
+    lost_at: float | None = None  # the end of a peer, if the state is "lost"
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The seconds of each class so far; `feed` it with the lines of the event log, in order."""
+
+    seconds: dict[Class, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
+    step: int = 0  # committed steps: the most that are known
+    redoing: bool = False  # the steps that are trained now were trained before
+    steps_redone: int = 0  # steps that had to be trained again
+    failures: int = 0  # of workers
+    began: float | None = None
+    ended: bool = False
+    _at: float = 0.0  # the time up to which `seconds` counts
+    _shown: dict[Class, float] = field(default_factory=dict)  # by `counters`
+    _least: int = 1  # workers that a world needs
+    _wanted: int | None = None
+    _hosts: dict[str, _Host] = field(default_factory=dict)
+    _slots: dict[tuple[str, int], _Slot] = field(default_factory=dict)
+    _states: Counter[str] = field(default_factory=Counter)  # slots, by state
+    _slow: dict[str, float] = field(default_factory=dict)  # the share of a step, by worker
+    _fallen: list[tuple[float, float]] = field(default_factory=list)  # began to train, was lost
+    _committed: float | None = None  # the last commit of a round that broke
+    _present: int = 0  # sums over `_hosts`
+    _room: int = 0
+    _elastic: bool = False
+    _finishing: bool = False
+
+    # ---- reading -------------------------------------------------------------------------
+
+    def document(self, now: float) -> dict[str, Any]:
+        """Return the key `goodput` of `GET /v1/status`; `slots` is the mean over `wall` seconds."""
+        sums, wall = self._sums(now), self.wall(now)
+        whole = sum(sums.values())
+        return {
+            "seconds": {name: round(value, 6) for name, value in sums.items()},
+            "goodput": sums["training"] / whole if whole else 0.0,
+            "slots": whole / wall if wall else float(sum(self._weights().values())),
+            "wall": wall,
+        }
+
+    def counters(self, now: float) -> dict[Class, float]:
+        """Return the seconds of each class as counters, which never go back.
+
+        A class from which time was moved afterwards stands still until it has caught up.
+        """
+        sums = self._sums(now)
+        self._shown = {name: max(sums[name], self._shown.get(name, 0.0)) for name in CLASSES}
+        return self._shown
+
+    def wall(self, now: float) -> float:
+        """Return the seconds since the job began, until its end."""
+        if self.began is None:
+            return 0.0
+        return (self._at if self.ended else max(now, self._at)) - self.began
+
+    @property
+    def workers(self) -> int:
+        """The members of the present world."""
+        return self._states["syncing"] + self._states["training"]
+
+    # ---- feeding -------------------------------------------------------------------------
+
+    def feed(self, line: LogLine | None) -> None:
+        """Take in the next line of the log; a line of another kind changes nothing."""
+        if line is None or self.ended:
+            return
+        if self.began is None:
+            self.began = self._at = line.t
+        self._advance(line.t)
+        match line.event:
+            case "job_succeeded" | "job_failed":
+                self.ended = True
+            case "job_started":
+                self._least, self._wanted = line.min_np or 1, line.max_np
+            case "scale_requested":
+                self._wanted = line.wanted or self._wanted
+            case "round_completed":
+                self._round_completed(line)
+            case "state_synced":
+                self._synced(line)
+            case "round_closed":
+                self.step = max(self.step, line.step or 0)
+            case "steps_redone":
+                self.redoing = False
+            case _ if line.host is not None and line.slot is not None and line.worker is not None:
+                self._of_worker((line.host, line.slot), line.worker, line)
+            case _ if line.host is not None and line.worker is None:
+                self._of_host(line.host, line)
+
+    # ---- time ----------------------------------------------------------------------------
+
+    def _weights(self) -> dict[Class, float]:
+        """Return how many slots each class has now; training may be shared with `slow`."""
+        states = self._states
+        present = max(self._present, self._least)
+        aim = present if self._wanted is None else min(self._wanted, present)
+        empty = max(0, aim - len(self._slots))
+        opened = min(empty, self._room)
+        weights: dict[Class, float] = dict.fromkeys(CLASSES, 0.0)
+        weights["starting"] = states["starting"]
+        weights["syncing"], weights["lost"] = states["syncing"], states["lost"]
+        if self._finishing:
+            weights["lost"] += empty
+        else:
+            weights["starting"] += opened
+            weights["waiting"] += empty - opened
+        too_few = len(self._slots) + self._room < self._least and not self.workers
+        weights["waiting" if too_few and not self._finishing else "forming"] += states["ready"]
+        for name, share in self._training().items():
+            weights[name] += share * states["training"]
+        return weights
+
+    def _training(self) -> dict[Class, float]:
+        """Return the classes of a second of training."""
+        if self.redoing:
+            return {"redone": 1.0}
+        slow = max(self._slow.values(), default=0.0)
+        return {"training": 1 - slow, "slow": slow}
+
+    def _sums(self, now: float) -> dict[Class, float]:
+        passed = 0.0 if self.ended or self.began is None else max(0.0, now - self._at)
+        weights = self._weights() if passed else dict.fromkeys(CLASSES, 0.0)
+        return {name: self.seconds[name] + passed * weights[name] for name in CLASSES}
+
+    def _advance(self, now: float) -> None:
+        self.seconds = self._sums(now)
+        self._at = max(self._at, now)
+
+    def _untrain(self, seconds: float) -> None:
+        """Turn the last seconds of one slot's training into lost ones."""
+        for name, share in self._training().items():
+            moved = min(max(0.0, seconds) * share, self.seconds[name])
+            self.seconds[name] -= moved
+            self.seconds["lost"] += moved
+
+    # ---- slots and workers ---------------------------------------------------------------
+
+    def _of_worker(self, where: tuple[str, int], worker: str, line: LogLine) -> None:
+        slot = self._slots.get(where)
+        match line.event:
+            case "worker_started":
+                self._put(where, worker, "starting")
+            case "spare_promoted":
+                self._put(where, worker, "ready")
+            case "rank_slow":
+                self._slow[worker] = 1 - 1 / max(line.ratio, 1.0)
+            case "rank_recovered":
+                self._slow.pop(worker, None)
+            case "worker_ready":
+                self._elastic = True
+                if slot is not None and slot.state in ("training", "lost"):
+                    self._left(slot, line.undone)
+                self._put(where, worker, "ready")
+            case event if event in _ENDS and slot is not None and slot.worker == worker:
+                self._ended(where, slot, line)
+
+    def _put(self, where: tuple[str, int], worker: str, state: _State) -> None:
+        """Put a worker into a slot, in place of the one that was there."""
+        slot = self._slots.get(where)
+        if slot is None:
+            slot = self._slots[where] = _Slot(worker, state, self._at)
+            self._change(where[0], taken=1)
+        else:
+            self._states[slot.state] -= 1
+            slot.worker, slot.state, slot.since, slot.lost_at = worker, state, self._at, None
+        self._states[state] += 1
+
+    def _drop(self, where: tuple[str, int]) -> None:
+        self._states[self._slots.pop(where).state] -= 1
+        self._change(where[0], taken=-1)
+
+    def _enter(self, slot: _Slot, state: _State, since: float) -> None:
+        self._states[slot.state] -= 1
+        slot.state, slot.since = state, since
+        self._states[state] += 1
+
+    def _left(self, slot: _Slot, undone: float) -> None:
+        """Record that a worker has left its round; what it had not committed is lost.
+
+        All ranks commit together, so the same holds for the workers that are gone since then.
+        """
+        committed = self._at - undone
+        if undone > 0:
+            self._untrain((slot.lost_at or self._at) - max(slot.since, committed))
+            for began, until in self._fallen:
+                self._untrain(until - max(began, committed))
+            self._fallen.clear()
+            self._committed = committed
+
+    def _ended(self, where: tuple[str, int], slot: _Slot, line: LogLine) -> None:
+        """Record the end of a worker; if it breaks the round, the others train no more."""
+        if slot.state in ("training", "lost"):
+            until = slot.lost_at or self._at
+            if self._committed is None:
+                self._fallen.append((slot.since, until))
+            else:
+                self._untrain(until - max(slot.since, self._committed))
+        was_member = slot.state in ("syncing", "training", "lost")
+        self._drop(where)
+        if line.event == "worker_exited" and line.exit_code == 0:
+            self._finishing = self._finishing or not line.expected
+        elif not line.expected:
+            self.failures += 1
+            if was_member and not self._finishing:
+                self._break_round()
+
+    def _break_round(self) -> None:
+        for slot in self._slots.values():
+            if slot.state == "training":
+                slot.lost_at = self._at
+                self._enter(slot, "lost", slot.since)
+
+    # ---- rounds --------------------------------------------------------------------------
+
+    def _round_completed(self, line: LogLine) -> None:
+        self._slow.clear()
+        self._fallen.clear()
+        self._committed, self.redoing = None, False
+        members = "ready" if self._elastic else "starting"
+        whole = self._states[members] == line.size
+        for where, slot in list(self._slots.items()):
+            if slot.state == members or (
+                slot.state in ("training", "syncing", "lost") and not whole
+            ):
+                self._enter(slot, "syncing" if self._elastic else "training", self._at)
+            elif slot.state in ("training", "syncing", "lost"):
+                self._drop(where)  # its end is not in the log, as a driver died before it wrote it
+
+    def _synced(self, line: LogLine) -> None:
+        """Move the time since the state was the same on all ranks from `syncing` to `training`."""
+        first, before = line.first_step or 0, self.step
+        if 0 < first <= before:
+            self.steps_redone += before - first + 1
+            self.redoing = True
+        self.step = max(before, first)
+        for slot in self._slots.values():
+            if slot.state == "syncing":
+                since = max(slot.since, self._at - line.seconds)
+                moved = min(self._at - since, self.seconds["syncing"])
+                self.seconds["syncing"] -= moved
+                for name, share in self._training().items():
+                    self.seconds[name] += share * moved
+                self._enter(slot, "training", since)
+        self.redoing = self.redoing and first < before
+
+    # ---- hosts ---------------------------------------------------------------------------
+
+    def _of_host(self, name: str, line: LogLine) -> None:
+        match line.event:
+            case "host_discovered":
+                self._change(name, slots=line.slots or 0)
+            case "host_removed":
+                self._change(name, slots=0, unreachable=False, drained=False)
+            case "host_blacklisted":
+                self._change(name, cooling=True)
+            case "host_unreachable":
+                self._change(name, unreachable=True)
+            case "host_resurrected":
+                self._change(name, cooling=False, unreachable=False)
+            case "host_drained":
+                self._change(name, drained=True)
+            case "drain_cancelled":
+                self._change(name, drained=False)
+
+    def _change(self, name: str, *, taken: int = 0, **news: Any) -> None:
+        """Change what is known of a host, and with it the sums over all hosts."""
+        host = self._hosts.setdefault(name, _Host())
+        self._present -= host.present
+        self._room -= host.room
+        host.taken += taken
+        for field_name, value in news.items():
+            setattr(host, field_name, value)
+        self._present += host.present
+        self._room += host.room
+
+
+def read_ledger(lines: Iterable[bytes]) -> Ledger:
+    """Return the ledger of the last run in an event log."""
+    ledger = Ledger()
+    for line in lines:
+        read = read_line(line)
+        if read is not None and read.event == "job_started":  # the run id was used again
+            ledger = Ledger()
+        ledger.feed(read)
+    return ledger
