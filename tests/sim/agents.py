@@ -55,6 +55,7 @@ class SimAgent:
     alive: bool = True
     cut: bool = False  # nothing it sends arrives, and it ends soon
     away: bool = False  # it cannot reach the driver; its peers can reach it
+    late: float = 0.0  # of 1: in finding a driver that has taken over
     parted: Partition | None = None  # from the driver; its peers can reach it
     held: list[_OrderUnderWay] = field(default_factory=list)  # not read while it is parted
     back_at: float = -math.inf  # when it could reach the driver again

@@ -327,6 +327,12 @@ class Cluster:
         for agent in self.every_agent():
             agent.away = False
 
+    def driver_comes(self) -> None:
+        """Choose the agents that cannot reach the next driver at first, before that acts."""
+        for agent in self.every_agent():
+            agent.late = self.driver.random.random()
+            agent.away = agent.late > 0.88 and not agent.cut and not self.calm
+
     def driver_is_back(self) -> None:
         """Another driver has taken over: agents find it, a few of them too late."""
         random, term = self.driver.random, self.driver.term
@@ -334,9 +340,7 @@ class Cluster:
             if (lost := self.agent_named(*name)) is not None:
                 lost.sealed = True  # perhaps the driver died before it had done that
         for agent in self.every_agent():
-            late = random.random()
-            agent.away = late > 0.88 and not agent.cut and not self.calm
-            delay = random.uniform(0.0, 0.3) if late < 0.7 else random.uniform(0.3, 1.5)
+            delay = random.uniform(0.0, 0.3) if agent.late < 0.7 else random.uniform(0.3, 1.5)
             delay = random.uniform(1.0, 6.0) if agent.away else delay
             if agent.sealed and not agent.away:
                 delay = 0.0  # its keys are refused as soon as it can be reached

@@ -239,6 +239,7 @@ class Driver:
             elif isinstance(decision, PublishWorld):
                 for worker in self.cluster.living():
                     if worker.driver == term:  # it has not found the next driver yet
+                        worker.told_by = term
                         worker.see_world(decision.world)
 
     # ---- death and resume ----------------------------------------------------------------
@@ -314,6 +315,7 @@ class Driver:
         if (end := self.job.outcome.end) is not None:
             self.cluster.execute(end)
             return
+        self.cluster.driver_comes()
         if self.deliver(ev.DriverResumed(self.term, "the driver has died")):
             self.cluster.driver_is_back()
             self._replaced(before)

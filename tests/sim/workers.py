@@ -47,6 +47,7 @@ class SimWorker:
         self.id = order.worker
         self.pid = 0
         self.driver = cluster.driver.term  # that it has found
+        self.told_by = 0  # the term of the driver whose answer it reads
         self.alive = True
         self.frozen = False
         self.beats = False  # though frozen: only its training thread stands still
@@ -97,6 +98,7 @@ class SimWorker:
     def hear(self, term: int, action: str, document: object) -> None:
         """See something that the driver of this term has published, if its answer gets here."""
         if self.cluster.hears(self, term):
+            self.told_by = term
             getattr(self, action)(document)
 
     def find_driver(self, term: int) -> None:
@@ -176,7 +178,7 @@ class ElasticWorker(SimWorker):
         self.ready = False
         group = self.cluster.group(world)
         self.group, self.rank = group, me.place.rank
-        self.met_in = self.cluster.driver.term
+        self.met_in = self.told_by
         self.notice = None
         group.members[self.id] = self
         if self.cluster.notice is not None:
