@@ -48,6 +48,7 @@ SCALE_PATH = "/v1/scale"
 STOP_PATH = "/v1/stop"
 STACKS_PATH = "/v1/stacks"
 OUTPUT_PATH = "/v1/output"
+LOGS_PATH = "/v1/logs"
 DRAIN_PATH = "/v1/hosts/{host}:drain"  # {host}: a name as it stands in a URL
 UNDRAIN_PATH = "/v1/hosts/{host}:undrain"
 TF_CLUSTER_SPEC_PATH = "/v1/tf/cluster_spec"

@@ -16,6 +16,7 @@ A running job
   status [--json] [--watch]   the job, its hosts and its workers
   events [-f] [--since N]     its events so far, and with -f those to come
   hosts [--json]              its hosts
+  logs [-f] [--rank R]        what its workers write; also of a run that is over
   stacks [--last]             the stack of every rank, equal ones together
   scale N                     ask for another number of workers
   drain HOST [--deadline S]   make a host's workers leave at a step boundary; --cancel undoes it
@@ -38,7 +39,7 @@ wrong usage; 75 no such job is running, or it does not answer; 130/143 interrupt
 
 # The modules of the commands that need no running job; all other commands do.
 _WITHOUT_JOB = {"replay": "journal", "explain": "journal", "check": "check", "config": "check"}
-_COMMANDS = ("status", "events", "hosts", "stacks", "scale", "drain", "stop", *_WITHOUT_JOB)
+_COMMANDS = ("status", "events", "hosts", "logs", "stacks", "scale", "drain", "stop", *_WITHOUT_JOB)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

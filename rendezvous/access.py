@@ -23,6 +23,7 @@ _MANY = (wire.Get, wire.Watch)
 NOBODY: Roles = frozenset()  # but the driver
 MEMBERS = frozenset({Role.AGENT, Role.WORKER})
 WATCHERS = frozenset({Role.OPERATOR, Role.READER, Role.WORKER})
+PEOPLE = frozenset({Role.OPERATOR, Role.READER})
 OPERATORS = frozenset({Role.OPERATOR})
 AGENTS = frozenset({Role.AGENT})
 WORKERS = frozenset({Role.WORKER})
@@ -67,6 +68,8 @@ ROUTES = (
     RouteRights("POST", "/v1/hosts/{host}:drain", OPERATORS),
     RouteRights("POST", "/v1/hosts/{host}:undrain", OPERATORS),
     RouteRights("POST", "/v1/output", AGENTS),
+    RouteRights("POST", "/v1/logs", AGENTS),
+    RouteRights("GET", "/v1/logs", PEOPLE),
     RouteRights("POST", "/v1/nodes", NODES),
     RouteRights("GET", "/v1/shards/{dataset}", WATCHERS),
     RouteRights("GET", "/v1/shards/{dataset}/checkpoint", TRAINERS),

@@ -16,7 +16,17 @@ from elastic_driver.core.measured import Numbers, StepTimes
 from elastic_driver.core.members import Member as Member  # noqa: PLC0414 - for importers
 from elastic_driver.core.members import Members, Roster, roster_of
 from elastic_driver.core.members import SlotInfo as SlotInfo  # noqa: PLC0414
-from elastic_driver.options import FLAG, NUMBERS, STREAMS, Heading, names, option, text, whole_or
+from elastic_driver.options import (
+    FLAG,
+    NUMBERS,
+    STREAMS,
+    Heading,
+    names,
+    option,
+    text,
+    whole,
+    whole_or,
+)
 from rendezvous.wire import UNREADABLE
 
 Host = Annotated[str, Meta(min_length=1, max_length=253)]
@@ -212,6 +222,8 @@ class JobSpec:
     timestamp: bool = option(Heading.OUTPUT, FLAG, False,
         "Put the time in front of every line of the workers.",
         flag="prefix-output-with-timestamp", aliases=("--prefix-timestamp",))
+    keep_output: int = option(Heading.OUTPUT, whole("MIB"), 64,
+        "MiB of the workers' output that the run's folder keeps for elasticctl logs; 0: none.")
     preload: tuple[str, ...] = option(Heading.START, names("MODULES"), ("torch",),
         "Modules that a warm process has imported before a worker is forked from it, with commas "
         "between them (docs/warm-workers.md).")
@@ -311,6 +323,36 @@ class OutputLines(Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: Annotated[int, Meta(ge=0, le=2**53)]
     first: Annotated[int, Meta(ge=1, le=2**53)]
     lines: Annotated[tuple[OutputLine, ...], Meta(min_length=1, max_length=MAX_OUTPUT_LINES)]
+
+
+class WorkerLine(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One line of a worker's stdout (`stream` 1) or stderr (2), without its newline."""
+
+    t: Annotated[float, Meta(ge=0)]  # unix seconds
+    worker: WorkerId
+    rank: Annotated[int, Meta(ge=-1, le=10**6)]  # that the worker had then; −1: a spare
+    stream: Literal[1, 2]
+    text: Text
+
+
+class WorkerLines(Struct, frozen=True, forbid_unknown_fields=True):
+    """Lines of the workers of one host: the body of `POST /v1/logs`.
+
+    `first` is the number of the first line; an agent numbers its lines from 1. `dropped`: how many
+    it has left out before them.
+    """
+
+    host: Host
+    incarnation: Count
+    first: Annotated[int, Meta(ge=1, le=2**53)]
+    lines: Annotated[tuple[WorkerLine, ...], Meta(min_length=1, max_length=MAX_OUTPUT_LINES)]
+    dropped: Count = 0
+
+
+class LogsTaken(Struct, frozen=True):
+    """The answer to `WorkerLines`: seconds until the agent may send more."""
+
+    wait: Seconds
 
 
 class Failure(Struct, frozen=True):

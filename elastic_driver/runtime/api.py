@@ -16,6 +16,7 @@
 | `/v1/shards/…`, `/v1/tf/…` | see `runtime.machine_api` |
 | `/v1/nodes` | see `runtime.joined` |
 | `POST /v1/output` | see `runtime.output` |
+| `POST /v1/logs`, `GET /v1/logs` | see `runtime.log_routes` |
 
 Handlers run on the server's loop: they decode a request, check it and post an event. Every
 decision about the job is made in the driver's thread. Errors have the form of
@@ -42,6 +43,7 @@ from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.openapi import HistorySince, OpenApi
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.auth import Caller, Role
@@ -124,9 +126,11 @@ class DriverRoutes:
         log: EventLog,
         joined: JoinedNodes | None = None,
         output: AgentsOutput | None = None,
+        *,
+        logs: LogRoutes | None = None,
         times: JobTimes | None = None,
     ) -> None:
-        self._driver, self._log, self._output = driver, log, output
+        self._driver, self._log, self._output, self._logs = driver, log, output, logs
         self.requests, self._joined = machine_api.OpenRequests(driver.post), joined
         self._times = JobTimes() if times is None else times
         self._streams = 0
@@ -147,7 +151,7 @@ class DriverRoutes:
             app.router.add_post(path, self._route_of(kind))
         machine_api.add_machine_routes(app, self.requests)
         OpenApi({**EVENT_OF_PATH, contract.STOP_PATH: StopRequest}).add_to(app)
-        for part in (self._joined, self._output):
+        for part in (self._joined, self._output, self._logs):
             if part is not None:
                 part.add_to(app)
 

@@ -22,6 +22,7 @@ from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api
+from elastic_driver.runtime.worker_logs import LogPage, LogQuery
 from rendezvous import access, wire
 from rendezvous.web import JSON, KVQuery
 
@@ -103,6 +104,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", contract.METRICS_PATH): Operation(_TEXT),
     ("GET", OPENAPI_PATH): Operation(dict[str, Any]),
     ("POST", contract.OUTPUT_PATH): Operation(Accepted, documents.OutputLines, code=202),
+    ("POST", contract.LOGS_PATH): Operation(documents.LogsTaken, documents.WorkerLines, code=202),
+    ("GET", contract.LOGS_PATH): Operation(LogPage, query=LogQuery),
     ("POST", join.HELLO_PATH): Operation(join.HelloAnswer, join.Hello),
     ("POST", join.PROOF_PATH): Operation(join.Joined, join.NodeProof),
     ("POST", join.NODES_PATH): Operation(join.Joined, join.NodeReport),

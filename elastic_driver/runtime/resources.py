@@ -32,6 +32,7 @@ from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import Head, JournalStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.library_logs import logs_shown
+from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.machine_api import SHARDS_PATH
 from elastic_driver.runtime.output import AgentsOutput, without_numbers
 from elastic_driver.runtime.reporter import Reporter
@@ -39,6 +40,7 @@ from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.runtime.successor import tell_agents
 from elastic_driver.runtime.suspects import Suspects
+from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
 from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import Role, make_token, read_credentials, read_token_file
 from rendezvous.errors import CertificateError, RendezvousError
@@ -101,7 +103,12 @@ class DriverResources:
         former = {} if setup.resumed is None else setup.resumed.keys
         output = AgentsOutput(setup.reporter.note, keep=self._keep, kept=former)
         self.times = JobTimes()
-        self.routes = DriverRoutes(driver, self.log, setup.joined, output, times=self.times)
+        most = setup.spec.keep_output * MIB
+        self._logs = WorkerLogs(setup.run_dir.output_folder, most, setup.reporter.note)
+        logs = LogRoutes(self._logs)
+        self.routes = DriverRoutes(
+            driver, self.log, setup.joined, output, logs=logs, times=self.times
+        )
         self.server: RendezvousServer | None = None
         self._suspects = Suspects(driver.post)
         self._began = 0.0  # unix seconds
@@ -136,6 +143,7 @@ class DriverResources:
                 self.journal.await_open()
             server = self.server = self._open_server(token, identity)
         self._closing.callback(self.log.close)
+        self._closing.callback(self._logs.close)
         self._closing.callback(self.journal.close)
         for nodes in (setup.joined, setup.checks):
             if nodes is not None:

@@ -2,6 +2,7 @@
 
     events.jsonl    the event log, kept
     journal.db      every event of the newest job of this name (0600), kept (docs/journal.md)
+    output/         the newest output of its workers (0600), kept (docs/operations.md)
     token           the driver's token (0600), removed when the job is over
     token-operator  the operator's and
     token-reader    the reader's token (0600), derived from it, removed with it
@@ -21,6 +22,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -35,6 +37,7 @@ from rendezvous.wire import UNREADABLE
 
 EVENTS_FILE = "events.jsonl"  # in the run's folder
 JOURNAL_FILE = "journal.db"
+OUTPUT_FOLDER = "output"
 MAX_RUN_ID_CHARS = 64  # it is part of file names and of workers' environments
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
@@ -88,6 +91,7 @@ class RunDir:
         self.path = state_dir.expanduser().absolute() / run_id
         self.events_file = self.path / EVENTS_FILE
         self.journal_file = self.path / JOURNAL_FILE
+        self.output_folder = self.path / OUTPUT_FOLDER
         self.token_file = self.path / "token"
         self.certificate = certificate_in(self.path)
         self.endpoint_file = self.path / "endpoint.json"
@@ -122,6 +126,8 @@ class RunDir:
             old = (self.journal_file, self.endpoint_file, *self._secret_files())
             for path in old if anew else ():
                 path.unlink(missing_ok=True)
+            if anew:
+                shutil.rmtree(self.output_folder, ignore_errors=True)
             probe = self.path / ".probe"
             try:
                 # On a full disk an empty file can often still be made, but no block.

@@ -41,6 +41,7 @@ from launcher.agent.ports import free_ports
 from launcher.agent.posted_output import Consoles
 from launcher.agent.probe_port import ProbePort
 from launcher.agent.processes import NOTICES, become_subreaper
+from launcher.agent.recorded_output import RecordedOutput
 from launcher.agent.usage import UsageThread
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.plan import plan_for
@@ -97,6 +98,7 @@ class Agent:
         self._heartbeats: Heartbeats | None = None
         self._usage: UsageThread | None = None
         self._consoles: Consoles | None = None
+        self._recorded: RecordedOutput | None = None
 
     async def run(self) -> int:
         """Take part in the job until the agent has a reason to end; return the exit status."""
@@ -127,6 +129,8 @@ class Agent:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._link.delivered(), LAST_WORDS_S)
             await consoles.drain(LAST_WORDS_S)
+            if self._recorded is not None:
+                await self._recorded.drain(LAST_WORDS_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
@@ -274,6 +278,10 @@ class Agent:
         )
         self._run_id, self._notice = spec.run_id, spec.grace_period
         link = self._link = self._link_to_driver(spec, term, consoles)
+        recorded = None
+        if spec.keep_output and config.incarnation < contract.FIRST_OF_CHECKS:
+            recorded = self._recorded = RecordedOutput(*agent, link.post)
+            self._spawn(recorded.run())
         workers = self._workers = Workers(
             spec,
             self._meeting,
@@ -282,6 +290,7 @@ class Agent:
             (consoles.stdout, consoles.stderr),
             report=link.report,
             say=self._say,
+            record=None if recorded is None else recorded.take,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, workers.strays)
         self._warm_up(spec)

@@ -114,9 +114,12 @@ class DriverLink:
             finally:
                 self._events.task_done()
 
-    async def post(self, path: str, body: bytes) -> None:
-        """POST to this driver or the next one; raises RequestError if it refuses the request."""
-        await self._call(lambda: self._client.post_json(path, body, self._deadline))
+    async def post(self, path: str, body: bytes) -> bytes:
+        """POST to this driver or the next one; return the answer.
+
+        Raises RequestError if it refuses the request.
+        """
+        return await self._call(lambda: self._client.post_json(path, body, self._deadline))
 
     async def _call(self, call: Callable[[], T]) -> T:
         """Call in a thread; the answer of a program that is no driver counts as none."""

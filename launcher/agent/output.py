@@ -23,6 +23,7 @@ import psutil
 from elastic_driver.console import Console
 from elastic_driver.core.documents import JobSpec, StartWorkerOrder
 from launcher.agent.lines import HoldBack, LineSplitter, visible
+from launcher.agent.recorded_output import Record
 
 OUT, ERR = 1, 2  # bits of torchrun's Std
 READ_BYTES = 64 * 1024
@@ -213,6 +214,7 @@ class Stream:
 
     def _show(self, lines: list[bytes]) -> None:
         """Show lines in their order, after `HoldBack` if this stream has one."""
+        self._worker.record(self._label, lines)
         if self._holdback is not None and lines:
             was_holding = self._holdback.holding
             lines = self._holdback.feed(lines, self._loop.time())
@@ -262,6 +264,7 @@ class WorkerOutput:
         log_dir: the folder for files; None: there are none.
         consoles: our stdout and stderr.
         say: shows a sentence to the user when a file cannot be written.
+        record: takes the lines for the driver; None: it wants none.
     """
 
     def __init__(
@@ -271,7 +274,10 @@ class WorkerOutput:
         log_dir: Path | None,
         consoles: tuple[Console, Console],
         say: Callable[[str], None],
+        *,
+        record: Record | None = None,
     ) -> None:
+        self._worker, self._record = order.worker, record
         self.rank, self.timestamp, self.say = order.place.rank, spec.timestamp, say
         self.pid = 0  # of the worker, once it was started
         self._cpu_then = 0.0  # CPU seconds of the worker when its last traceback began
@@ -305,6 +311,11 @@ class WorkerOutput:
         """Show the remaining output, free everything, and return the last lines of stderr."""
         self.stdout.finish(failed)
         return self.stderr.finish(failed)
+
+    def record(self, label: str, lines: list[bytes]) -> None:
+        """Hand lines of one stream on to the driver."""
+        if self._record is not None and lines:
+            self._record(self._worker, self.rank, ERR if label == "stderr" else OUT, lines)
 
     def note_traceback(self) -> None:
         """Note the CPU time when a traceback begins; much more means that the worker goes on."""

@@ -34,7 +34,7 @@ class PostedOutput:
         self,
         host: str,
         incarnation: int,
-        post: Callable[[str, bytes], Awaitable[None]],
+        post: Callable[[str, bytes], Awaitable[object]],
         flow: Callable[[bool], None],
     ) -> None:
         self._host, self._incarnation, self._post, self._flow = host, incarnation, post, flow
@@ -137,7 +137,7 @@ class Consoles:
     def outlive(
         self,
         agent: tuple[str, int],
-        post: Callable[[str, bytes], Awaitable[None]],
+        post: Callable[[str, bytes], Awaitable[object]],
         present: Callable[[], bool],
     ) -> PostedOutput:
         """Have lines posted to the next driver; the caller runs what is returned."""

@@ -20,6 +20,7 @@ from launcher.agent import processes
 from launcher.agent.environment import Meeting, worker_environment
 from launcher.agent.output import WorkerOutput, link_ranks
 from launcher.agent.processes import EXIT_NOT_EXECUTABLE, ProcessSpec, StartError, WorkerProcess
+from launcher.agent.recorded_output import Record
 from launcher.agent.stacks import look
 from launcher.agent.warm.starter import WorkerStarter
 from rendezvous.auth import Credentials, worker_token, write_token_file
@@ -39,6 +40,7 @@ class Workers:
         consoles: our stdout and stderr.
         report: takes the events for the driver, in order.
         say: shows a sentence to the user.
+        record: takes the lines of workers for the driver; None: it wants none.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Workers:
         *,
         report: Callable[[WorkerStarted | WorkerExited | WorkerStack], None],
         say: Callable[[str], None],
+        record: Record | None = None,
     ) -> None:
         self._spec, self._meeting, self._starter = spec, meeting, starter
-        self._own = own
+        self._own, self._record = own, record
         self._consoles, self._report, self._say = consoles, report, say
         self._inherited = dict(os.environ)
         self._log_dir = None if spec.log_dir is None else Path(spec.cwd, spec.log_dir)
@@ -172,7 +175,9 @@ class Workers:
             return
         self._pending.discard(worker)
         try:
-            output = WorkerOutput(order, self._spec, self._log_dir, self._consoles, self._say)
+            output = WorkerOutput(
+                order, self._spec, self._log_dir, self._consoles, self._say, record=self._record
+            )
         except (OSError, ValueError) as error:
             self._ended(WorkerExited(worker, EXIT_NOT_EXECUTABLE, f"cannot start: {error}"))
             return

@@ -1,4 +1,4 @@
-"""The subcommands for a running job: status, events, hosts, stacks, scale, drain and stop.
+"""The subcommands for a running job: status, events, hosts, logs, stacks, scale, drain and stop.
 
 `run` parses the words of a subcommand, finds the job and calls the function of that name. A
 description in `--help` is the function's docstring.
@@ -20,6 +20,7 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.options import SECONDS_OR_0, ValueKind, whole
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE, default_state_dir
+from launcher.ctl_commands import logs as logs_of
 from launcher.ctl_commands import show
 from launcher.ctl_commands.find import Where, find
 from rendezvous.client import RendezvousClient
@@ -77,6 +78,16 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
         "--since": {"type": _COUNT, "default": 0, "metavar": "N", "help": "start after event N"},
         "--json": {**_FLAG, "help": "print one JSON object a line"},
     },
+    "logs": {
+        "-f --follow": {**_FLAG, "help": "go on until the job is over"},
+        "--rank": {"type": _COUNT, "metavar": "R", "help": "what was written as this rank"},
+        "--worker": {"metavar": "W", "help": "of this worker, as elasticctl status names it"},
+        "--host": {"metavar": "H", "help": "of the workers on this host"},
+        "--since": {"type": _SECONDS, "metavar": "S", "help": "of the last S seconds"},
+        "--tail": {"type": _COUNT, "metavar": "N", "help": "the last N lines; not with -f"},
+        "--timestamps": {**_FLAG, "help": "put time and worker in front of each line"},
+        "--json": {**_FLAG, "help": "print one JSON object a line"},
+    },
     "stacks": {"--last": {**_FLAG, "help": "show those collected last, as at a hang"}},
     "scale": {"workers": {"type": _COUNT, "metavar": "N", "help": "the number of workers"}},
     "drain": {
@@ -102,10 +113,13 @@ def run(name: str, words: Sequence[str]) -> int:
         for names, rest in arguments.items():
             group.add_argument(*names.split(), **rest)
     given = parser.parse_args([_hyphenated(word) for word in words])
-    state_dir = (given.state_dir or default_state_dir(os.environ)).absolute()
+    given.state_dir = state_dir = (given.state_dir or default_state_dir(os.environ)).absolute()
     try:
         job = find(Where(state_dir, given.run_id, given.endpoint, given.token_file, given.journal))
-    except ClusterError:
+    except ClusterError as error:
+        if name == "logs":
+            logs_of.of_run(given, error)
+            return 0
         ended = read_result(state_dir / given.run_id / EVENTS_FILE) if given.run_id else None
         if name != "status" or ended is None:
             raise
@@ -173,6 +187,15 @@ def events(given: Given, job: Job) -> None:
         print(line.decode() if given.json else show.event(line), flush=True)
 
 
+def logs(given: Given, job: Job) -> None:
+    """Show what the workers have written, as far as it is kept (--keep-output), oldest first.
+
+    --rank R follows a rank: each line counts for the rank that its worker had then. Without a job
+    that runs, it is the newest run below the state directory, or the one of --run-id.
+    """
+    logs_of.of_job(given, job)
+
+
 def stacks(given: Given, job: Job) -> None:
     """Show the stack of every rank's training thread.
 
@@ -238,4 +261,4 @@ def stop(given: Given, job: Job) -> None:
     print(f"run {given.run_id} is stopping")
 
 
-ACTIONS = {f.__name__: f for f in (status, hosts, events, stacks, scale, drain, stop)}
+ACTIONS = {f.__name__: f for f in (status, hosts, events, logs, stacks, scale, drain, stop)}

@@ -176,7 +176,7 @@ def ended(result: JobResult, now: float) -> str:
     failure = result.failure
     if failure is None or not failure.log_tail:
         return text
-    said = [f"  {_clean(line)}" for line in failure.log_tail.splitlines()]
+    said = [f"  {cleaned(line)}" for line in failure.log_tail.splitlines()]
     return "\n".join([text, "", f"last words of {describe_failure(failure)}", *said])
 
 
@@ -303,7 +303,7 @@ def stacks(found: ShownEvent) -> str:
         place = _PLACES.get(group.where, group.where)
         apart = ", apart from the others" if group.odd else ""
         head = f"rank{'s' if len(group.ranks) > 1 else ''} {ranks}: {printable(place)}{apart}"
-        parts.append("\n".join([head, *(f"  {_clean(x)}" for x in group.stack.splitlines())]))
+        parts.append("\n".join([head, *(f"  {cleaned(x)}" for x in group.stack.splitlines())]))
     return "\n\n".join(parts)
 
 
@@ -319,11 +319,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def printable(text: str) -> str:
     """Return text from a script or a host as one line without control characters."""
-    return _clean(" ".join(text.split()))
+    return cleaned(" ".join(text.split()))
 
 
-def _clean(line: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in line)
+def cleaned(line: str) -> str:
+    """Return a line with its control characters, other than tabs, replaced."""
+    return "".join(char if char.isprintable() or char == "\t" else "?" for char in line)
 
 
 def duration(seconds: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from elastic_driver import contract
 from elastic_driver.runtime.api import EVENT_OF_PATH, DriverRoutes
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
+from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.openapi import OPENAPI_PATH, OPERATIONS, routes_of
 from elastic_driver.runtime.output import AgentsOutput
+from elastic_driver.runtime.worker_logs import WorkerLogs
 from rendezvous.access import OPEN, ROUTES
 from rendezvous.server import RendezvousServer
 from tests.rendezvous.common import TOKEN, request
@@ -27,7 +30,9 @@ class Routes:
     def __init__(self) -> None:
         self.log = EventLog(None, clock=lambda: 1.0, on_broken=lambda _: None)
         nodes = JoinedNodes(NodeRules("run", "1", 30.0, 1))
-        routes = DriverRoutes(NotingDriver(), self.log, nodes, AgentsOutput(lambda _: None))
+        output = AgentsOutput(lambda _: None)
+        logs = LogRoutes(WorkerLogs(Path("nowhere"), 0, lambda _: None))
+        routes = DriverRoutes(NotingDriver(), self.log, nodes, output, logs=logs)
         self.router: web.UrlDispatcher | None = None
 
         def add(app: web.Application) -> None:
