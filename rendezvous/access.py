@@ -4,7 +4,7 @@
 A route that is not in the table is the driver's alone. The first row of `KEYS` that a key begins
 with counts; a key of no row is a user's (`USERS`). `{own}` stands for one name: of the caller if it
 is a worker or a node, and of an agent of the caller's host (`<host>.<incarnation>`) if it is an
-agent.
+agent; `{joined}` for a round that the caller is a member of (`RoundMembers`).
 
 The server checks with `may_call` and `refused`. Pure.
 """
@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from rendezvous import wire
 from rendezvous.auth import Caller, Role
+from rendezvous.round_members import RoundMembers
 
 Roles = frozenset[Role]
-_OWN, _ROUNDS = "{own}", "rounds/"
+_OWN, _JOINED, _ROUNDS = "{own}/", "{joined}/", "rounds/"
 _FEW = 8
 _READ, _WRITE = 0, 1
 _MANY = (wire.Get, wire.Watch)
@@ -91,7 +92,8 @@ KEYS = (
     KeyRights("agents/{own}/orders/", NOBODY, AGENTS, "orders of the driver to an agent"),
     KeyRights("agents/{own}/", AGENTS, AGENTS, "an agent's lease, heartbeat and usage"),
     KeyRights("workers/{own}/", WORKERS, WORKERS, "a worker's leases and progress"),
-    KeyRights(_ROUNDS, WORKERS, WORKERS, "the meeting of a round's members"),
+    KeyRights("rounds/{joined}/", WORKERS, WORKERS, "the meeting of a round's members"),
+    KeyRights(_ROUNDS, NOBODY, WORKERS, "the meetings of rounds in which the caller is not"),
     KeyRights("checks/machines/", WORKERS, WORKERS, "the hosts of a machine"),
     KeyRights("checks/machine_locks/", WORKERS, WORKERS, "locks around measurements"),
     KeyRights("checks/assignments/{own}/", NOBODY, WORKERS, "a process's next task"),
@@ -101,7 +103,8 @@ KEYS = (
 USERS = KeyRights("", TRAINERS, TRAINERS, "keys of users")
 
 _ROLES_OF = {(row.method, row.path): row.roles for row in ROUTES}
-_SCOPES = tuple(dict.fromkeys(row.prefix.partition("/")[0] for row in KEYS))
+# All keys but users' begin with one of these.
+SYSTEM = tuple(dict.fromkeys(row.prefix.partition("/")[0] + "/" for row in KEYS))
 
 
 def may_call(caller: Caller, method: str, path: str) -> bool:
@@ -109,7 +112,9 @@ def may_call(caller: Caller, method: str, path: str) -> bool:
     return caller.role is Role.DRIVER or caller.role in _ROLES_OF.get((method, path), NOBODY)
 
 
-def refused(caller: Caller, operations: Sequence[wire.Operation]) -> str | None:
+def refused(
+    caller: Caller, operations: Sequence[wire.Operation], rounds: RoundMembers
+) -> str | None:
     """Return a sentence about the first operation that the caller may not carry out, or None."""
     rights = _RIGHTS[caller.role]
     if rights is None:
@@ -125,13 +130,16 @@ def refused(caller: Caller, operations: Sequence[wire.Operation]) -> str | None:
         elif isinstance(operation, wire.DeletePrefix):
             if not (rights.users[_WRITE] and _is_of_users(operation.prefix)):
                 return _sentence(caller, "delete what is below", operation.prefix)
-        elif not rights.allow(caller.subject, operation.key, _WRITE):
+        elif not rights.allow(caller.subject, operation.key, _WRITE, rounds):
             return _sentence(caller, "write", operation.key)
     return None
 
 
 def _sentence(caller: Caller, act: str, key: str) -> str:
-    return f"a token of role {caller.role.value} may not {act} {key[:200]!r}"
+    sentence = f"a token of role {caller.role.value} may not {act} {key[:200]!r}"
+    if caller.role is Role.WORKER and key.startswith(_ROUNDS):
+        return f"{sentence}: {caller.subject} is no member of that round"
+    return sentence
 
 
 class _KeyRights:
@@ -142,13 +150,18 @@ class _KeyRights:
         self._rows: dict[str, list[tuple[str, str | None, tuple[bool, bool]]]] = {}
         for row in KEYS:
             scope, _, rest = row.prefix.partition("/")
-            head, own, tail = rest.partition(_OWN + "/")
+            head, own, tail = rest.partition(_OWN)
             rights = role in row.readers, role in row.writers
+            if rest == _JOINED:
+                head, own, tail = "", _JOINED, _JOINED
             self._rows.setdefault(scope, []).append((head, tail if own else None, rights))
         self.users = role in USERS.readers, role in USERS.writers
 
-    def allow(self, subject: str, key: str, how: int) -> bool:
-        """Return whether a caller of this role may read or write a key."""
+    def allow(self, subject: str, key: str, how: int, rounds: RoundMembers | None = None) -> bool:
+        """Return whether a caller of this role may read or write a key.
+
+        Without `rounds` it is a member of none.
+        """
         scope, slash, rest = key.partition("/")
         rows = self._rows.get(scope) if slash else None
         if rows is None:
@@ -158,8 +171,11 @@ class _KeyRights:
                 continue
             if tail is None:
                 return rights[how]
-            owner, _, under = rest[len(head) :].partition("/")
-            if under.startswith(tail):
+            owner, slash, under = rest[len(head) :].partition("/")
+            if tail is _JOINED:
+                if slash and rounds is not None and rounds.may_write(subject, owner):
+                    return rights[how]
+            elif under.startswith(tail):
                 own = owner.rpartition(".")[0] if self._by_host else owner
                 return own == subject and rights[how]
         return False
@@ -182,9 +198,7 @@ class _KeyRights:
 
 def _is_of_users(prefix: str) -> bool:
     """Return whether every key that begins like this is a user's."""
-    return not any(
-        prefix.startswith(f"{scope}/") or f"{scope}/".startswith(prefix) for scope in _SCOPES
-    )
+    return not any(prefix.startswith(scope) or scope.startswith(prefix) for scope in SYSTEM)
 
 
 # None: there is nothing to look at.

@@ -5,6 +5,7 @@ A refusal names the bound, and the batch goes on with its next operation.
 
 from rendezvous import wire
 from rendezvous.limits import Hits, Limits
+from rendezvous.space import Owner
 
 # Costs, in looks at a key (see `Limits.batch_cost`). Other operations cost next to nothing.
 READ_COST, DELETE_COST, TOLD_COST = 4, 10, 2  # for each key, and for each batch that is told
@@ -13,12 +14,12 @@ _SMALL = (wire.Written, wire.Number)
 
 
 class Budget:
-    """The cost, size and waits of one batch so far."""
+    """The cost, size and waits of one batch so far; `owner`: the client that has sent it."""
 
-    __slots__ = ("_cost", "_hits", "_size", "_waits", "limits")
+    __slots__ = ("_cost", "_hits", "_size", "_waits", "limits", "owner")
 
-    def __init__(self, limits: Limits, hits: Hits) -> None:
-        self.limits, self._hits = limits, hits
+    def __init__(self, limits: Limits, hits: Hits, owner: Owner = None) -> None:
+        self.limits, self._hits, self.owner = limits, hits, owner
         self._cost = self._size = self._waits = 0
 
     def over(self) -> wire.StoreRefusal | None:
@@ -32,8 +33,11 @@ class Budget:
         """Charge for so many looks at a key."""
         self._cost += cost
 
-    def wait(self, waited: int, keys: int) -> wire.StoreRefusal | None:
-        """Charge for a wait for `keys` keys, when all batches wait for `waited`."""
+    def wait(self, waited: int, own: int, keys: int) -> wire.StoreRefusal | None:
+        """Charge for a wait for `keys` keys.
+
+        `waited`: keys that all batches wait for already; `own`: of them, those of this client.
+        """
         if self._waits >= self.limits.batch_waits:
             problem = f"a batch may wait {self._waits} times; send the rest in another one"
             return self.refuse("batch_waits", "too_large", problem)
@@ -43,6 +47,9 @@ class Budget:
         if waited + keys > self.limits.waited_keys:
             problem = f"clients wait for {waited} keys already; try again in a moment"
             return self.refuse("waits", "busy", problem)
+        if own + keys > self.limits.caller_waits and self.owner is not None:
+            problem = f"this client waits for {own} keys already; wait for fewer at a time"
+            return self.refuse("share", "busy", problem)
         self._waits += 1
         return None
 

@@ -31,9 +31,10 @@ from rendezvous.auth import Caller, Tokens
 from rendezvous.connections import Client, Connections
 from rendezvous.general import GeneralConnection
 from rendezvous.request_times import WAITS, RequestTimes
+from rendezvous.round_members import RoundMembers
 from rendezvous.service import Results, StoreService
 from rendezvous.turns import Queue, Turns
-from rendezvous.web import PostsOnce, Problem, problem_body
+from rendezvous.web import PostsOnce, Problem, owner_of, problem_body
 
 PIECE_BYTES = 64 * 1024  # the most of an answer in the memory of one connection
 QUICK_S = 0.001  # of the processor; a request of a connection that is served at once takes less
@@ -122,6 +123,7 @@ class FastPath:
         posts_once: PostsOnce,
         posts: Mapping[str, Post],
         tokens: Tokens,
+        rounds: RoundMembers,
         *,
         general: Callable[[], asyncio.Protocol],
         clients: Connections,
@@ -130,7 +132,7 @@ class FastPath:
     ) -> None:
         self._service, self.posts_once = service, posts_once
         self.posts: dict[str, Post] = {wire.BATCH_PATH: self._take_batch, **posts}
-        self.tokens, self.general = tokens, general
+        self.tokens, self._rounds, self.general = tokens, rounds, general
         ends = {True: "", False: " HTTP/1.1\r\n"}
         self.lines = {f"POST {p}{ends[p.endswith('/')]}".encode(): p for p in self.posts}
         self.clients, self.turns = clients, turns
@@ -150,7 +152,7 @@ class FastPath:
             batch = wire.decode_batch(body)
         except wire.UNREADABLE:
             return None
-        if access.refused(caller, batch.operations) is not None:
+        if access.refused(caller, batch.operations, self._rounds) is not None:
             return None
 
         def done(results: Results | None) -> None:
@@ -161,7 +163,8 @@ class FastPath:
             else:
                 answer(200, wire.encode_reply(results))
 
-        return self._service.ask(batch.operations, done, batch.write_id)
+        owner = owner_of(caller)
+        return self._service.ask(batch.operations, done, batch.write_id, owner=owner)
 
 
 class FastConnection(asyncio.Protocol):

@@ -30,6 +30,11 @@ class Limits(Struct, frozen=True, kw_only=True):
     # memory
     store_bytes: int = 1024**3  # of keys and values, with KEY_BYTES for each key [store]
     store_keys: int = 262_144  # [store]
+    users_bytes: int = 512 * 1024**2  # of keys that are users' [users]
+    users_keys: int = 131_072  # [users]
+    caller_bytes: int = 256 * 1024**2  # of keys that one client has written last [share]
+    caller_keys: int = 65_536  # [share]
+    caller_waits: int = 1024**2  # keys that one client waits for [share]
     waited_keys: int = 4 * 1024**2  # over all batches that wait [waits]
     reply_bytes: int = wire.MAX_VALUE_BYTES + 1024**2  # in the results of one batch [reply]
     arriving_bytes: int = 256 * 1024**2  # in all requests that have not arrived whole [arriving]
@@ -45,6 +50,8 @@ KEY_BYTES = 256  # what a key costs in memory, besides its text and value
 UNLIMITED = Limits(
     store_bytes=2**63,
     store_keys=2**63,
+    users_bytes=2**63,
+    users_keys=2**63,
     waited_keys=2**63,
     reply_bytes=2**63,
     batch_waits=2**63,
@@ -53,7 +60,8 @@ UNLIMITED = Limits(
 )  # for the driver's own operations on the store
 NAMES = (
     *("files", "unproven", "unproven_time", "caller", "request_time", "answer_time", "no_proof"),
-    *("store", "waits", "reply", "arriving", "leaving", "batch_waits", "batch_cost"),
+    *("store", "users", "share", "waits", "reply", "arriving", "leaving"),
+    *("batch_waits", "batch_cost"),
 )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from rendezvous import access
 from rendezvous.accept import Acceptor
 from rendezvous.auth import Role, Tokens
 from rendezvous.connections import Client, Connections
@@ -33,6 +34,7 @@ from rendezvous.general import around, within
 from rendezvous.limits import Hits, Limits
 from rendezvous.refusals import Refusals
 from rendezvous.request_times import RequestTimes
+from rendezvous.round_members import RoundMembers
 from rendezvous.service import Done, OnChanges, Results, StoreService
 from rendezvous.tls import ServerCertificate
 from rendezvous.tls_connections import HANDSHAKE_WAIT_S, TlsConnections
@@ -41,6 +43,7 @@ from rendezvous.web import (
     HITS,
     REFUSALS,
     REQUEST_TIMES,
+    ROUNDS,
     KVRoutes,
     PostsOnce,
     Problem,
@@ -84,7 +87,8 @@ class RendezvousServer:
     POSTs that are sent very often, by path (see `fast_path`). `first_revision`: see `KVStore`.
     `first(url)` returns operations that are carried out before any client's. `on_changes` and
     `passing`: see `StoreService`; `on_changes` is called on the server's thread.
-    `limits`: the bounds for clients; the calls below have none.
+    `limits`: the bounds for clients; the calls below have none. `rounds`: who may write a round's
+    keys; the caller keeps it up to date.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class RendezvousServer:
         certificate: ServerCertificate | None = None,
         known_by: str = "",
         limits: Limits | None = None,
+        rounds: RoundMembers | None = None,
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
@@ -118,6 +123,7 @@ class RendezvousServer:
         self._routes, self._posts = routes, posts or {}
         self.limits, self.hits = Limits() if limits is None else limits, Hits()
         self.refusals, self.request_times = Refusals(), RequestTimes()
+        self.rounds = RoundMembers() if rounds is None else rounds
         self._port: int | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -255,6 +261,7 @@ class RendezvousServer:
             passing=self._passing,
             limits=self.limits,
             hits=self.hits,
+            system=access.SYSTEM,
         )
         service.ask(self._first(self.url), lambda _results: None, bounded=False)
         posts_once, turns = PostsOnce(), Turns()
@@ -272,6 +279,7 @@ class RendezvousServer:
             posts_once,
             self._posts,
             self._tokens,
+            self.rounds,
             general=runner.server,
             clients=connections,
             turns=turns,
@@ -308,7 +316,7 @@ class RendezvousServer:
         """Return aiohttp with all routes, without a socket of its own."""
         middlewares = [around, guard(self._tokens, self.refusals), bounded, posts_once.middleware]
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
-        app[HITS], app[REFUSALS] = self.hits, self.refusals
+        app[HITS], app[REFUSALS], app[ROUNDS] = self.hits, self.refusals, self.rounds
         app[REQUEST_TIMES] = self.request_times
         KVRoutes(service).add_to(app)
         if self._routes is not None:

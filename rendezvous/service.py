@@ -14,6 +14,7 @@ from typing import Generic, TypeVar, cast
 
 from rendezvous.errors import StoppedError
 from rendezvous.limits import Hits, Limits
+from rendezvous.space import Owner
 from rendezvous.store import Answered, KVStore, Outcome
 from rendezvous.wire import Operation, Result, Set, Written, size_of
 
@@ -98,10 +99,11 @@ class StoreService:
         passing: tuple[str, ...] = (),
         limits: Limits | None = None,
         hits: Hits | None = None,
+        system: tuple[str, ...] = (),
     ) -> None:
         self._loop = asyncio.get_running_loop()
         kept = None if on_changes is None else passing
-        self._store = KVStore(first_revision, kept, limits, hits)
+        self._store = KVStore(first_revision, kept, limits, hits, system)
         self._on_changes = on_changes
         self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
         self._requests: dict[str, _WaitingRequest] = {}
@@ -123,6 +125,7 @@ class StoreService:
         request_id: str = "",
         *,
         bounded: bool = True,
+        owner: Owner = None,
     ) -> Callable[[], object]:
         """Carry out a batch and call `done` once with its results, perhaps at once.
 
@@ -131,12 +134,12 @@ class StoreService:
         A request with an id is carried out once: a repeat gets the results of the first request, or
         waits with it. When all its clients have gone, it stops waiting. The operations that it has
         carried out stay done, and a repeat carries out the others. `bounded`: the limits hold, as
-        they do for every batch but the driver's own.
+        they do for every batch but the driver's own. `owner`: see `space`.
         """
         if self._closed:
             done(None)
         elif not request_id:
-            self._submit(done, operations, bounded=bounded)
+            self._submit(done, operations, bounded, owner)
             return partial(self._store.cancel, done)
         elif (request := self._requests.get(request_id)) is not None:
             request.clients.append(done)
@@ -148,12 +151,17 @@ class StoreService:
             request = self._requests[request_id] = _WaitingRequest(
                 operations, before, [done], ticket
             )
-            self._submit(ticket, operations[len(before) :], bounded=bounded)
+            self._submit(ticket, operations[len(before) :], bounded, owner)
             return partial(self._leave, request_id, request, done)
         return lambda: None
 
     async def carry_out(
-        self, operations: Sequence[Operation], request_id: str = "", *, bounded: bool = True
+        self,
+        operations: Sequence[Operation],
+        request_id: str = "",
+        *,
+        bounded: bool = True,
+        owner: Owner = None,
     ) -> Results:
         """Return the results of a batch; raise StoppedError if the service is closed.
 
@@ -165,7 +173,7 @@ class StoreService:
             if not answer.done():
                 answer.set_result(results)
 
-        leave = self.ask(operations, done, request_id, bounded=bounded)
+        leave = self.ask(operations, done, request_id, bounded=bounded, owner=owner)
         try:
             results = await answer
         finally:
@@ -216,9 +224,12 @@ class StoreService:
 
     # ---- the store -----------------------------------------------------------------------
 
-    def _submit(self, ticket: Done, operations: Sequence[Operation], *, bounded: bool) -> None:
+    def _submit(
+        self, ticket: Done, operations: Sequence[Operation], bounded: bool, owner: Owner
+    ) -> None:
         now = self._loop.time()
-        self._deliver(self._store.submit(ticket, operations, now, bounded=bounded))
+        outcomes = self._store.submit(ticket, operations, now, bounded=bounded, owner=owner)
+        self._deliver(outcomes)
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         if self._on_changes is not None and (changes := self._store.take_changes()):

@@ -14,11 +14,12 @@ another batch is carried out; when the wait is over, the batch goes on.
 * Below a sealed prefix, writes and waits are refused as long as the store exists; no keys exist
   there.
 * `limits` bound what a client's batch may cost and leave behind. An operation over a bound is
-  refused, and the batch goes on. The driver's own batches have no bounds.
+  refused, and the batch goes on. The driver's own batches have no bounds. `space` knows the room
+  that each client's keys take.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +28,8 @@ from msgspec import Struct
 from rendezvous import wire
 from rendezvous.budget import BYTES_PER_LOOK, DELETE_COST, READ_COST, TOLD_COST, Budget
 from rendezvous.deadlines import Deadlines
-from rendezvous.limits import KEY_BYTES, UNLIMITED, Hits, Limits
+from rendezvous.limits import UNLIMITED, Hits, Limits
+from rendezvous.space import Owner, StoreSpace
 
 _COUNTER_LIMIT = 2**63  # counters are what torch's stores hold: signed 64-bit
 _LONG_WAIT_S = 1.0
@@ -77,6 +79,7 @@ class KVStore:
     Revisions start at `first_revision`. If a store replaces another one, this number is larger than
     any revision of the old store: clients wait for a revision above the last one they saw.
     `passing`: keys that begin like this are not kept for the next store; None: no key is.
+    `system`: keys that begin like this are the job's own, see `StoreSpace`.
     """
 
     def __init__(
@@ -85,13 +88,15 @@ class KVStore:
         passing: tuple[str, ...] | None = None,
         limits: Limits | None = None,
         hits: Hits | None = None,
+        system: tuple[str, ...] = (),
     ) -> None:
         self._revision = first_revision
         self._passing = passing
         self._limits = Limits() if limits is None else limits
         self._hits = Hits() if hits is None else hits
-        self._bytes = 0  # of keys, values and sealed prefixes
+        self._space = StoreSpace(system)
         self._waited = 0  # keys in the index, once for each batch
+        self._waited_by: Counter[Owner] = Counter()
         self._shared_bytes = 0
         self._changed: dict[str, None] = {}  # keys to be kept, since `take_changes`
         self._data: dict[str, wire.Entry] = {}
@@ -129,16 +134,17 @@ class KVStore:
         now: float,
         *,
         bounded: bool = True,
+        owner: Owner = None,
     ) -> list[Outcome]:
         """Carry out a batch; return all outcomes, those of other batches included.
 
         `ticket` names the batch until it is answered, exactly once, by this call or a later one.
-        `bounded`: it is a client's, and the limits hold for it.
+        `bounded`: it is a client's, and the limits hold for it. `owner`: of what it writes.
         Raises ValueError if a waiting batch already has this ticket.
         """
         if ticket in self._parked:
             raise ValueError(f"ticket {ticket!r} is already waiting")
-        budget = Budget(self._limits if bounded else UNLIMITED, self._hits)
+        budget = Budget(self._limits if bounded else UNLIMITED, self._hits, owner)
         self._runnable.append(_RunningBatch(ticket, operations, budget))
         return self._run(now)
 
@@ -248,10 +254,11 @@ class KVStore:
         for key in thresholds:
             if refused := self._refuse_sealed(key):
                 return refused
-        if refused := batch.budget.wait(self._waited, len(thresholds)):
+        owner = batch.budget.owner
+        if refused := batch.budget.wait(self._waited, self._waited_by[owner], len(thresholds)):
             return refused
         batch.thresholds, batch.unmet = thresholds, unmet
-        self._waited += len(thresholds)
+        self._count_waited(owner, len(thresholds))
         for key in thresholds:
             self._index.setdefault(key, {})[batch] = None
         self._parked[batch.ticket] = batch
@@ -261,8 +268,14 @@ class KVStore:
         self._waits.set(batch.ticket, until)
         return None
 
+    def _count_waited(self, owner: Owner, more: int) -> None:
+        self._waited += more
+        self._waited_by[owner] += more
+        if not self._waited_by[owner]:
+            del self._waited_by[owner]
+
     def _unpark(self, batch: _RunningBatch) -> None:
-        self._waited -= len(batch.thresholds)
+        self._count_waited(batch.budget.owner, -len(batch.thresholds))
         for key in batch.thresholds:
             waiters = self._index[key]
             del waiters[batch]
@@ -351,28 +364,24 @@ class KVStore:
             problem = f"key {key!r}: {len(value)} bytes are over the limit of {limit}"
             return wire.StoreRefusal("too_large", problem)
         held = self._data.get(key)
-        before, growth = 0, len(value) + len(key) + KEY_BYTES
-        if held is not None:
-            before, growth = held.revision, len(value) - len(held.value)
-        if growth > 0 and self._is_full(growth, held is None, budget.limits):
-            problem = f"key {key!r}: the store is full; delete keys, or write smaller values"
-            return budget.refuse("store", "store_full", problem)
+        before = None if held is None else len(held.value)
+        full = self._space.refuse(key, before, len(value), budget.owner, budget.limits)
+        if full is not None:
+            bound, code, problem = full
+            return budget.refuse(bound, code, f"key {key!r}: {problem}")
+        self._space.put(key, before, len(value), budget.owner)
         self._revision += 1
-        self._bytes += growth
         self._data[key] = wire.Entry(value, self._revision)
-        if told := self._tell_waiters(key, before, self._revision):
+        since = 0 if held is None else held.revision
+        if told := self._tell_waiters(key, since, self._revision):
             budget.spend(TOLD_COST * told)
         return wire.Written(self._revision)
-
-    def _is_full(self, growth: int, is_new: bool, limits: Limits) -> bool:
-        too_many = is_new and len(self._data) >= limits.store_keys
-        return too_many or self._bytes + growth > limits.store_bytes
 
     def _delete(self, key: str) -> bool:
         entry = self._data.pop(key, None)
         self._leases.discard(key)
         if entry is not None:
-            self._bytes -= len(entry.value) + len(key) + KEY_BYTES
+            self._space.drop(key, len(entry.value))
             self._tell_waiters(key, entry.revision, 0)
         return entry is not None
 
@@ -390,12 +399,11 @@ class KVStore:
         return wire.Number(len(keys))
 
     def _seal(self, prefix: str, budget: Budget) -> wire.StoreRefusal | None:
-        size = len(prefix) + KEY_BYTES
         if prefix not in self._sealed:
-            if self._is_full(size, False, budget.limits):
-                problem = f"{prefix!r} cannot be sealed: the store is full; delete keys"
-                return budget.refuse("store", "store_full", problem)
-            self._bytes += size
+            if full := self._space.refuse(prefix, None, 0, budget.owner, budget.limits):
+                bound, code, problem = full
+                return budget.refuse(bound, code, f"{prefix!r} cannot be sealed: {problem}")
+            self._space.seal(prefix, budget.owner)
             self._sealed.add(prefix)
             self._sealed_lengths[len(prefix)] = None
         return None

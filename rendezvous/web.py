@@ -29,12 +29,14 @@ from aiohttp.typedefs import Handler, Middleware
 from msgspec import Meta, Struct
 
 from rendezvous import access, wire
-from rendezvous.auth import AUTHORIZATION, Caller, Tokens
+from rendezvous.auth import AUTHORIZATION, Caller, Role, Tokens
 from rendezvous.errors import RefusedError, StoppedError
 from rendezvous.limits import Hits
 from rendezvous.refusals import OF_CONNECTION, Refusals
 from rendezvous.request_times import RequestTimes
+from rendezvous.round_members import RoundMembers
 from rendezvous.service import AnswerMemory, StoreService
+from rendezvous.space import Owner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,7 +47,9 @@ FORBIDDEN = "forbidden"
 REFUSALS = web.AppKey("refusals", Refusals)
 HITS = web.AppKey("hits", Hits)  # of the server, for handlers that show them
 REQUEST_TIMES = web.AppKey("request_times", RequestTimes)
-_REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409, "store_full": 503, "busy": 429}
+ROUNDS = web.AppKey("rounds", RoundMembers)
+_REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409, "store_full": 503}
+_REFUSED |= {"busy": 429, "share_full": 429}
 _ANSWER_BYTES = 1024  # assumed size of an answer that is kept, without its body and key
 _MOST_PENDING = 65536  # POSTs that are being answered; each may outlive its client's connection
 # Status → code for programs, and a hint.
@@ -128,6 +132,11 @@ def guard(tokens: Tokens, refusals: Refusals) -> Middleware:
 def caller_of(request: web.Request) -> Caller:
     """Return who has sent a request that `guard` has let in."""
     return request[CALLER]
+
+
+def owner_of(caller: Caller) -> Owner:
+    """Return the owner of what a caller writes; the driver's keys count for nobody."""
+    return None if caller.role is Role.DRIVER else caller
 
 
 def forbidden(sentence: str) -> Problem:
@@ -278,7 +287,8 @@ class KVRoutes:
         """Carry out many operations; a repeat of the same request changes nothing."""
         batch = await read_json(request, wire.decode_batch)
         _check(request, batch.operations)
-        results = await self._service.carry_out(batch.operations, batch.write_id)
+        owner = owner_of(caller_of(request))
+        results = await self._service.carry_out(batch.operations, batch.write_id, owner=owner)
         return web.Response(body=wire.encode_reply(results), content_type=JSON)
 
     async def get(self, request: web.Request) -> web.Response:
@@ -314,13 +324,15 @@ class KVRoutes:
 
     async def _one(self, request: web.Request, operation: wire.Operation, kind: type[T]) -> T:
         _check(request, (operation,))
-        (result,) = await self._service.carry_out((operation,))
+        owner = owner_of(caller_of(request))
+        (result,) = await self._service.carry_out((operation,), owner=owner)
         return wire.expect(result, kind)
 
 
 def _check(request: web.Request, operations: Sequence[wire.Operation]) -> None:
     """Raise Problem if the caller may not carry out one of these."""
-    if (sentence := access.refused(caller_of(request), operations)) is not None:
+    sentence = access.refused(caller_of(request), operations, request.app[ROUNDS])
+    if sentence is not None:
         raise forbidden(sentence)
 
 

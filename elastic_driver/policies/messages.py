@@ -77,6 +77,14 @@ class PublishKey(CausedDecision, frozen=True, tag="publish_key"):
     reason: str
 
 
+class AdmitMembers(CausedDecision, frozen=True, tag="admit_members"):
+    """Let these workers, and no others, write the keys of a round."""
+
+    round: int
+    members: tuple[str, ...]
+    reason: str
+
+
 class ShowLine(CausedDecision, frozen=True, tag="show_line"):
     """Show the user a line."""
 

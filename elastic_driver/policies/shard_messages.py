@@ -12,6 +12,8 @@ from elastic_driver.policies.messages import RepeatableRequest
 
 # The holder of shards that all members of the job's world train together.
 WORLD = "world"
+# The name in which a worker opens a data set without holding any shard.
+OPENING = "opening"
 
 Offset = Annotated[int, Meta(ge=0, le=2**62)]
 Count = Annotated[int, Meta(ge=1, le=2**62)]

@@ -47,6 +47,7 @@ from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.openapi import HistorySince, OpenApi
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.auth import Caller, Role
+from rendezvous.round_members import RoundMembers
 from rendezvous.web import (
     HITS,
     JSON,
@@ -131,7 +132,8 @@ class DriverRoutes:
         times: JobTimes | None = None,
     ) -> None:
         self._driver, self._log, self._output, self._logs = driver, log, output, logs
-        self.requests, self._joined = machine_api.OpenRequests(driver.post), joined
+        self.rounds, self._joined = RoundMembers(), joined
+        self.requests = machine_api.OpenRequests(driver.post, self.rounds)
         self._times = JobTimes() if times is None else times
         self._streams = 0
         self._asking = asyncio.Lock()  # held while the driver is asked for its status

@@ -21,7 +21,14 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.errors import assert_never
 from elastic_driver.policies.goodput import Ledger, read_line
-from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent, ShowLine
+from elastic_driver.policies.messages import (
+    AdmitMembers,
+    KeysRead,
+    PublishKey,
+    ReadKeys,
+    SendEvent,
+    ShowLine,
+)
 from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
 from elastic_driver.policies.shard_messages import StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
@@ -93,6 +100,8 @@ class Executor:
                 self._read_keys(decision)
             case PublishKey(key=key, value=value):
                 self._set(key, value)
+            case AdmitMembers(round=round_id, members=members):
+                self.server.rounds.admit(round_id, members)
             case SendEvent(event=event):
                 self.post(event)
             case ShowLine(line=line):
@@ -122,7 +131,7 @@ class Executor:
             case do.PublishSave(request=request):
                 self._set(contract.JOB_SAVE, doc.encode(request))
             case do.SealRound(round=round_id):
-                self._delete(contract.round_prefix(round_id), seal=True)
+                self._seal_rounds(round_id)
             case do.AskStacks(number=number):
                 self._set(contract.JOB_STACKS, str(number).encode())
             case do.Announce():
@@ -142,6 +151,10 @@ class Executor:
 
     def _delete(self, *prefixes: str, seal: bool = False) -> None:
         self.server.post([wire.DeletePrefix(prefix, seal=seal) for prefix in prefixes])
+
+    def _seal_rounds(self, *rounds: int) -> None:
+        self._delete(*map(contract.round_prefix, rounds), seal=True)
+        self.server.rounds.seal(*rounds)
 
     def _start_agent(self, host: str, incarnation: int) -> None:
         self.orders[host, incarnation] = 0
@@ -201,6 +214,7 @@ class Executor:
         self._world = world
         self._results.world_published(world)
         self.post(RoundPublished(world))
+        self.server.rounds.publish(world.round, (member.worker for member in world.members))
         self._set(contract.JOB_WORLD, doc.encode_world(world))
         self._show(self.tails.world_published(world.round))
 
@@ -319,7 +333,8 @@ class Executor:
             self._remember(step, run.unix_offset)
         over = range(max(1, job.rounds.current.number - SEALED_ROUNDS), job.rounds.current.number)
         lost = (contract.agent_prefix(*agent) for agent in job.fleet.given_up.items())
-        self._delete(*map(contract.round_prefix, over), *lost, seal=True)
+        self._seal_rounds(*over)
+        self._delete(*lost, seal=True)
 
     def _remember(self, step: Step, unix_offset: float) -> None:
         """Remember what followed from an event of the driver before this one."""

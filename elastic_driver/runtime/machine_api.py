@@ -33,8 +33,9 @@ from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
 from rendezvous.access import may_call
-from rendezvous.auth import Caller
-from rendezvous.web import JSON, Problem, problem_body, read_json
+from rendezvous.auth import Caller, Role
+from rendezvous.round_members import RoundMembers
+from rendezvous.web import JSON, Problem, caller_of, forbidden, problem_body, read_json
 from rendezvous.wire import UNREADABLE
 
 Asking = shards.ShardRequest | tf.TfRequest
@@ -57,6 +58,7 @@ ROUTES: tuple[tuple[str, str, type[Struct]], ...] = (
 _UNPROCESSABLE = ("bad_bounds", "bad_dataset", "bad_name", "other_source", "unknown_partition")
 _STATUS = {"unknown_dataset": 404, "timed_out": 408, "too_large": 413}
 _STATUS |= dict.fromkeys(_UNPROCESSABLE, 422)  # 409 for all other rejections
+_OF_WORKERS = (shards.NextRequest, shards.DoneRequest, shards.ResumeRequest)
 _encode = msgspec.json.Encoder().encode
 _DECODE_FAST: dict[str, Callable[[bytes], shards.NextRequest | shards.DoneRequest]] = {
     "next": msgspec.json.Decoder(shards.NextRequest).decode,
@@ -72,10 +74,11 @@ class OpenRequests:
     """Requests that wait for a machine's answer, by their ticket.
 
     `post` puts an event into the driver's mailbox; it returns False if the driver does not take it.
+    `rounds` knows the members of the job's world.
     """
 
-    def __init__(self, post: Callable[[RequestEvent], bool]) -> None:
-        self._post = post
+    def __init__(self, post: Callable[[RequestEvent], bool], rounds: RoundMembers) -> None:
+        self._post, self._rounds = post, rounds
         self._tickets = count(1)
         self._open: dict[int, Callable[[Answer], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -126,6 +129,8 @@ class OpenRequests:
             request = decode(body)
         except UNREADABLE:
             return None
+        if not self.may_ask(caller, request):
+            return None
 
         def done(found: Answer) -> None:
             if isinstance(found, Problem):
@@ -134,6 +139,18 @@ class OpenRequests:
                 answer(200, found or b"")
 
         return self.begin(lambda ticket: shards.ShardRequest(ticket, name, request), done)
+
+    def may_ask(self, caller: Caller, request: Struct) -> bool:
+        """Return whether a caller may send this: a worker asks and reports in its own name.
+
+        A member of the newest world may also do so for the world.
+        """
+        if caller.role is not Role.WORKER or not isinstance(request, _OF_WORKERS):
+            return True
+        if request.worker == shards.WORLD:
+            return self._rounds.may_speak_for_world(caller.subject)
+        opens = isinstance(request, shards.ResumeRequest) and not request.held
+        return request.worker == caller.subject or (opens and request.worker == shards.OPENING)
 
     def answer(self, replies: Iterable[Reply]) -> None:
         """Answer waiting requests; called in the driver's thread."""
@@ -184,6 +201,10 @@ def _handler(
             return decode_body(body)
 
         asked: Any = await read_json(request, decode)
+        caller = caller_of(request)
+        if not requests.may_ask(caller, asked):
+            said = f"worker {caller.subject} may not speak for {asked.worker!r}"
+            raise forbidden(f"{said}: a worker holds shards in its own name")
         dataset = request.match_info.get("dataset")
         if dataset is None:
             found = await requests.ask(lambda ticket: tf.TfRequest(ticket, asked))

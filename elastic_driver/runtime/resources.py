@@ -223,6 +223,7 @@ class DriverResources:
             first=partial(first_documents, setup.term, setup.spec, kept),
             on_changes=lambda values: self._mailbox.put(mail.KeysChanged(values)),
             passing=contract.PASSING_SCOPES,
+            rounds=routes.rounds,
         )
         listen(server, setup.spec.run_id, again=setup.resumed is not None)
         self._closing.callback(server.stop)

@@ -57,7 +57,8 @@ class ShardClient(AbstractContextManager["ShardClient"]):
 
     Args:
         name: of the data set, the same on every worker: letters, digits, '.', '_', '-'.
-        worker: the name in which shards are held; this worker's own by default.
+        worker: the name in which shards are held; this worker's own by default. In a job the driver
+            takes no other name but "world", for shards that all members train together.
         timeout: seconds to wait for a driver that does not answer; at least `--driver-timeout`.
         shard_records: records of one shard.
         records: length of the data set.
@@ -178,7 +179,8 @@ class ShardClient(AbstractContextManager["ShardClient"]):
 
     def _open(self) -> None:
         """Open the data set, for requests that do not describe it."""
-        self._ask("resume", messages.ResumeRequest("opening", self._dataset, {}), messages.Resumed)
+        opening = messages.ResumeRequest(messages.OPENING, self._dataset, {})
+        self._ask("resume", opening, messages.Resumed)
 
     def _ask(self, action: str, request: Any, kind: Any) -> Any:
         """Return the answer to a request, of this kind; wait for a driver that is away."""

@@ -65,6 +65,7 @@ def test_a_worker_that_overwrites_orders_is_refused_and_everybody_trains_on(
         Set(contract.worker_lease(peer), lease=0.01),
         Get((contract.worker_progress(peer),)),
         Get((contract.agent_order("localhost", 1, 1),)),
+        *(Set(f"rounds/{n}/mine") for n in (0, 2, 10**9 + 1)),
         DeletePrefix("rounds/1/", seal=True),
         DeletePrefix("job/"),
         Count(),
@@ -87,6 +88,7 @@ def test_a_worker_that_overwrites_orders_is_refused_and_everybody_trains_on(
         for attempt in attempts:
             with pytest.raises(RequestError, match="403 forbidden"):
                 attempt()
+        worker.set("rounds/1/mine", b"a key of its round")
         worker.set("mine/note", b"a key of users")
         assert worker.get(contract.JOB_WORLD) is not None
     job.until(

@@ -11,7 +11,8 @@ from rendezvous import auth
 from rendezvous.access import KEYS, ROUTES, may_call, refused
 from rendezvous.auth import Caller, Role
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import RequestError
+from rendezvous.errors import RequestError, SealedError
+from rendezvous.round_members import RoundMembers
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import (
     Add,
@@ -33,6 +34,10 @@ AGENT = Caller(Role.AGENT, "a")
 WORKER = Caller(Role.WORKER, "a.0.1")
 OPERATOR, READER, NODE = Caller(Role.OPERATOR), Caller(Role.READER), Caller(Role.NODE, "n")
 ALL = {AGENT, WORKER, OPERATOR, READER, NODE}
+ROUNDS = RoundMembers()  # the worker is a member of round 7, and round 5 is over
+ROUNDS.publish(7, ["a.0.1", "b.0.1"])
+ROUNDS.admit(8, ["b.0.1"])
+ROUNDS.seal(5)
 
 # A key, who may write it, and who may read it.
 RIGHTS: tuple[tuple[str, set[Caller], set[Caller]], ...] = (
@@ -50,6 +55,12 @@ RIGHTS: tuple[tuple[str, set[Caller], set[Caller]], ...] = (
     ("workers/a.0.10/lease", set(), set()),
     ("workers/a.1.1/progress", set(), set()),
     ("rounds/7/anything", {WORKER}, {WORKER}),
+    ("rounds/7", set(), {WORKER}),
+    ("rounds/07/anything", set(), {WORKER}),
+    ("rounds/8/anything", set(), {WORKER}),
+    ("rounds/9/anything", set(), {WORKER}),
+    ("rounds/5/anything", {WORKER}, {WORKER}),  # where the store says that it is sealed
+    ("rounds//7/", set(), {WORKER}),
     ("checks/spec", set(), {AGENT, WORKER}),
     ("checks/machines/x", {WORKER}, {WORKER}),
     ("checks/machine_locks/x", {WORKER}, {WORKER}),
@@ -66,8 +77,8 @@ RIGHTS: tuple[tuple[str, set[Caller], set[Caller]], ...] = (
 
 def allowed(operations: Sequence[Operation]) -> set[Caller]:
     """Return the callers that may carry these out; the driver may carry out everything."""
-    assert refused(auth.DRIVER, operations) is None
-    return {caller for caller in ALL if refused(caller, operations) is None}
+    assert refused(auth.DRIVER, operations, ROUNDS) is None
+    return {caller for caller in ALL if refused(caller, operations, ROUNDS) is None}
 
 
 @pytest.mark.parametrize(("key", "writers", "readers"), RIGHTS)
@@ -151,6 +162,29 @@ def test_a_refused_request_changes_nothing_and_says_why(
     entry = client.get("agents/a.1/orders/1")
     assert entry is not None
     assert entry.value == b"the driver's"
+
+
+def test_a_worker_writes_keys_of_its_own_round_only(server: RendezvousServer) -> None:
+    clients = {
+        name: RendezvousClient(server.url, auth.worker_token(auth.agent_token(TOKEN, "a"), name))
+        for name in ("a.0.1", "a.1.1")
+    }
+    member, other = clients["a.0.1"], clients["a.1.1"]
+    server.rounds.publish(3, ["a.0.1"])
+    member.set("rounds/3/x", b"1")
+    assert other.get("rounds/3/x") is not None, "it may look"
+    with pytest.raises(RequestError, match=r"403 forbidden: .*a\.1\.1 is no member of that round"):
+        other.set("rounds/3/x", b"2")
+    with pytest.raises(RequestError, match=r"403 .*docs/security\.md"):
+        member.set("rounds/4/x", b"1")
+    server.rounds.publish(4, ["a.1.1"])
+    member.set("rounds/3/x", b"2")  # it may still be in that round
+    server.post([DeletePrefix("rounds/3/", seal=True)])
+    server.rounds.seal(3)
+    for client in clients.values():
+        with pytest.raises(SealedError):
+            client.set("rounds/3/x", b"3")
+        client.close()
 
 
 def test_single_keys_have_the_same_rights(server: RendezvousServer) -> None:

@@ -35,14 +35,17 @@ class Client:
 
     def __init__(self, **limits: Any) -> None:
         self.hits = Hits()
-        self.store = KVStore(limits=Limits(**limits), hits=self.hits)
+        self.store = KVStore(limits=Limits(**limits), hits=self.hits, system=("rounds/",))
         self.sent = 0
 
-    def do(self, *operations: Operation, bounded: bool = True, now: float = 0.0) -> list[Any]:
+    def do(
+        self, *operations: Operation, bounded: bool = True, now: float = 0.0, owner: str = "one"
+    ) -> list[Any]:
         """Return the results of a batch; an empty list if it waits."""
         self.sent += 1
         found: list[Result] = []
-        for outcome in self.store.submit(self.sent, operations, now, bounded=bounded):
+        who = owner if bounded else None
+        for outcome in self.store.submit(self.sent, operations, now, bounded=bounded, owner=who):
             if isinstance(outcome, Answered) and outcome.ticket == self.sent:
                 found += outcome.results
         return found
@@ -87,7 +90,7 @@ def test_what_expires_or_is_deleted_makes_room() -> None:
         assert [type(result) for result in wrote] == [Written, Written]
         client.store.expire(2 * turn + 1.0)
         assert client.do(Delete("k"))[0] == Number(1)
-    assert client.store._bytes == 0
+    assert client.store._space.bytes == 0
 
 
 def test_sealed_prefixes_take_room() -> None:
@@ -96,6 +99,72 @@ def test_sealed_prefixes_take_room() -> None:
     assert [isinstance(result, Number) for result in sealed] == [True, True, True, False, False]
     assert client.do(DeletePrefix("r0/", seal=True)) == [Number(0)]
     assert client.do(DeletePrefix("r9/", seal=True), bounded=False) == [Number(0)]
+
+
+# ---- shares ----------------------------------------------------------------------------
+
+
+def test_users_keys_leave_room_for_all_others() -> None:
+    client = Client(store_keys=5, users_keys=3, users_bytes=3 * (KEY_BYTES + 100))
+    results = client.do(*(Set(f"k{n}") for n in range(4)))
+    assert [isinstance(result, Written) for result in results] == [True, True, True, False]
+    assert refused(results[3], "store_full")
+    assert refused(client.do(Append("k0", b"x" * 300))[0], "store_full")
+    assert isinstance(client.do(Set("rounds/1/a", b"x" * 300))[0], Written)
+    assert client.hits.snapshot()["users"] == 2
+    assert client.do(Delete("k1"))[0] == Number(1)
+    assert isinstance(client.do(Set("k4"))[0], Written)
+
+
+@pytest.mark.parametrize("prefix", ["k", "rounds/1/"])
+def test_one_client_takes_no_more_than_its_share(prefix: str) -> None:
+    client = Client(caller_keys=3, caller_bytes=3 * (KEY_BYTES + 20))
+    mine = [f"{prefix}{n}" for n in range(5)]
+    results = client.do(*map(Set, mine))
+    assert [isinstance(result, Written) for result in results] == [True] * 3 + [False] * 2
+    assert refused(results[3], "share_full")
+    assert refused(client.do(Set(mine[0], b"x" * 100))[0], "share_full")
+    assert isinstance(client.do(Set(mine[0], b"x", lease=1.0))[0], Written)
+    for writer in ("two", "three"):
+        assert isinstance(client.do(Set(f"{prefix}{writer}"), owner=writer)[0], Written)
+    assert isinstance(client.do(Set(f"{prefix}four"), bounded=False)[0], Written)
+    assert client.hits.snapshot()["share"] == 3
+    client.store.expire(1.0)
+    assert isinstance(client.do(Set(mine[3]))[0], Written)
+
+
+def test_a_key_counts_for_who_has_written_it_last() -> None:
+    client = Client(caller_keys=2)
+    for name in ("a", "b"):
+        client.do(Set(name))
+    assert refused(client.do(Set("c"))[0], "share_full")
+    assert client.do(Add("b", 1), owner="two")[0].code == "not_a_number"
+    assert isinstance(client.do(Append("b", b"x"), owner="two")[0], Written)
+    assert isinstance(client.do(Set("c"))[0], Written)
+    assert refused(client.do(Set("b", b""))[0], "share_full")
+    assert isinstance(client.do(Set("c"), bounded=False)[0], Written)  # now it is the driver's
+    assert isinstance(client.do(Set("b"))[0], Written)
+    client.do(*map(Delete, "abc"))
+    space = client.store._space
+    assert (space.bytes, space.keys, space._held, space._owners) == (0, 0, {}, {})
+
+
+def test_sealed_prefixes_count_for_who_has_sealed_them() -> None:
+    client = Client(caller_keys=2)
+    sealed = client.do(*(DeletePrefix(f"r{n}/", seal=True) for n in range(3)))
+    assert [type(result) for result in sealed] == [Number, Number, StoreRefusal]
+    assert isinstance(client.do(DeletePrefix("r9/", seal=True), owner="two")[0], Number)
+
+
+def test_one_client_waits_for_no_more_keys_than_its_share() -> None:
+    client = Client(caller_waits=3)
+    assert client.do(Get(("a", "b"), wait=10.0)) == []
+    assert refused(client.do(Get(("a", "b"), wait=10.0))[0], "busy")
+    assert client.do(Get(("a", "b"), wait=10.0), owner="two") == []
+    client.store.cancel(1)
+    assert client.do(Get(("a", "b", "c"), wait=10.0)) == []
+    client.store.expire(20.0)
+    assert not client.store._waited_by
 
 
 # ---- results -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from elastic_driver.core.events import AgentLost, WorkerExited, WorkerStarted
 from elastic_driver.policies import shards as datasets
+from rendezvous.auth import agent_token, worker_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 from tests.runtime.jobs import JobUnderTest, StartJob
@@ -155,6 +156,36 @@ def test_a_world_without_progress_gives_its_shard_up_after_three_losses(shards: 
     assert shards.quarantined[0]["shard"] == "epoch 0, records 0–9"
     kept = shards.post("resume", worker="world", dataset=THIRTY, held={token: 5})
     assert kept["lost"] == [granted["token"]]
+
+
+def test_a_worker_asks_and_reports_in_its_own_name_and_for_its_world(shards: Shards) -> None:
+    server = shards.job.driver._resources.server
+    assert server is not None
+    server.rounds.publish(1, ["h.0.1"])
+    token = worker_token(agent_token(shards.job.cluster.token, "h"), "h.0.1")
+    mine, others = shards.next("h.0.1"), shards.next("h.1.1")
+    with RendezvousClient(shards.job.driver.endpoint, token, timeout=5) as client:
+
+        def post(what: str, **body: Any) -> Any:
+            answer = client.post_json(f"/v1/shards/d:{what}", msgspec.json.encode(body), 10.0)
+            return msgspec.json.decode(answer)
+
+        for what, body in (
+            ("next", {"worker": "h.1.1", "dataset": THIRTY}),
+            ("done", {"worker": "h.1.1", "shard": others["shard"], "token": others["token"]}),
+            ("resume", {"worker": "h.1.1", "dataset": THIRTY, "held": {}}),
+            ("resume", {"worker": "opening", "dataset": THIRTY, "held": {"1": 0}}),
+        ):
+            with pytest.raises(RequestError, match=r"403 forbidden: .*h\.0\.1 may not speak for"):
+                post(what, **body)
+        done = post("done", worker="h.0.1", shard=mine["shard"], token=mine["token"])
+        assert done["type"] == "accepted"
+        assert post("resume", worker="opening", dataset=THIRTY, held={}) == {"lost": []}
+        assert post("next", worker="world", dataset=THIRTY)["type"] == "granted"
+        server.rounds.publish(2, ["h.1.1"])
+        with pytest.raises(RequestError, match=r"403 forbidden: .* may not speak for 'world'"):
+            post("next", worker="world", dataset=THIRTY)
+    assert shards.done("h.1.1", others)["type"] == "accepted", "nobody has taken it away"
 
 
 def test_the_first_description_holds_and_another_one_is_refused(shards: Shards) -> None:

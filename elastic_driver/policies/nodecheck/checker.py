@@ -22,7 +22,13 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
 from elastic_driver.core.rules.ranks import Seat, assign
 from elastic_driver.core.snapshots import Restorable
-from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, ShowLine
+from elastic_driver.policies.messages import (
+    AdmitMembers,
+    KeysRead,
+    PublishKey,
+    ReadKeys,
+    ShowLine,
+)
 from elastic_driver.policies.nodecheck import messages
 from elastic_driver.policies.nodecheck.check import Group, NodeCheck, NodeVerdict
 from elastic_driver.policies.nodecheck.report import CheckReport, shown_times
@@ -51,7 +57,7 @@ class CheckEnded(do.CausedDecision, frozen=True, tag="check_ended"):
 
 CheckDecision = (
     do.StartAgent | do.StopAgent | do.KillAgent | do.GiveOrder | do.SealRound | PublishKey
-) | (ReadKeys | ShowLine | CheckEnded)
+) | (AdmitMembers | ReadKeys | ShowLine | CheckEnded)
 
 
 class Phase(str, Enum):
@@ -260,6 +266,8 @@ class NodeChecker(Restorable):
         port = first.ports[0] if first is not None and first.ports else 0
         ages = {host: (False, age) for age, host in enumerate(task.group)}
         seats = (Seat(p.worker, p.host, p.slot, ages[p.host]) for p in task.processes)
+        members = tuple(process.worker for process in task.processes)
+        self._out.append(AdmitMembers(task.number, members, "they meet in this task"))
         for worker, place in assign(seats):
             if self._waiting.pop((place.host, place.slot), None) is None:
                 order = StartWorkerOrder(worker, place, task.number, 0, address, port)
