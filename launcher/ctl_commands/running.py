@@ -20,8 +20,8 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.options import SECONDS_OR_0, ValueKind, whole
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE, default_state_dir
+from launcher.ctl_commands import caution, show
 from launcher.ctl_commands import logs as logs_of
-from launcher.ctl_commands import show
 from launcher.ctl_commands.find import Where, find
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError
@@ -58,6 +58,7 @@ def _reader(kind: ValueKind[Any]) -> Callable[[str], Any]:
 _SECONDS, _COUNT = _reader(SECONDS_OR_0), _reader(whole())
 # The arguments of argparse's add_argument: names, and the rest.
 _FLAG = {"action": "store_true"}
+_YES = {**_FLAG, "help": "do not ask, even if the job cannot go on then"}
 _WHICH_JOB: dict[str, dict[str, Any]] = {
     "--run-id": {"metavar": "ID", "help": "the job's name"},
     "--endpoint": {"metavar": "URL", "help": "the address of the job's driver"},
@@ -89,12 +90,16 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
         "--json": {**_FLAG, "help": "print one JSON object a line"},
     },
     "stacks": {"--last": {**_FLAG, "help": "show those collected last, as at a hang"}},
-    "scale": {"workers": {"type": _COUNT, "metavar": "N", "help": "the number of workers"}},
+    "scale": {
+        "workers": {"type": _COUNT, "metavar": "N", "help": "the number of workers"},
+        "--yes": _YES,
+    },
     "drain": {
         "host": {"metavar": "HOST", "help": "its name, as elasticctl hosts shows it"},
         "--reason": {"default": "elasticctl drain", "help": "for the event log"},
         "--deadline": {"type": _SECONDS, "metavar": "S", "help": "seconds to leave it"},
         "--cancel": {**_FLAG, "help": "allow new workers on it again"},
+        "--yes": _YES,
     },
     "stop": {"--reason": {"default": "elasticctl stop", "help": "for the event log"}},
 }
@@ -233,7 +238,13 @@ def _read_events(job: Job, path: str) -> list[bytes]:
 
 
 def scale(given: Given, job: Job) -> None:
-    """Ask for another number of workers, within --min-np and --max-np."""
+    """Ask for another number of workers, within --min-np and --max-np.
+
+    On a terminal you are asked first if there are not enough slots for them.
+    """
+    known = show.read_job(job.get_bytes(contract.STATUS_PATH))
+    if known.max_np is None or given.workers <= known.max_np:  # the driver refuses others
+        caution.confirm(caution.of_scale(known, given.workers), yes=given.yes)
     job.post_json(contract.SCALE_PATH, msgspec.json.encode({"num_proc": given.workers}))
     print(f"run {given.run_id}: asked for {given.workers} workers")
 
@@ -242,7 +253,11 @@ def drain(given: Given, job: Job) -> None:
     """Make HOST's workers leave at a step boundary; they are replaced first if there is room.
 
     HOST gets no workers until it disappears from the discovery and comes back, or until --cancel.
+    On a terminal you are asked first if the job cannot go on without it.
     """
+    if not given.cancel:
+        known = show.read_job(job.get_bytes(contract.STATUS_PATH))
+        caution.confirm(caution.of_drain(known, given.host), yes=given.yes)
     body = {"reason": given.reason}
     if given.deadline is not None and not given.cancel:
         body["deadline"] = given.deadline

@@ -52,7 +52,9 @@ def test_the_status_shows_the_job_its_host_and_its_workers(job: RunningJob) -> N
     text = ctl("status", *here(job))
     assert f"run {job.run_id} at http://" in text
     assert "2 workers (2 wanted, 1 to 2)" in text
-    assert re.search(r"^localhost +usable +3 +2 +ready$", text, re.MULTILINE)
+    assert re.search(
+        r"^localhost +usable +3 +2 +ready +(-|\d+%) +(-|\S+ \S+ of \S+ \S+)$", text, re.MULTILINE
+    )
     for pid, record in job.live().items():
         assert re.search(rf"^{record.rank} +running +localhost +\d +{pid} ", text, re.MULTILINE)
 
