@@ -11,11 +11,13 @@ flag, and if neither is possible, we poll before each write.
 
 import asyncio
 import contextlib
+import json
 import os
 import select
 import socket
 import stat
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -94,6 +96,12 @@ def say(text: str) -> None:
             with contextlib.suppress(BlockingIOError):
                 rest = rest[outlet.write(rest[: outlet.piece]) :]
     outlet.close()
+
+
+def say_note(text: str, *, as_json: bool, event: str = "note") -> None:
+    """Say a sentence of `elasticrun`, as a line of text or as one of JSON (`--log-format`)."""
+    facts = {"t": round(time.time(), 6), "event": event, "text": text}
+    say(json.dumps(facts) if as_json else f"elasticrun: {text}")
 
 
 class Console:

@@ -5,7 +5,6 @@
 
 import contextlib
 import glob
-import json
 import os
 import platform
 import shutil
@@ -13,11 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_driver import console, contract
-from elastic_driver.errors import ClusterError, ExitCode, UsageError
+from elastic_driver.errors import ClusterError, ElasticError, ExitCode, UsageError
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
 from elastic_driver.settings import Settings
@@ -53,8 +53,20 @@ def run(argv: Sequence[str]) -> int:
     Raises `ElasticError` for everything that is not a bug.
     """
     keep_memory_private()
-    done = carry_out(argv)
+    try:
+        done = carry_out(argv)
+    except ElasticError as error:
+        if not _wants_json(argv):
+            raise
+        console.say_note(str(error), as_json=True, event="error")
+        return int(error.exit_code)
     return done if isinstance(done, int) else done.exit_code
+
+
+def _wants_json(argv: Sequence[str]) -> bool:
+    with contextlib.suppress(ElasticError):
+        return resolve(argv, os.environ).options.log_format == "json"
+    return False
 
 
 def carry_out(argv: Sequence[str]) -> "JobResult | int":
@@ -91,7 +103,7 @@ def resume_job(given: CommandLine) -> "JobResult | int":
 
     run_dir, found = resume.take_named(given, state_dir_of(given.options, os.environ))
     if isinstance(found, JobResult):
-        return show_result(found, run_dir)
+        return show_result(found, run_dir, given.options)
     try:
         return run_job(resume.line_of(found, given, os.environ), (run_dir, found))
     finally:
@@ -151,7 +163,7 @@ def drive(
     else:
         run = resume.take_unfinished(line, run_dir, cwd) if former is None else former
     if isinstance(run, JobResult):
-        return show_result(run, run_dir)
+        return show_result(run, run_dir, options)
     notes = plan.notes if run is None else (*plan.notes, resume.describe(run_dir, run))
     if options.dry_run:
         print(replace(plan, notes=notes).render(describe_agents(plan)), flush=True)
@@ -166,22 +178,14 @@ def drive(
 
 
 def sayer(options: LaunchOptions) -> Callable[[str], None]:
-    """Return a function that shows a line to the user."""
-
-    def say(note: str) -> None:
-        as_json = json.dumps({"event": "note", "reason": note})
-        said = as_json if options.log_format == "json" else f"elasticrun: {note}"
-        console.say(said)
-
-    return say
+    """Return a function that shows a sentence to the user."""
+    return partial(console.say_note, as_json=options.log_format == "json")
 
 
-def show_result(result: "JobResult", run_dir: RunDir) -> "JobResult":
+def show_result(result: "JobResult", run_dir: RunDir, options: LaunchOptions) -> "JobResult":
     """Say how a job has ended that was to go on; return its result."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(result.ended))
-    print(
-        f"elasticrun: run {run_dir.run_id} is over since {when}: {result.reason}", file=sys.stderr
-    )
+    sayer(options)(f"run {run_dir.run_id} is over since {when}: {result.reason}")
     return result
 
 

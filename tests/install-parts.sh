@@ -37,6 +37,7 @@ prometheus:prometheus
 etcd:etcd-server
 etcdctl:etcd-client
 openssl:openssl
+logrotate:logrotate
 zsh:zsh
 csh:tcsh
 fish:fish

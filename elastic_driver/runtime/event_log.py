@@ -4,7 +4,7 @@ The driver appends the announced events; `runtime.api` reads the newest ones fro
 log never harms the job: when a write fails (disk full, folder gone), the user sees one line, and
 events are kept in memory only. A thread writes the file, so that a disk that hangs holds nobody up.
 An event is in the file when `append` returns, or at the end of a block `together`, unless the disk
-is slow.
+is slow. A file that was moved is made again, and the numbers go on in it.
 
 A line: `{"n": 7, "t": 1718000000.25, "event": "worker_exited", "round": 2, "host": "a",
 "slot": 0, "rank": 1, "pid": 4711, "reason": "…", …}`. `n` counts from 1 within the file, `t` is
@@ -23,6 +23,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from elastic_driver.appended_file import AppendedFile
 from elastic_driver.core.decisions import Detail
 from elastic_driver.line_writer import PATIENCE_S, LineWriter
 from rendezvous.wire import UNREADABLE
@@ -31,6 +32,7 @@ RING_EVENTS = 10_000  # the newest, which /v1/events returns
 _FIRST = ("n", "t", "event", "round", "host", "slot", "rank", "pid")  # fields of every line
 _TAIL_BYTES = 1 << 20  # enough to hold the last line of any log
 _WAITING_BYTES = 16 << 20  # of events that the disk has not taken yet
+_PACKED = (".gz", ".bz2", ".xz", ".zst")
 _CLOSE_S = 2.0  # for the disk to take them at the end
 
 
@@ -68,7 +70,7 @@ class EventLog:
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
         self._patience = patience
-        self._file: BinaryIO | None = None
+        self._file: AppendedFile | None = None
         self._writer: LineWriter | None = None
         self._together = self._said = False
         self._counts: collections.Counter[str] = collections.Counter()
@@ -80,10 +82,10 @@ class EventLog:
         if self._path is None:
             return
         # Unbuffered: what is written stays written if the driver is killed.
-        file = self._file = self._path.open("ab", buffering=0)
-        self._next = _last_number(self._path) + 1
+        file = self._file = AppendedFile(self._path)
+        self._next = _last_number_of_all(self._path) + 1
         self._writer = LineWriter(
-            lambda lines: _write(file, lines),
+            lambda lines: _write(file.current(), lines),
             limit=_WAITING_BYTES,
             patience=self._patience,
             on_broken=self._fail,
@@ -180,6 +182,14 @@ def _write(file: BinaryIO, line: bytes) -> None:
     if written != len(line):
         file.truncate(file.tell() - written)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _last_number_of_all(path: Path) -> int:
+    """Return the last number of the file, or of the files that were moved away from its name."""
+    if not path.is_file() or path.stat().st_size:
+        return _last_number(path)
+    moved = path.parent.glob(f"{path.name}?*")
+    return max((_last_number(file) for file in moved if file.suffix not in _PACKED), default=0)
 
 
 class _Numbered(msgspec.Struct):

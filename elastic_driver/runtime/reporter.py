@@ -7,8 +7,10 @@ Methods may be called by any thread; lines never mix.
 """
 
 import contextlib
+import json
 import select
 import threading
+import time
 from typing import TextIO
 
 import msgspec
@@ -118,7 +120,8 @@ class Reporter:
 
     def bug(self, trace: str) -> None:
         """Show a traceback of the driver itself and ask for a report."""
-        self._write([*trace.rstrip().split("\n")])
+        lines = trace.rstrip().split("\n")
+        self._show(lines, event="bug", text=trace)
         self._say("the driver met a bug of its own, not of your script; please report the above")
 
     def _say(self, text: str) -> None:
@@ -126,11 +129,11 @@ class Reporter:
 
     def _show(self, lines: list[str], **facts: object) -> None:
         """Write the lines, or the facts as one line of JSON."""
-        self._write([msgspec.json.encode(facts).decode()] if self._json else lines)
+        self._write([_as_json(facts)] if self._json else lines)
 
     def _write(self, lines: list[str]) -> None:
         """Write whole lines, or drop them."""
-        data = "".join(f"{_printable(line)}\n" for line in lines)
+        data = "".join(f"{_printable(line, as_json=self._json)}\n" for line in lines)
         if self._direct:
             with self._lock, contextlib.suppress(OSError, ValueError):
                 self._stream.write(data)
@@ -152,13 +155,22 @@ class Reporter:
 
     def _describe_lost(self, count: int) -> bytes:
         text = f"{count} lines were dropped: the terminal did not take them"
-        facts = {"event": "note", "text": text}
-        line = msgspec.json.encode(facts) if self._json else f"{NAME}: {text}".encode()
-        return line + b"\n"
+        line = _as_json({"event": "note", "text": text}) if self._json else f"{NAME}: {text}"
+        return line.encode() + b"\n"
 
 
-def _printable(line: str) -> str:
+def _as_json(facts: dict[str, object]) -> str:
+    return msgspec.json.encode({"t": round(time.time(), 6), **facts}).decode()
+
+
+def _printable(line: str, *, as_json: bool) -> str:
     """Escape control characters: a worker's output must not control the terminal."""
     return "".join(
-        c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line
+        c if c.isprintable() or c == "\t" else _escaped(c, as_json=as_json) for c in line
     )
+
+
+def _escaped(character: str, *, as_json: bool) -> str:
+    if as_json:
+        return json.dumps(character)[1:-1]
+    return character.encode("unicode_escape").decode()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from elastic_driver.appended_file import AppendedFile
 from elastic_driver.console import Console
 from elastic_driver.core.documents import JobSpec, StartWorkerOrder
 from launcher.agent.lines import HoldBack, LineSplitter, visible
@@ -76,19 +77,20 @@ def route(spec: JobSpec, local_rank: int) -> Routing:
 
 
 class LogFile:
-    """One stream's file; a write that fails (disk full) ends the file, not the worker."""
+    """One stream's file, which may be moved; a failed write (disk full) ends it, not the worker."""
 
     def __init__(self, path: Path) -> None:
         """Open for appending, with the folders above it; raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = AppendedFile(path)
 
     def write(self, data: bytes) -> str | None:
         """Append; return a sentence about the first error, None otherwise."""
-        while data and not self._file.closed:
+        file = self._file.current()
+        while data and not file.closed:
             try:
-                data = data[self._file.write(data) :]
+                data = data[file.write(data) :]
             except OSError as error:
                 self.close()
                 return (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_driver.console import say
+from elastic_driver.console import say_note
 from elastic_driver.settings import Settings
 from launcher.launch.hosts import Join
 from launcher.network import bracketed
@@ -31,4 +31,4 @@ class JoinPlan:
     def say(self, sentence: str) -> None:
         """Show a sentence on stderr, unless --quiet was given."""
         if not self.options.quiet:
-            say(f"elasticrun: {sentence}")
+            say_note(sentence, as_json=self.options.log_format == "json")

@@ -11,11 +11,12 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from elastic_driver.console import say
+from elastic_driver.console import say, say_note
 from elastic_driver.core.events import JobLeaving
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskSettings
@@ -73,12 +74,12 @@ def submit(
     if run is None:
         problems = make_backend(plan.backend, job).find_problems(hosts)
         for problem in problems.values():
-            say(f"elasticrun: {problem}")
+            _sayer(plan)(problem)
         plan = without(plan, hosts, problems)
     checks = None
     if plan.options.checks_nodes:
         starter = backend_maker(plan.backend, replace(job, grows=False))
-        checks = make_checks(plan, starter, run_dir, _say)
+        checks = make_checks(plan, starter, run_dir)
     backend = backend_maker(plan.backend, job)
     driver = make_driver(plan, discovery, backend, run_dir, checks=checks, run=run, store=store)
     if checks is not None and run is not None:
@@ -220,8 +221,9 @@ def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
 # ---- the node check ----------------------------------------------------------------------
 
 
-def _say(line: str) -> None:
-    say(f"elasticrun: {line}")
+def _sayer(plan: LaunchPlan) -> Callable[[str], None]:
+    """Return a function that shows a sentence to the user."""
+    return partial(say_note, as_json=plan.options.log_format == "json")
 
 
 def check_before_training(
@@ -232,7 +234,7 @@ def check_before_training(
     The report is shown, and kept in the run's folder. Raises ClusterError if no host is left or a
     signal ends the check.
     """
-    checks.report = report = run_check(driver, hosts, plan, _say)
+    checks.report = report = run_check(driver, hosts, plan, _sayer(plan))
     (run_dir.path / REPORT_FILE).write_bytes(msgspec.json.encode(report) + b"\n")
     bad = excluded(report, checks.settings)
     if plan.verbosity >= 0 or bad:
@@ -274,9 +276,13 @@ def check_settings(plan: LaunchPlan) -> CheckSettings:
 
 
 def make_checks(
-    plan: LaunchPlan, starter: MakeBackend, run_dir: RunDir, say: Callable[[str], None] = _say
+    plan: LaunchPlan,
+    starter: MakeBackend,
+    run_dir: RunDir,
+    say: Callable[[str], None] | None = None,
 ) -> NodeChecks:
-    """Return the node checks of a run; `say` shows a line to the user."""
+    """Return the node checks of a run; `say` shows a line to the user, if not `_sayer`."""
+    say = _sayer(plan) if say is None else say
     return NodeChecks(
         check_settings(plan),
         make_backend=starter,

@@ -140,3 +140,17 @@ def test_events_that_are_logged_together_are_in_the_file_at_the_end(tmp_path: Pa
             log.append("worker_started")
     assert len((tmp_path / "events.jsonl").read_bytes().splitlines()) == 3
     log.close()
+
+
+def test_the_numbers_go_on_after_the_file_was_moved(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = make_log(path)
+    for _ in range(3):
+        log.append("round_opened")
+    log.close()
+    path.rename(tmp_path / "events.jsonl-20260101")
+    (tmp_path / "events.jsonl.2.gz").write_bytes(b"\x1f\x8b packed")
+    again = make_log(path)
+    assert again.append("round_opened").n == 4
+    again.close()
+    assert json.loads(path.read_text())["n"] == 4

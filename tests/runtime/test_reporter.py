@@ -187,3 +187,14 @@ def test_lines_of_several_threads_never_mix(pipe: tuple[int, TextIO]) -> None:
         thread.join()
     lines = os.read(reading, 1 << 20).decode().splitlines()
     assert lines == [f"elasticrun: {text}"] * 200
+
+
+def test_a_json_line_is_one_object_with_its_time_whatever_is_in_it() -> None:
+    stream, strange = io.StringIO(), "a\x85b\x1b[31m\x7f\U000e0001é\n"
+    reporter = Reporter(stream, as_json=True)
+    reporter.note(strange)
+    reporter.bug(f"Traceback …\n{strange}")
+    notes = [json.loads(line) for line in stream.getvalue().split("\n")[:-1]]
+    assert [note["event"] for note in notes] == ["note", "bug", "note"]
+    assert notes[0]["text"] == strange
+    assert all(note["t"] > 1.7e9 for note in notes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -184,3 +186,10 @@ def test_the_terminal_shows_less_when_quiet_and_json_when_asked() -> None:
         assert job.wait() == 0
         assert all(line.startswith("{") for line in job.stderr.splitlines())
         assert "job_succeeded" in job.stderr
+    with elasticrun("--log-format", "json", "--", "/no/such/program") as job:
+        assert job.wait() == 64
+        (line,) = job.stderr.splitlines()
+        error = json.loads(line)
+        assert error["event"] == "error"
+        assert "/no/such/program" in error["text"]
+        assert abs(error["t"] - time.time()) < 3600
