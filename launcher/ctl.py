@@ -26,6 +26,7 @@ The job is the only one that runs below the state directory (--state-dir D), or 
 
 A job that runs or is over
   explain rank R | host H     what happened to it, and because of which event
+  report [LOG] [--json]       duration, workers over time, failures, and where the time went
   replay [JOURNAL] [--at N]   every event and decision, and the job after event N
 The job is the newest below the state directory, or the one of --run-id ID.
 
@@ -38,7 +39,13 @@ wrong usage; 75 no such job is running, or it does not answer; 130/143 interrupt
 """
 
 # The modules of the commands that need no running job; all other commands do.
-_WITHOUT_JOB = {"replay": "journal", "explain": "journal", "check": "check", "config": "check"}
+_WITHOUT_JOB = {
+    "report": "report",
+    "replay": "journal",
+    "explain": "journal",
+    "check": "check",
+    "config": "check",
+}
 _COMMANDS = ("status", "events", "hosts", "logs", "stacks", "scale", "drain", "stop", *_WITHOUT_JOB)
 
 

@@ -42,6 +42,7 @@ class LogLine(msgspec.Struct, frozen=True):
 
     t: float
     event: str
+    reason: str = ""
     round: int | None = None
     host: str | None = None
     slot: int | None = None
@@ -173,7 +174,7 @@ class Ledger:
         self._advance(line.t)
         match line.event:
             case "job_succeeded" | "job_failed":
-                self.ended = True
+                self.ended, self.step = True, max(self.step, line.step or 0)
             case "job_started":
                 self._least, self._wanted = line.min_np or 1, line.max_np
             case "scale_requested":
@@ -242,7 +243,7 @@ class Ledger:
     def _of_worker(self, where: tuple[str, int], worker: str, line: LogLine) -> None:
         slot = self._slots.get(where)
         match line.event:
-            case "worker_started":
+            case "worker_started" if slot is None or slot.worker != worker:  # READY may be sooner
                 self._put(where, worker, "starting")
             case "spare_promoted":
                 self._put(where, worker, "ready")

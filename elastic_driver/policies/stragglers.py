@@ -45,6 +45,7 @@ class Stragglers(Restorable):
 
     def __init__(self) -> None:
         self.step = 0  # committed steps, as the workers last reported
+        self.round_step = 0  # the same of this round: some steps may be trained again
         self.progress: dict[str, Progress] = {}  # the newest of each member, by worker
         self._world = World(0, (), "no round is complete yet")
         self._watch = StragglerWatch(())
@@ -112,7 +113,7 @@ class Stragglers(Restorable):
         known = {member.worker: cost for member, cost in costs}
         hosts = [member.place.host for member in world.members]
         first_step = max(member.version for member in world.members) + 1
-        self._world = world
+        self._world, self.round_step = world, 0
         members = {member.worker for member in world.members}
         self.progress = {w: each for w, each in self.progress.items() if w in members}
         self._watch = StragglerWatch(hosts, first_step=first_step)
@@ -125,7 +126,8 @@ class Stragglers(Restorable):
         if progress:
             self._watch.step_time = median(each.step_time for each in progress.values())
         for rank, each in progress.items():
-            self.step = max(self.step, each.step)
+            self.round_step = max(self.round_step, each.step)
+            self.step = max(self.step, self.round_step)
             for sample in each.samples:
                 changes += self._watch.report(rank, sample.step, sample.compute)
             if each.links is not None:

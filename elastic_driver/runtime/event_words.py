@@ -67,6 +67,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "state_saved": (Level.NORMAL, "last checkpoint written"),
     "state_not_saved": (Level.NORMAL, "no last checkpoint"),
     "state_synced": (Level.VERBOSE, "state synced in round {round}"),
+    "steps_redone": (Level.VERBOSE, "the steps that were lost are trained again"),
     "key_not_kept": (Level.VERBOSE, "a key of the store is not in the journal"),
     "journal_failed": (Level.QUIET, "the journal has failed"),
     "journal_late": (Level.NORMAL, "the journal is late"),

@@ -76,7 +76,7 @@ class Executor:
     orders: dict[AgentKey, int] = field(default_factory=dict)  # given to agents that live
     clock: RunClock = field(default_factory=RunClock)
     ledger: Ledger = field(default_factory=Ledger)  # of what is logged
-    step: int = 0  # committed steps, as the workers last reported
+    step: int = 0  # committed steps, the most that workers have reported
     look_seconds: float = 0.0  # the machine's time for the last `KeysRead`
     _agent_of: dict[str, AgentKey] = field(default_factory=dict)  # of workers that live
     _awaited: set[AgentKey] = field(default_factory=set)  # of an earlier driver, not here yet
@@ -272,6 +272,14 @@ class Executor:
         if results is not None:
             self.post(ev.ProgressReported(question.number, tuple(readings)))
 
+    def progressed(self, step: int, round_step: int) -> None:
+        """Note the newest steps of the job and of this round, and log the end of redone ones."""
+        self.step = step
+        if self.ledger.redoing and round_step >= self.ledger.step:
+            reason = f"the steps up to {self.ledger.step} were trained again"
+            number = None if self._world is None else self._world.round
+            self._log_and_show(do.Announce("steps_redone", reason, number))
+
     # ---- events --------------------------------------------------------------------------
 
     def note(self, event: MachineEvent) -> None:
@@ -360,7 +368,7 @@ class Executor:
         result = self._results.of_job(end, time.time())
         for worker in result.workers:
             self.log.append("worker_result", **msgspec.structs.asdict(worker))
-        detail = {"exit_code": end.exit_code, "first_failure": result.failure}
+        detail = {"exit_code": end.exit_code, "first_failure": result.failure, "step": self.step}
         last = self._last_event or do.Announce(name, end.reason)
         self._log_and_show(replace(last, detail=detail))
         shown = end.failure is not None and self.tails.was_shown(end.failure)

@@ -197,7 +197,7 @@ class DriverLoop:
         if isinstance(event, KeysRead):
             self.executor.look_seconds = self.clock() - now
             self.executor.times.progressed(self.stragglers.step, self.stragglers.step_time)
-            self.executor.step = self.stragglers.step
+            self.executor.progressed(self.stragglers.step, self.stragglers.round_step)
         self._deadlines[name] = machine.deadline()
         if self.debug and (violated := machine.check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")
@@ -300,6 +300,7 @@ class DriverLoop:
         self._machines |= machines
         self.job, self.tf, self._events = run.job, machines["tf"], run.n
         self.executor.resume(run)
+        self.stragglers.step = self.executor.ledger.step
         self.measurements.due = self.clock()
         self.end = run.end
         moved = self.executor.server.url != run.url

@@ -53,6 +53,13 @@ def test_a_job_starts_forms_a_round_takes_over_the_state_and_trains() -> None:
     assert log.ledger.document(10.0)["slots"] == pytest.approx(2.0)
 
 
+def test_a_worker_from_a_warm_process_may_be_ready_before_its_start_is_known() -> None:
+    log = Log(a=1)
+    log.say(1.0, "worker_ready", "a.0.1")
+    log.say(2.0, "worker_started", "a.0.1")
+    assert log.seconds(3.0) == pytest.approx({"starting": 1.0, "forming": 2.0})
+
+
 def test_what_a_loss_undoes_is_lost_on_the_slots_of_survivors_and_of_the_dead() -> None:
     log = Log(a=2)
     log.start("a.0.1", "a.1.1")

@@ -52,6 +52,7 @@ class StepRecord:
     size: int
     pid: int
     worker: str
+    began: float = 0.0  # where the script tells it
 
 
 @dataclass

@@ -30,8 +30,9 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 state = elastic.TorchState(model=model, optimizer=optimizer, step=0, trail=[])
 
 
-def note(file) -> None:
+def note(file, began) -> None:
     context = {
+        "began": began,
         "t": time.time(),
         "step": state.step,
         "round": elastic.round_id(),
@@ -57,7 +58,7 @@ def train(state):
     path = RECORDS / f"{os.environ['ELASTIC_WORKER_ID']}.jsonl"
     with path.open("a") as file:
         while state.step < STEPS:
-            started = time.perf_counter()
+            began, started = time.time(), time.perf_counter()
             maybe_fail()
             generator = torch.Generator().manual_seed(state.step * 1000 + elastic.rank())
             x = torch.randn(16, 20, generator=generator)
@@ -67,7 +68,7 @@ def train(state):
             time.sleep(max(0.0, STEP_S - (time.perf_counter() - started)))
             state.optimizer.step()
             state.step += 1
-            note(file)
+            note(file, began)
             elastic.report_progress(samples=len(x), total=STEPS, loss=loss.item())
             state.commit()
 

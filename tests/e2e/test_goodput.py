@@ -1,0 +1,54 @@
+"""The goodput ledger of a real job against the clocks of its workers, and the report about it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.test_control import ctl
+from tests.support.job import JOBS, RunningJob, StepRecord, elasticrun
+
+TRAIN = str(JOBS / "train.py")
+
+
+def trained(job: RunningJob) -> float:
+    """The seconds of all workers in steps, by their own clocks.
+
+    The last world ends with their processes: what a script does after its last step counts, too.
+    """
+    exits = {e["worker"]: e["t"] for e in job.events("worker_exited") if e["exit_code"] == 0}
+    worlds: dict[tuple[int, str], list[StepRecord]] = {}
+    for record in job.steps():
+        worlds.setdefault((record.round, record.worker), []).append(record)
+    last = max(number for number, _ in worlds)
+    return sum(
+        (exits[worker] if number == last else records[-1].t) - records[0].began
+        for (number, worker), records in worlds.items()
+    )
+
+
+def test_the_ledger_agrees_with_the_workers_own_clocks_across_kills_and_a_resumed_driver() -> None:
+    env = {"STEPS": "400", "STEP_MS": "20"}
+    args = ("-np", "3", "--min-np", "1", "--driver-timeout", "120", "--", TRAIN)
+    with elasticrun(*args, env=env) as job:
+        members = job.until_size(3, steps=20)
+        job.kill(max(members, key=lambda pid: members[pid].rank))
+        members = job.until_size(3, steps=10)
+        job.kill_driver()
+        job.start("--resume")
+        job.until(lambda: job.events("agent_returned"), "the next driver")
+        job.kill(min(members, key=lambda pid: members[pid].rank))
+        assert job.wait(120) == 0, job.describe()
+        events = job.events()
+        began, ended = events[0]["t"], events[-1]["t"]
+        report = json.loads(ctl("report", str(job.run_dir), "--json"))
+        seconds = report["goodput"]["seconds"]
+        assert sum(seconds.values()) == pytest.approx(3 * (ended - began), rel=0.001)
+        assert seconds["training"] == pytest.approx(trained(job), rel=0.05)
+        assert (report["state"], report["failures"], report["drivers"]) == ("succeeded", 2, 2)
+        assert 300 < report["step"] <= 400  # as the last heartbeats told
+        assert max(world["size"] for world in report["worlds"]) == 3
+        shown = ctl("report", str(job.run_dir))
+        assert "2 workers lost" in shown
+        assert "█" in shown

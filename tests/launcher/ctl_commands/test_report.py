@@ -1,0 +1,61 @@
+"""`elasticctl report`: from an event log to the story of a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from elastic_driver.errors import UsageError
+from launcher.ctl_commands.report import World, picture, read_story, report
+
+
+def log(folder: Path, *events: dict[str, object]) -> Path:
+    """An event log with these lines, in the folder of a run."""
+    path = folder / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+def test_the_picture_shows_the_mean_of_each_part_and_leaves_empty_only_what_had_no_worker() -> None:
+    worlds = [World(10.0, 4), World(20.0, 1), World(25.0, 0), World(30.0, 4)]
+    assert picture(worlds, 0.0, 40.0, width=8) == "  ██▂ ██"
+    assert picture([World(0.0, 100), World(1.0, 1)], 0.0, 4.0, width=4) == "█▁▁▁"
+    assert picture([], 0.0, 40.0) == ""
+
+
+def test_a_report_tells_of_the_last_run_in_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = {"worker": "a.0.1", "host": "a", "slot": 0}
+    log(
+        tmp_path,
+        {"t": 1.0, "event": "job_started"},
+        {"t": 100.0, "event": "job_started", "min_np": 1},
+        {"t": 100.0, "event": "host_discovered", "host": "a", "slots": 1},
+        {"t": 110.0, "event": "worker_ready", **worker},
+        {"t": 110.0, "event": "round_completed", "size": 1},
+        {"t": 120.0, "event": "state_synced", "first_step": 1, "seconds": 10.0, **worker},
+        {"t": 190.0, "event": "round_closed", "step": 1500},
+        {"t": 200.0, "event": "job_failed", "exit_code": 7, "reason": "it was enough"},
+    )
+    assert report([str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["exit_code"], found["step"]) == ("failed", 7, 1500)
+    assert found["worlds"] == [{"t": 110.0, "size": 1}, {"t": 200.0, "size": 0}]
+    assert report([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "1 min, failed: it was enough" in shown
+    assert "1,500 steps" in shown
+    assert "goodput 90.0% (starting 10.0%)" in shown
+
+
+def test_a_log_that_is_not_there_or_is_none_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        report([str(tmp_path / "none")])
+    with pytest.raises(UsageError, match="no events of a job"):
+        report([str(log(tmp_path))])
+    with pytest.raises(UsageError, match="no run below"):
+        report(["--state-dir", str(tmp_path / "x")])
+    assert read_story([b"\xff"]).ledger.began is None
