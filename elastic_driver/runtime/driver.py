@@ -302,4 +302,5 @@ class ElasticDriver:
             "goodput": loop.executor.ledger.document(time.time()),
         }
         document["counters"]["false_alarms"] = loop.stragglers.false_alarms
+        document["counters"]["slot_seconds"] = loop.executor.ledger.counters(time.time())
         return msgspec.json.encode(document)

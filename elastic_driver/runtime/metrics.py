@@ -128,6 +128,7 @@ class _Picture(Collector):
         if "counters" in document:
             yield from self._of_the_job(document)
             yield from _of_measured(document.get("measured") or {})
+            yield from _of_goodput(document)
 
     def _of_the_job(self, document: dict[str, Any]) -> Iterator[Metric]:
         counters, events = document["counters"], document["events"]
@@ -188,6 +189,18 @@ def _of_measured(measured: dict[str, Any]) -> Iterator[Metric]:
             for gpu in usage["gpus"]:
                 family.add_metric((host, str(gpu["index"])), gpu[key])
         yield family
+
+
+def _of_goodput(document: dict[str, Any]) -> Iterator[Metric]:
+    """Yield the sums of the goodput ledger."""
+    text = "Seconds of worker slots, by what they were spent with."
+    family = CounterMetricFamily("elastic_goodput_seconds", text, labels=("class",))
+    for name, seconds in document["counters"].get("slot_seconds", {}).items():
+        family.add_metric((name,), seconds)
+    yield family
+    text = "Share of all seconds of worker slots that was training, 0 to 1."
+    share = document.get("goodput", {}).get("goodput")
+    yield GaugeMetricFamily("elastic_goodput_ratio", text, value=share)
 
 
 def _histogram(

@@ -67,6 +67,7 @@ STATUS: dict[str, Any] = {
         "restart_count": 2,
         "ignored_events": 7,
         "false_alarms": 1,
+        "slot_seconds": {"training": 900.0, "lost": 100.0},
     },
     "slow": [
         {
@@ -79,6 +80,7 @@ STATUS: dict[str, Any] = {
         }
     ],
     "suspicions": {"silent": 3},
+    "goodput": {"goodput": 0.9},
     "measured": msgspec.to_builtins(
         Measured(step=171, steps_per_s=4.5, samples_per_s=288.0, samples=9000, hosts={"b": USED})
     ),
@@ -125,6 +127,8 @@ def test_the_figures_are_those_of_the_status() -> None:
         ("elastic_steps_per_second",): 4.5,
         ("elastic_samples_per_second",): 288,
         ("elastic_samples_total",): 9000,
+        ("elastic_goodput_seconds_total", "lost"): 100,
+        ("elastic_goodput_ratio",): 0.9,
         ("elastic_host_cpu_ratio", "b"): 0.5,
         ("elastic_host_memory_used_bytes", "b"): 3,
         ("elastic_host_disk_bytes", "b"): 100,
