@@ -14,6 +14,7 @@ usage: elasticctl COMMAND [OPTIONS]
 
 A running job
   status [--json] [--watch]   the job, its hosts and its workers
+  top                         the same live, with keys to drain a host or see the stacks
   events [-f] [--since N]     its events so far, and with -f those to come
   hosts [--json]              its hosts
   logs [-f] [--rank R]        what its workers write; also of a run that is over
@@ -46,7 +47,18 @@ _WITHOUT_JOB = {
     "check": "check",
     "config": "check",
 }
-_COMMANDS = ("status", "events", "hosts", "logs", "stacks", "scale", "drain", "stop", *_WITHOUT_JOB)
+_COMMANDS = (
+    "status",
+    "top",
+    "events",
+    "hosts",
+    "logs",
+    "stacks",
+    "scale",
+    "drain",
+    "stop",
+    *_WITHOUT_JOB,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

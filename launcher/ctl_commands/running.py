@@ -1,4 +1,4 @@
-"""The subcommands for a running job: status, events, hosts, logs, stacks, scale, drain and stop.
+"""The subcommands for a running job: status, top, events, logs, stacks, scale, drain and others.
 
 `run` parses the words of a subcommand, finds the job and calls the function of that name. A
 description in `--help` is the function's docstring.
@@ -22,6 +22,7 @@ from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE, default_state_dir
 from launcher.ctl_commands import caution, show
 from launcher.ctl_commands import logs as logs_of
+from launcher.ctl_commands.ask import ask_stacks, read_events
 from launcher.ctl_commands.find import Where, find
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError
@@ -72,6 +73,9 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
         "--all": {**_FLAG, "help": "a row for each host and worker, also of more than 50"},
         "--watch": {**_FLAG, "help": "print it again and again, until the job is over"},
         "--interval": {"type": _SECONDS, "default": 2.0, "metavar": "S", "help": "default 2 s"},
+    },
+    "top": {
+        "--interval": {"type": _SECONDS, "default": 2.0, "metavar": "S", "help": "default 2 s"}
     },
     "hosts": {"--json": {**_FLAG, "help": "print a JSON array"}},
     "events": {
@@ -174,6 +178,23 @@ def status(given: Given, job: Job) -> None:
             return
 
 
+def top(given: Given, job: Job) -> None:
+    """Show the job live, with keys to order the workers, drain a host and see the stacks.
+
+    Where stdout or stdin is no terminal, it is the same as `status --watch`.
+    """
+    given.json, given.all, given.watch = False, False, True
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        status(given, job)
+        return
+    from launcher.ctl_commands import top as screen  # noqa: PLC0415 - imports rich
+
+    try:
+        screen.watch(screen.Remote(job), given.interval)
+    except (RequestError, UnreachableError):
+        print(f"run {given.run_id} does not answer any more", file=sys.stderr)
+
+
 def hosts(given: Given, job: Job) -> None:
     """Show the job's hosts."""
     document = job.get_bytes(contract.STATUS_PATH)
@@ -187,7 +208,7 @@ def hosts(given: Given, job: Job) -> None:
 def events(given: Given, job: Job) -> None:
     """Show the events of the job: those so far, and with -f those to come."""
     path = f"{EVENTS_PATH}?since={given.since}"
-    lines = job.follow(path, SILENCE_S) if given.follow else _read_events(job, path)
+    lines = job.follow(path, SILENCE_S) if given.follow else read_events(job, given.since)
     for line in lines:
         print(line.decode() if given.json else show.event(line), flush=True)
 
@@ -207,31 +228,20 @@ def stacks(given: Given, job: Job) -> None:
     Ranks with the same stack stand together, the odd ones first. A worker that cannot answer is
     examined from outside, with py-spy if it is installed. No worker is stopped for it.
     """
-    known = [show.read_event(line) for line in _read_events(job, EVENTS_PATH)]
     if given.last:
+        known = map(show.read_event, read_events(job))
         found = [event for event in known if event.event == show.STACKS_COLLECTED]
         if not found:
             raise ClusterError("no stacks were collected yet; omit --last to collect them now")
         print(show.stacks(found[-1]))
         return
-    last = known[-1].n if known else 0
-    job.post_json(contract.STACKS_PATH, b'{"reason":"asked for by elasticctl stacks"}')
+    last = ask_stacks(job, "elasticctl stacks")
     for line in job.follow(f"{EVENTS_PATH}?since={last}", SILENCE_S):
         event = show.read_event(line)
         if event.event == show.STACKS_COLLECTED:
             print(show.stacks(event))
             return
     raise ClusterError(f"run {given.run_id} ended before its workers had answered")
-
-
-class _EventPage(msgspec.Struct):
-    events: list[msgspec.Raw]
-
-
-def _read_events(job: Job, path: str) -> list[bytes]:
-    return [
-        bytes(line) for line in msgspec.json.decode(job.get_bytes(path), type=_EventPage).events
-    ]
 
 
 # ---- act ---------------------------------------------------------------------------------
@@ -276,4 +286,4 @@ def stop(given: Given, job: Job) -> None:
     print(f"run {given.run_id} is stopping")
 
 
-ACTIONS = {f.__name__: f for f in (status, hosts, events, logs, stacks, scale, drain, stop)}
+ACTIONS = {f.__name__: f for f in (status, top, hosts, events, logs, stacks, scale, drain, stop)}

@@ -106,6 +106,22 @@ def status(document: bytes, now: float, *, every: bool = False) -> str:
 
 def job(document: JobDocument, now: float, *, every: bool = False) -> str:
     """Return the whole job in some lines; `now`: unix seconds. `every`: see `status`."""
+    many_hosts = not every and len(document.hosts) > MOST_ROWS
+    shown = hosts_by_state(document) if many_hosts else hosts(document)
+    many = not every and len(document.members) > MOST_ROWS
+    return "\n".join(
+        [
+            *heading(document, now),
+            "",
+            shown,
+            "",
+            workers_by_host(document) if many else workers(document),
+        ]
+    )
+
+
+def heading(document: JobDocument, now: float) -> list[str]:
+    """Return the lines above the tables; `now`: unix seconds."""
     counters = document.counters
     most = "any" if document.max_np is None else document.max_np
     wanted = "any" if document.wanted is None else document.wanted
@@ -121,12 +137,7 @@ def job(document: JobDocument, now: float, *, every: bool = False) -> str:
     ]
     if document.reason:
         head.append(f"now: {printable(document.reason)}")
-    many_hosts = not every and len(document.hosts) > MOST_ROWS
-    shown = hosts_by_state(document) if many_hosts else hosts(document)
-    many = not every and len(document.members) > MOST_ROWS
-    return "\n".join(
-        [*head, "", shown, "", workers_by_host(document) if many else workers(document)]
-    )
+    return head
 
 
 def progress(measured: Figures) -> list[str]:
@@ -224,25 +235,26 @@ def workers(document: JobDocument) -> str:
     return _workers(document, document.members)
 
 
-def _notes(document: JobDocument) -> dict[str, str]:
+def notes(document: JobDocument) -> dict[str, str]:
     """Return what there is to say about workers, by worker."""
-    notes = {s.worker: f"slow in {s.kind}: {s.ratio:.1f} times the usual" for s in document.slow}
-    return notes | {w.worker: f"leaves: {w.leaving}" for w in document.members if w.leaving}
+    slow = {s.worker: f"slow in {s.kind}: {s.ratio:.1f} times the usual" for s in document.slow}
+    return slow | {w.worker: f"leaves: {w.leaving}" for w in document.members if w.leaving}
 
 
 def _workers(document: JobDocument, chosen: Sequence[MemberStatus]) -> str:
-    measured, notes = document.measured.workers, _notes(document)
+    measured, said = document.measured.workers, notes(document)
     rows = []
     for w in chosen:
         rank = "-" if w.rank < 0 else str(w.rank)
-        numbers = _numbers(measured.get(w.worker, WorkerFigures())) if measured else ()
+        known = numbers(measured.get(w.worker, WorkerFigures())) if measured else ()
         place = (rank, w.state, w.host, str(w.slot), str(w.pid or UNKNOWN), w.worker)
-        rows.append((*place, *numbers, notes.get(w.worker, "")))
+        rows.append((*place, *known, said.get(w.worker, "")))
     names = _NUMBERS if measured else ()
     return table(("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", *names, ""), rows)
 
 
-def _numbers(found: WorkerFigures) -> tuple[str, ...]:
+def numbers(found: WorkerFigures) -> tuple[str, ...]:
+    """Return step, speeds and memory of a worker."""
     speeds = figures.rate(found.steps_per_s), figures.rate(found.samples_per_s)
     return figures.count(found.step), *speeds, figures.size(found.memory)
 
@@ -255,8 +267,8 @@ def workers_by_host(document: JobDocument) -> str:
         groups.setdefault(w.host if placed else w.state, []).append(w)
     rows = [(name, *_summary(document, group)) for name, group in groups.items()]
     head = ("HOST" if placed else "STATE", "WORKERS", "RANKS", "STATES", *_NUMBERS)
-    notes = _notes(document)
-    odd = [w for w in document.members if w.state != "running" or w.worker in notes]
+    said = notes(document)
+    odd = [w for w in document.members if w.state != "running" or w.worker in said]
     text = table(head, rows)
     if not odd:
         return text

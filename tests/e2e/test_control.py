@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +74,37 @@ def test_the_stacks_of_all_ranks_are_shown_while_nothing_hangs(job: RunningJob) 
 
 
 RANKS = re.compile(r"^ranks? ([\d, ]+):", re.MULTILINE)
+
+
+def test_top_shows_the_job_live_and_its_keys_act(job: RunningJob) -> None:
+    assert "2 workers (2 wanted, 1 to 2)" in ctl("status", *here(job))
+    person, ours = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+    argv = [sys.executable, "-m", "launcher.ctl", "top", "--interval", "0.5", *here(job)]
+    env = {**os.environ, "TEST_RUN_ID": job.run_id, "TERM": "xterm"}
+    with open(person, "r+b", buffering=0) as screen:
+        showing = subprocess.Popen(argv, cwd=ROOT, stdin=ours, stdout=ours, stderr=ours, env=env)
+        os.close(ours)
+        seen = bytearray()
+
+        def until(text: bytes) -> None:
+            def look() -> bool:
+                if select.select([screen], [], [], 0.1)[0]:
+                    seen.extend(screen.read(65536))
+                return text in seen
+
+            eventually(look, within=60, what=f"{text!r} on the screen")
+            seen.clear()
+
+        until(b"q quit")
+        screen.write(b"u")
+        until(b"host localhost is not drained, it is usable")
+        screen.write(b"s")
+        until(b"train.py")
+        screen.write(b"x")
+        until(b"localhost.1.1")
+        screen.write(b"q")
+        assert showing.wait(30) == 0
 
 
 def test_a_rank_that_cannot_answer_is_seen_from_outside(job: RunningJob) -> None:

@@ -1,0 +1,268 @@
+"""`elasticctl top`: the job on a terminal, drawn again and again, with keys to act on it.
+
+`View` and `press` are pure: a key changes what is shown, or asks for an action. `watch` reads the
+keys, has actions carried out and draws. Where stdout is no terminal, plain text is printed instead.
+"""
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+from urllib.parse import quote
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from elastic_driver import contract
+from elastic_driver.core.status import MemberStatus
+from launcher.ctl_commands import caution, figures, show
+from launcher.ctl_commands.ask import ask_stacks, stacks_after
+from launcher.ctl_commands.figures import HostFigures, WorkerFigures
+from launcher.ctl_commands.show import JobDocument
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import RequestError
+
+SORTS = ("rank", "host", "steps/s", "samples/s", "memory")
+HELP = "q quit   o order   ↑ ↓ choose a host   d drain it   u undo the drain   s stacks"
+_ARROWS = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down"}
+_HOST_SHARE = 3  # hosts take at most a third of the lines
+_STATE_STYLES = {"usable": "green", "running": "green", "draining": "yellow", "drained": "dim"}
+
+
+@dataclass(frozen=True)
+class View:
+    """What is shown of the job."""
+
+    sort: str = "rank"
+    chosen: int = 0  # the number of the host that keys act on
+    asked: str | None = None  # the host whose drain waits for y or n
+    message: str = ""
+    text: str = ""  # shown in place of the job until a key is pressed
+    top: int = 0  # the first line of `text` that is shown
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a key asks for; `host` is empty where it is about none."""
+
+    kind: Literal["quit", "drain", "undrain", "stacks"]
+    host: str = ""
+
+
+def press(view: View, key: str, job: JobDocument) -> tuple[View, Action | None]:
+    """Return what is shown after a key, and what it asks for."""
+    view = replace(view, message="")
+    if view.asked is not None:
+        action = Action("drain", view.asked) if key in ("y", "Y") else None
+        return replace(view, asked=None), action
+    if view.text and key not in ("q", "\x03"):
+        step = {"up": -1, "k": -1, "down": 1, "j": 1}.get(key)
+        lines = view.text.count("\n")
+        if step is not None:
+            return replace(view, top=min(lines, max(0, view.top + step))), None
+        return replace(view, text="", top=0), None
+    host = job.hosts[min(view.chosen, len(job.hosts) - 1)].host if job.hosts else ""
+    match key:
+        case "q" | "\x03":
+            return view, Action("quit")
+        case "o":
+            return replace(view, sort=SORTS[(SORTS.index(view.sort) + 1) % len(SORTS)]), None
+        case "up" | "k":
+            return replace(view, chosen=max(0, view.chosen - 1)), None
+        case "down" | "j":
+            return replace(view, chosen=min(max(0, len(job.hosts) - 1), view.chosen + 1)), None
+        case "d" if host:
+            return replace(view, asked=host), None
+        case "u" if host:
+            return view, Action("undrain", host)
+        case "s":
+            return view, Action("stacks")
+        case _:
+            return view, None
+
+
+# ---- drawing -----------------------------------------------------------------------------
+
+
+def draw(job: JobDocument, view: View, now: float, lines: int) -> RenderableType:
+    """Return the screen; `now`: unix seconds, `lines`: of the terminal."""
+    if view.text:
+        shown = view.text.split("\n")[view.top : view.top + lines - 2]
+        return Group(Text("\n".join(shown)), Text("↑ ↓ scroll   any other key: back", "dim"))
+    head = show.heading(job, now)
+    room = max(2, lines - len(head) - 6)  # of both tables, without their heads
+    most_hosts = max(1, min(len(job.hosts), room // _HOST_SHARE))
+    first = max(0, min(view.chosen - most_hosts // 2, len(job.hosts) - most_hosts))
+    hosts = _hosts(job, view, range(first, min(first + most_hosts, len(job.hosts))))
+    chosen = ordered(job, view.sort)[: room - most_hosts]
+    return Group(
+        Text("\n".join(head)), Text(), hosts, Text(), _workers(job, view, chosen), _foot(job, view)
+    )
+
+
+def _foot(job: JobDocument, view: View) -> Text:
+    """Return the last line: a question, a message, or the keys."""
+    if view.asked is not None:
+        warning = caution.of_drain(job, view.asked)
+        why = f"{warning}. " if warning else ""
+        return Text(f"{why}Drain host {view.asked}? y/N", "bold")
+    return Text(view.message or HELP, "bold" if view.message else "dim")
+
+
+def _hosts(job: JobDocument, view: View, numbers: range) -> Table:
+    table = _table("", "HOST", "STATE", "SLOTS", "WORKERS", "CPU", "MEMORY", "IN/S", "OUT/S", "WHY")
+    for number in numbers:
+        host = job.hosts[number]
+        found = job.measured.hosts.get(host.host, HostFigures())
+        here = number == min(view.chosen, len(job.hosts) - 1)
+        network = [figures.size(n) for n in (found.net_in, found.net_out)]  # a second
+        cells = (
+            "▶" if here else "",
+            host.host,
+            host.state,
+            str(host.slots),
+            str(host.workers),
+            figures.percent(found.cpu),
+            figures.memory_of(found),
+            *network,
+            f"{show.duration(host.cooldown_left)} left" if host.cooldown_left else host.reason,
+        )
+        table.add_row(*map(_cell, cells), style="bold" if here else "")
+    return table
+
+
+def _workers(job: JobDocument, view: View, chosen: Sequence[MemberStatus]) -> Table:
+    names = ("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", "STEP", "STEPS/S", "SAMPLES/S")
+    table, notes = _table(*names, "MEMORY", "CPU", ""), show.notes(job)
+    for w in chosen:
+        found = job.measured.workers.get(w.worker, WorkerFigures())
+        cells = (
+            "-" if w.rank < 0 else str(w.rank),
+            w.state,
+            w.host,
+            str(w.slot),
+            str(w.pid or "-"),
+            w.worker,
+            *show.numbers(found),
+            figures.percent(found.cpu),
+            notes.get(w.worker, ""),
+        )
+        table.add_row(*map(_cell, cells))
+    hidden = len(job.members) - len(chosen)
+    table.caption = f"by {view.sort}" + (f", and {hidden} more" if hidden else "")
+    table.caption_justify = "left"
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _cell(text: str) -> Text:
+    said = show.printable(text)
+    return Text(said, _STATE_STYLES.get(said, ""))
+
+
+def ordered(job: JobDocument, sort: str) -> list[MemberStatus]:
+    """Return the workers in an order; the largest number first, unknown ones last."""
+
+    def key(w: MemberStatus) -> tuple[float | str, ...]:
+        found = job.measured.workers.get(w.worker, WorkerFigures())
+        rank = float("inf") if w.rank < 0 else w.rank
+        if sort == "host":
+            return w.host, rank
+        speeds = {"steps/s": found.steps_per_s, "samples/s": found.samples_per_s}
+        number = {**speeds, "memory": found.memory}.get(sort)
+        return 1.0 if number is None else -number, rank
+
+    return sorted(job.members, key=key)
+
+
+# ---- running -----------------------------------------------------------------------------
+
+
+class Remote:
+    """The driver of the job: its status, and orders to it. Errors of `status` are raised."""
+
+    def __init__(self, job: RendezvousClient) -> None:
+        self._job = job
+        self._asked: int | None = None  # the last event before stacks were asked for
+
+    def status(self) -> JobDocument:
+        """Return the job now."""
+        return show.read_job(self._job.get_bytes(contract.STATUS_PATH))
+
+    def stacks(self) -> str | None:
+        """Return the stacks that were asked for, once they are there."""
+        found = None if self._asked is None else stacks_after(self._job, self._asked)
+        if found is not None:
+            self._asked = None
+        return found
+
+    def act(self, action: Action) -> str:
+        """Carry an action out; return a sentence about it."""
+        host, who = action.host, "elasticctl top"
+        try:
+            if action.kind == "stacks":
+                self._asked = ask_stacks(self._job, who)
+                return "the workers were asked for their stacks"
+            path = contract.DRAIN_PATH if action.kind == "drain" else contract.UNDRAIN_PATH
+            body = msgspec.json.encode({"reason": who})
+            self._job.post_json(path.format(host=quote(host, safe="")), body)
+        except RequestError as error:
+            return error.message
+        return (
+            f"host {host} {'is being drained' if action.kind == 'drain' else 'may be used again'}"
+        )
+
+
+def watch(remote: Remote, interval: float) -> None:
+    """Show the job until q is pressed; look at it every `interval` seconds."""
+    view, job = View(), remote.status()
+    console, due = Console(), time.monotonic() + interval
+    with keys() as read, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(draw(job, view, time.time(), console.height), refresh=True)
+            for key in read(max(0.0, due - time.monotonic())):
+                view, action = press(view, key, job)
+                if action is not None and action.kind == "quit":
+                    return
+                if action is not None:
+                    view = replace(view, message=remote.act(action))
+            if time.monotonic() >= due:
+                job, due = remote.status(), time.monotonic() + interval
+                if (found := remote.stacks()) is not None:
+                    view = replace(view, text=found, top=0, message="")
+
+
+@contextlib.contextmanager
+def keys() -> Iterator[Callable[[float], list[str]]]:
+    """Have keys come at once and unseen; yield a function that waits for some."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def read(patience: float) -> list[str]:
+        if not select.select([fd], [], [], patience)[0]:
+            return []
+        data = os.read(fd, 64)
+        if not data:
+            return ["q"]  # the terminal is gone
+        return [_ARROWS[data]] if data in _ARROWS else list(data.decode("utf-8", "replace"))
+
+    try:
+        tty.setcbreak(fd)
+        yield read
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
