@@ -40,17 +40,19 @@ def test_a_notice_that_comes_after_the_build_wakes_the_heartbeat_when_the_round_
     preemption.close()
 
 
-def test_an_error_while_a_round_is_left_is_not_taken_for_one_that_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    member = JobMembership(None)
+@pytest.mark.parametrize("how", ["to join the next round", "at the end of the script"])
+def test_taking_a_group_down_is_bounded_and_an_error_is_not_taken_for_a_hang(how: str) -> None:
+    member, bounded = JobMembership(None), []
 
-    def leave() -> None:
+    def take_down(_ended: object) -> None:
+        bounded.append(member._leaving_since is not None)
         raise RuntimeError("torch cannot destroy the group")
 
-    monkeypatch.setattr(member, "leave", leave)
+    group = SimpleNamespace(half=None, take_down=take_down, cut_off_device=lambda broken: None)
+    member.group = group  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="torch cannot"):
-        member.join("a new host")
+        member.join("a new host") if "join" in how else member.stop()
+    assert bounded == [True]
     assert member._leaving_since is None
 
 
