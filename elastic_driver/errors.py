@@ -48,7 +48,7 @@ class NotEnoughSlotsError(ClusterError):
 
 
 class TakenOverError(ClusterError):
-    """Another driver goes on with the job: this one must not decide anything any more."""
+    """Another driver goes on with the job, or has to: this one must decide nothing any more."""
 
 
 class HostsUpdatedInterrupt(ElasticError):

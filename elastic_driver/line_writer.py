@@ -119,6 +119,8 @@ class LineWriter:
     def _carry_out(self, data: bytes) -> OSError | None:
         try:
             self._write(data)
-        except (OSError, ValueError) as error:  # ValueError: a closed file
-            return error if isinstance(error, OSError) else OSError(str(error))
+        except OSError as error:
+            return error
+        except Exception as error:  # a closed file (ValueError), or a bug: nobody waits in vain
+            return OSError(f"{type(error).__name__}: {error}")
         return None

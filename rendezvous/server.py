@@ -89,6 +89,7 @@ class RendezvousServer:
     `passing`: see `StoreService`; `on_changes` is called on the server's thread.
     `limits`: the bounds for clients; the calls below have none. `rounds`: who may write a round's
     keys; the caller keeps it up to date.
+    `on_failed` is called on the server's thread if an error ends it that was not expected.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class RendezvousServer:
         known_by: str = "",
         limits: Limits | None = None,
         rounds: RoundMembers | None = None,
+        on_failed: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
@@ -120,7 +122,7 @@ class RendezvousServer:
         self._tls = None if certificate is None else certificate.context()
         self.fingerprint = "" if certificate is None else certificate.fingerprint()
         self.known_by = known_by or self.fingerprint  # the second line of token files
-        self._routes, self._posts = routes, posts or {}
+        self._routes, self._posts, self._on_failed = routes, posts or {}, on_failed
         self.limits, self.hits = Limits() if limits is None else limits, Hits()
         self.refusals, self.request_times = Refusals(), RequestTimes()
         self.rounds = RoundMembers() if rounds is None else rounds
@@ -224,7 +226,8 @@ class RendezvousServer:
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the server's loop; it ends when the server stops."""
         try:
-            asyncio.run_coroutine_threadsafe(work, self._running()[1])
+            spawned = asyncio.run_coroutine_threadsafe(work, self._running()[1])
+            spawned.add_done_callback(_tell_of_error)
         except (StoppedError, RuntimeError):  # RuntimeError: the loop has just been closed
             work.close()
 
@@ -245,6 +248,7 @@ class RendezvousServer:
         except Exception as error:
             if up.done():
                 log.exception("rendezvous server on %s ended by an error", self.url)
+                self._on_failed(error)
             else:
                 up.set_exception(error)
         finally:
@@ -331,6 +335,12 @@ class RendezvousServer:
         )
         await runner.setup()
         return runner
+
+
+def _tell_of_error(spawned: "concurrent.futures.Future[None]") -> None:
+    """Log the error of work that nobody waits for."""
+    if not spawned.cancelled() and (error := spawned.exception()) is not None:
+        log.error("work on the rendezvous server's loop has failed", exc_info=error)
 
 
 async def _turn() -> None:

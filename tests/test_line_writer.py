@@ -81,3 +81,15 @@ def test_a_broken_disk_is_told_once_and_later_lines_are_dropped() -> None:
     assert not writer.put(b"2\n")
     assert writer.close(LONG_S)
     assert errors == [errno.ENOSPC]
+
+
+def test_an_error_that_nobody_expects_is_told_like_one_of_the_disk() -> None:
+    told: list[str] = []
+
+    def fail(_data: bytes) -> None:
+        raise RuntimeError("a fault")
+
+    writer = LineWriter(fail, patience=LONG_S, on_broken=lambda error: told.append(str(error)))
+    assert writer.put(b"1\n")
+    assert writer.close(LONG_S)
+    assert told == ["RuntimeError: a fault"]

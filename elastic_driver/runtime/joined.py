@@ -36,7 +36,9 @@ from rendezvous.web import Problem, caller_of, forbidden, json_answer, read_json
 from rendezvous.wire import DeletePrefix, Operation, Set
 
 LOOK_S = 0.5  # `find` returns this often although nothing has changed
-LEAVE_S = 3.0  # the time in which nodes learn how the job has ended
+# For nodes to learn how the job has ended, each after the end of its agent; a node that is lost is
+# given up before, when its lease ends.
+LEAVE_S = 10.0
 # Heartbeat timeouts for a node to come back to a driver that has taken over elsewhere: it hears of
 # that driver from its agent, which has one of them.
 RETURN_TIMEOUTS = 2.0

@@ -102,6 +102,14 @@ def _choose_last_resort() -> None:
     logging.lastResort = _open[-1] if _open else _LAST_RESORT
 
 
+def described(error: BaseException) -> str:
+    """Return an unexpected error in a few words: its type and its place in the code.
+
+    Its own words are left out: they may be those of a client.
+    """
+    return f"a bug of ours: {type(error).__name__}{_place_of(error)}"
+
+
 def _described(record: logging.LogRecord) -> str:
     error = record.exc_info[1] if record.exc_info else None
     text = record.getMessage()

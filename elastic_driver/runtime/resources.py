@@ -32,7 +32,7 @@ from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import Head, JournalStore
 from elastic_driver.runtime.journal.writer import Journal
-from elastic_driver.runtime.library_logs import logs_shown
+from elastic_driver.runtime.library_logs import described, logs_shown
 from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.machine_api import SHARDS_PATH
 from elastic_driver.runtime.output import AgentsOutput, without_numbers
@@ -225,6 +225,7 @@ class DriverResources:
             on_changes=lambda values: self._mailbox.put(mail.KeysChanged(values)),
             passing=contract.PASSING_SCOPES,
             rounds=routes.rounds,
+            on_failed=self._cannot_serve,
         )
         listen(server, setup.spec.run_id, again=setup.resumed is not None)
         self._closing.callback(server.stop)
@@ -284,6 +285,11 @@ class DriverResources:
     def _taken_over(self, error: TakenOverError) -> None:
         """End without touching the job; any thread may call it."""
         self._mailbox.put(mail.TakenOver(error))
+
+    def _cannot_serve(self, error: Exception) -> None:
+        """End without touching the job: nobody can reach this driver any more."""
+        hint = "this driver ends; the workers go on, and wait for the next one (--resume)"
+        self._taken_over(TakenOverError(f"the rendezvous has ended ({described(error)}); {hint}"))
 
     def _lease_expired(self, key: str) -> None:
         """Pass an expired lease on; called by the server's thread."""

@@ -10,6 +10,7 @@ anything until then (docs/driver-loss.md).
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -19,6 +20,8 @@ import msgspec
 
 from elastic_driver.errors import ClusterError, UsageError
 from rendezvous.wire import UNREADABLE
+
+log = logging.getLogger(__name__)
 
 RENEW_S = 2.0
 EXPIRES_S = 30.0
@@ -156,7 +159,7 @@ class RunLock:
 
     def _renew(self) -> None:
         while not self._end.wait(RENEW_S):
-            with contextlib.suppress(OSError):  # the folder is gone, or the disk is full
+            try:
                 found = _read(self.path)
                 if found != self._holder and found is not None:
                     self.lost = True
@@ -164,6 +167,12 @@ class RunLock:
                     self.on_lost(f"{who} is the driver of run {self._name} now; this one ends")
                     return
                 os.utime(self.path)
+            except OSError:
+                pass  # the folder is gone, or the disk is full: it is tried again
+            except Exception:
+                log.exception(
+                    "the lock of run %s could not be renewed; it is tried again", self._name
+                )
 
 
 def _advice(holder: Holder | None) -> str:

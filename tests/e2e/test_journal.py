@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import stat
+import subprocess
+from pathlib import Path
+
+import pytest
 
 from tests.e2e.test_control import ctl
 from tests.support.job import JOBS, RunningJob, elasticrun
@@ -60,3 +66,44 @@ def test_the_journal_of_a_killed_driver_tells_everything_up_to_its_end() -> None
         text = ctl("replay", str(job.run_dir))
         assert "round 1 begins with 2 workers" in text
         assert "running for " in text
+
+
+DISK = """
+truncate -s 16M "$0/disk" && mkfs.ext4 -q "$0/disk" && mkdir "$0/state" &&
+mount -o loop,errors=remount-ro "$0/disk" "$0/state" && exec "$@"
+"""
+
+
+def why_no_disk() -> str | None:
+    """Why no disk can be made for one job; None where it can."""
+    if os.geteuid() != 0 or not Path("/dev/loop-control").exists():
+        return "a disk in a file needs root and loop devices"
+    missing = [tool for tool in ("unshare", "mkfs.ext4", "nsenter") if shutil.which(tool) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+@pytest.mark.skipif(why_no_disk() is not None, reason=why_no_disk() or "")
+def test_a_disk_that_becomes_read_only_costs_the_journal_and_not_the_job(tmp_path: Path) -> None:
+    """The disk of the run's folder is a real one in a file, in a mount namespace of the job."""
+    inside = ("unshare", "--mount", "sh", "-c", DISK, str(tmp_path))
+    command = ("-np", "2", "--min-np", "1", "--", TRAIN)
+    env = {"STEPS": "100000"}
+    with elasticrun(*command, env=env, state_dir=tmp_path / "state", inside=inside) as job:
+        job.state_dir = Path(f"/proc/{job.process.pid}/root{tmp_path}/state")  # as the job sees it
+        pids = job.until_size(2, 90)
+        to_disk = ("nsenter", f"--target={job.process.pid}", "--mount")
+        # As ext4 does by itself upon the first error of its disk; other mounts would be busy.
+        subprocess.run([*to_disk, "mount", "-o", "remount,abort", tmp_path / "state"], check=True)
+        job.kill(next(iter(pids)))
+        failed = "Read-only file system; the job goes on without a journal"
+        job.until(lambda: failed in job.stderr, "the user is told of the journal")
+        log_failed = "Read-only file system; the job goes on, and later events"
+        job.until(lambda: log_failed in job.stderr, "the user is told of the event log")
+        grown = " complete: 2 workers"
+        job.until(lambda: job.stderr.count(grown) == 2, "the job serves changes", 90)
+        assert job.stderr.count("the journal has failed") == 1
+        newest = max(record.step for record in job.steps())
+        job.until(lambda: max(r.step for r in job.steps()) > newest + 20, "training goes on")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143
+        assert "Traceback" not in job.stderr

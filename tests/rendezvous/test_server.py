@@ -66,6 +66,25 @@ def test_a_listener_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -
     assert "lease lease expired, but telling its listener failed" in caplog.text
 
 
+def test_work_of_others_on_its_loop_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise RuntimeError("a fault")
+
+    with RendezvousServer(token=TOKEN) as server:
+        server.spawn(fail())
+        eventually(lambda: "work on the rendezvous server's loop has failed" in caplog.text, "told")
+        assert server.apply([Set("a", b"")])
+
+
+def test_a_server_whose_loop_fails_says_so_to_its_owner(caplog: pytest.LogCaptureFixture) -> None:
+    failed: list[Exception] = []
+    with RendezvousServer(token=TOKEN, on_failed=failed.append) as server:
+        assert server._loop is not None
+        server._loop.call_soon_threadsafe(server._loop.stop)  # asyncio.run fails then
+        eventually(lambda: failed, "its owner knows")
+    assert "ended by an error" in caplog.text
+
+
 def test_a_server_that_stood_still_does_not_blame_those_who_hold_leases() -> None:
     expired: list[str] = []
     with RendezvousServer(token=TOKEN, on_lease_expired=expired.append) as server:

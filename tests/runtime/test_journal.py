@@ -137,6 +137,44 @@ def test_a_folder_that_cannot_be_written_costs_the_journal_and_not_the_job(
     assert job.stderr.getvalue().count("the journal has failed") == 1
 
 
+def test_an_error_of_the_writer_itself_costs_the_journal_and_not_the_job(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SqliteStore, "write", fail_unexpectedly)
+    job = short_job(start_job)
+    (failed,) = (event for event in job.logged() if event["event"] == "journal_failed")
+    assert "a bug of ours: RuntimeError at test_journal.py:" in str(failed["reason"])
+    assert "; the job goes on without a journal" in str(failed["reason"])
+    assert "of a client" not in str(failed["reason"])
+    (line,) = (line for line in job.stderr.getvalue().splitlines() if "journal" in line)
+    assert "the journal has failed" in line
+
+
+def test_an_error_of_the_writer_ends_a_driver_that_may_not_act_without_it(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    monkeypatch.setattr(SqliteStore, "must_be_written", True)
+    monkeypatch.setattr(SqliteStore, "write", fail_unexpectedly)
+    client, ready = job.cluster.client.clone(2.0), WorkerReady(A0, 0, -1, True, "waits")
+    with pytest.raises(UnreachableError):  # no answer, so it goes to the next driver
+        client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
+    client.close()
+    assert job.outcome().exit_code == ExitCode.UNAVAILABLE
+    (line,) = (line for line in job.stderr.getvalue().splitlines() if "journal" in line)
+    assert "Traceback" not in job.stderr.getvalue()
+    assert "the journal has failed (a bug of ours: RuntimeError at " in line
+    assert "the workers go on, and wait for a standby, or for --resume" in line
+    assert job.cluster.closed == 0
+    assert job.cluster.workers() == [A0, A1]
+    assert job.run_dir.token_file.exists()
+
+
+def fail_unexpectedly(self: SqliteStore, batches: Sequence[Batch]) -> None:
+    raise RuntimeError("words of a client")
+
+
 def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     """The disk is a real one of 1 MiB, in a mount namespace of its own."""
     script = f"""

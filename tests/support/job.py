@@ -250,10 +250,12 @@ def elasticrun(
     cwd: Path | None = None,
     state_dir: Path | None = None,
     stderr: int | None = None,
+    inside: tuple[str, ...] = (),
 ) -> Iterator[RunningJob]:
     """Start `elasticrun ARGS…` in a folder of its own; whatever is left is killed at the end.
 
-    `stderr`: a descriptor, in place of a file in that folder.
+    `stderr`: a descriptor, in place of a file in that folder. `inside`: a command that becomes
+    `elasticrun`, whose words come after its own.
     """
     run_id = f"t{uuid.uuid4().hex[:10]}"
     with tempfile.TemporaryDirectory(prefix="elastic-e2e-") as name:
@@ -268,7 +270,7 @@ def elasticrun(
             **(env or {}),
         }
         argv = [
-            *(sys.executable, "-m", "launcher.cli"),
+            *(*inside, sys.executable, "-m", "launcher.cli"),
             *("--run-id", run_id, "--state-dir", str(state_dir or folder / "state")),
             *args,
         ]

@@ -7,6 +7,7 @@ Each write of a journal is guarded by the key, so a driver that has lost it writ
 what is not written does not act.
 """
 
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,8 @@ from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import EtcdClient, EtcdError, KeyValue
 from rendezvous.wire import UNREADABLE
+
+log = logging.getLogger(__name__)
 
 LEASE_S = 5  # whole seconds, until another driver has the run
 LEAST_S = 2  # etcd takes no shorter lease, with its default heartbeats
@@ -236,6 +239,8 @@ class Tenure:
                     return
                 except ClusterError:
                     pass  # etcd does not answer: the writer says so, and this thread asks again
+                except Exception:
+                    log.exception("the lease in etcd could not be renewed; it is tried again")
 
     def _grant(self) -> None:
         """Get a lease; the caller holds `_lock`."""

@@ -9,6 +9,7 @@ journal that fails (full disk, read-only, too far behind) is given up, and the j
 """
 
 import collections
+import os
 import queue
 import sqlite3
 import threading
@@ -22,6 +23,7 @@ from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime.journal.codec import AnyEvent, encode
 from elastic_driver.runtime.journal.file_system import network_file_system
 from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row, SqliteStore
+from elastic_driver.runtime.library_logs import described
 
 WAIT_S = 0.25  # for a write; a page cache takes far less than a millisecond
 UNREACHABLE_S = 2.0  # after which the user is told that a store which must be written is not
@@ -292,20 +294,48 @@ class Journal:
             self._write_batches()
             self._place.close()
         except TakenOverError as error:
-            with self._moved:
-                self._taken_over = error
-                self._waiting.clear()  # nothing may be acknowledged any more
-                self._moved.notify_all()
-            self.on_taken_over(error)
+            self._replace(error)
         except (sqlite3.Error, OSError) as error:
-            with self._moved:
-                self._failure = str(error) or type(error).__name__
-                self._moved.notify_all()
-                acts = self._due_acts(self._handed)
-            for act in acts:
-                act()
+            self._fail((str(error) or type(error).__name__) + self._refusal())
+        except Exception as error:  # nobody may wait for this thread in vain
+            self._fail(described(error))
         finally:
             self._place.free()
+
+    def _fail(self, why: str) -> None:
+        """Give the journal up, so that the job goes on without it; or have this driver end.
+
+        It ends if nothing may act that is not written. A standby then takes the run, or a driver
+        that resumes.
+        """
+        if self._place.must_be_written:
+            hint = "the workers go on, and wait for a standby, or for --resume"
+            self._replace(
+                TakenOverError(f"the journal has failed ({why}); this driver ends: {hint}")
+            )
+            return
+        with self._moved:
+            self._failure = why
+            self._moved.notify_all()
+            acts = self._due_acts(self._handed)
+        for act in acts:
+            act()
+
+    def _refusal(self) -> str:
+        """Return why the file system refuses to write the file: SQLite names an I/O error only."""
+        try:
+            os.close(os.open(self.path, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            return f": {error.strerror}"
+        return ""
+
+    def _replace(self, error: TakenOverError) -> None:
+        """Acknowledge nothing any more, and have the driver end."""
+        with self._moved:
+            self._taken_over = error
+            self._waiting.clear()
+            self._moved.notify_all()
+        self.on_taken_over(error)
 
     def _write_batches(self) -> None:
         batch = self._queue.get()
