@@ -24,6 +24,7 @@ USAGE_S = 2.0  # between two looks at the usage of hosts; agents sample it less 
 WINDOW = 6  # looks from which a speed is computed
 QUIET_S = 5.0  # without a new step, and three times the step time, after which the speed is 0
 NEW, MERGED, OLD = 300, 10, 330  # new moments; how many become an old one; how many of those
+MOST_LEFT = 10_000  # workers that have left, whose samples are known
 KEPT_S = 3600.0  # the age of the oldest moment
 
 
@@ -93,6 +94,7 @@ class Measurements:
         self._world = World(0, (), "no round is complete yet")
         self._ranks: list[str] = []  # its workers
         self._speeds: dict[str, _Speed] = {}
+        self._counted: dict[str, int] = {}  # samples of workers that have left: they may return
         self._progress: dict[str, Progress] = {}  # in the order of ranks
         self._now = 0.0  # the time of the last look
         self._measured = Measured()  # without workers and hosts
@@ -108,18 +110,27 @@ class Measurements:
         """Take in the newest progress of the workers of a round; `size` of them train now."""
         if world is not self._world:
             self._world, self._ranks = world, [member.worker for member in world.members]
+            self._let_go(set(self._speeds) - set(self._ranks))
         self._progress = {worker: progress[worker] for worker in self._ranks if worker in progress}
         samples, self._now = self._measured.samples, now
         before, self._speeds = self._speeds, {}
         for worker, each in self._progress.items():
             speed = before.get(worker)
             if speed is None or speed.newest is not each:
-                if speed is None or speed.newest is None or speed.newest.round != each.round:
-                    speed = _Speed(0 if speed is None else speed.counted)
+                if speed is None:
+                    speed = _Speed(self._counted.pop(worker, 0))
+                elif speed.newest is not None and speed.newest.round != each.round:
+                    speed = _Speed(speed.counted)
                 samples += speed.take(each, now)
             self._speeds[worker] = speed
         self._measured = self._sum_up(samples)
         self._remember(unix, size)
+
+    def _let_go(self, workers: Iterable[str]) -> None:
+        for worker in workers:
+            self._counted[worker] = self._speeds[worker].counted
+        for worker in list(self._counted)[:-MOST_LEFT]:
+            del self._counted[worker]
 
     def looked(self, now: float, began: float) -> None:
         """Plan the next look after one that began then."""

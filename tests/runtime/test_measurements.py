@@ -88,6 +88,9 @@ def test_samples_of_a_lost_worker_stay_and_none_counts_twice() -> None:
     bench.look(a=progress(51.0, 12, round_id=2, samples=96))
     assert bench.measured.document().samples == 176
     assert list(bench.measured.document().workers) == ["a.0.1"]
+    bench.world = world("a", "b", round_id=3)
+    bench.look(b=progress(60.0, 11, round_id=3, samples=88))
+    assert bench.measured.document().samples == 184, "one that returns has eight more"
 
 
 def test_the_speed_of_a_new_round_has_nothing_of_the_pause_before_it() -> None:
