@@ -217,7 +217,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         expected = self.timeout if expected is None else expected
         until = started + (expected if deadline is None else deadline)
         request = method, path, body, {**self._headers, wire.REQUEST_ID_HEADER: new_request_id()}
-        pauses = _pauses()
+        pauses, refused = _pauses(), None
         while True:
             reused = False
             try:
@@ -231,6 +231,10 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 return self._checked(status, answer)
             except (OSError, HTTPException) as error:
                 problem = error
+            if isinstance(problem, _TryAgainError):
+                refused = problem
+            elif not isinstance(problem, TimeoutError):  # of an attempt that had too little time
+                refused = None
             if self.silent_since is None:
                 self.silent_since = time.monotonic()
             self._connections.read_url_file()
@@ -238,8 +242,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             pause = 0.0 if reused else next(pauses)
             if time.monotonic() + pause >= until or not (self._repeats or reused):
                 self._connections.check_not_aborted()
-                if isinstance(problem, _TryAgainError) and not problem.is_stopping:
-                    return self._checked(problem.status, problem.body)
+                if refused is not None and not refused.is_stopping:
+                    return self._checked(refused.status, refused.body)
                 raise errors.UnreachableError(self.url, time.monotonic() - started, problem)
             self._pause(pause, wake)
 
