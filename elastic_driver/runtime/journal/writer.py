@@ -295,8 +295,10 @@ class Journal:
             self._place.close()
         except TakenOverError as error:
             self._replace(error)
-        except (sqlite3.Error, OSError) as error:
+        except sqlite3.Error as error:
             self._fail((str(error) or type(error).__name__) + self._refusal())
+        except OSError as error:
+            self._fail(str(error))
         except Exception as error:  # nobody may wait for this thread in vain
             self._fail(described(error))
         finally:
