@@ -34,6 +34,8 @@ The job is the newest below the state directory, or the one of --run-id ID.
 Without a job
   check [OPTIONS] [HOSTS…]    which of these hosts are faulty or slow
   config show [OPTIONS]       the value of every option of elasticrun, and its source
+  completion bash|zsh         a script by which the shell completes both commands
+  man elasticrun|elasticctl   a man page
 
 `elasticctl COMMAND --help` shows more. Exit status: 0 success; 1 if check found a bad node; 64
 wrong usage; 75 no such job is running, or it does not answer; 130/143 interrupted.
@@ -46,8 +48,10 @@ _WITHOUT_JOB = {
     "explain": "journal",
     "check": "check",
     "config": "check",
+    "completion": "completion",
+    "man": "man",
 }
-_COMMANDS = (
+COMMANDS = (
     "status",
     "top",
     "events",
@@ -74,8 +78,8 @@ def _dispatch(words: list[str]) -> int:
         print(_HELP, end="")
         return 0 if words else 64
     name, *rest = words
-    if name not in _COMMANDS:
-        known = ", ".join(_COMMANDS)
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
         raise UsageError(f"{name!r} is no command; there is {known} (elasticctl --help)")
     try:
         if name in _WITHOUT_JOB:

@@ -39,6 +39,7 @@ etcdctl:etcd-client
 openssl:openssl
 logrotate:logrotate
 zsh:zsh
+groff:groff-base
 csh:tcsh
 fish:fish
 "

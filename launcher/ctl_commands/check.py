@@ -28,7 +28,7 @@ from launcher.options.table import OPTIONS
 from launcher.options.values import CommandLine, Setting, resolve
 
 _CONFIG_USAGE = "usage: elasticctl config show [OPTIONS of elasticrun]"
-_HISTORY = "--history"
+HISTORY = "--history"
 _HELP = """\
 usage: elasticctl check [OPTIONS] [HOSTS…]
        elasticctl check --history [OPTIONS] [HOSTS…]
@@ -54,12 +54,12 @@ Exit status
 
 def check(words: list[str]) -> int:
     """Run `elasticctl check`; return 1 if a node is faulty (or slow, with --exclude-straggler)."""
-    line = resolve([word for word in words if word != _HISTORY], os.environ)
+    line = resolve([word for word in words if word != HISTORY], os.environ)
     if line.options.help:
         print(_HELP, end="")
         return 0
     hosts, line = ",".join(line.command), replace(line, command=("true",))  # it is not run
-    if _HISTORY in words:
+    if HISTORY in words:
         return _show_history(line, [name for name, _slots in parse_hosts(hosts)] if hosts else [])
     line = line.having("network_check", Setting(True, "true", "elasticctl check", 3))
     if hosts:

@@ -1,51 +1,17 @@
-"""The measured part of the status document, and numbers as people read them. Pure.
-
-Every field has a default: a driver that has measured nothing yet sends less.
-"""
+"""Numbers of the status document as people read them. Pure."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from msgspec import Struct
 
+from elastic_driver.core.measured import GpuUsage, HostUsage, WorkerMeasured
+
 T = TypeVar("T", int, float)
 UNKNOWN = "-"
+HOST_NUMBERS = ("CPU", "MEMORY", "GPUS", "IN/S", "OUT/S")
+WORKER_NUMBERS = ("STEP", "STEPS/S", "SAMPLES/S", "MEMORY", "CPU")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-class WorkerFigures(Struct, frozen=True):
-    """What was measured of one worker's process."""
-
-    step: int | None = None
-    steps_per_s: float | None = None
-    samples_per_s: float | None = None
-    memory: int | None = None  # bytes
-    cpu: float | None = None  # cores
-
-
-class HostFigures(Struct, frozen=True):
-    """What was measured of one host; bytes, and bytes per second."""
-
-    cpu: float | None = None  # 0 to 1, of all cores
-    memory_used: int | None = None
-    memory_total: int | None = None
-    disk_used: int | None = None
-    disk_total: int | None = None
-    net_in: float | None = None
-    net_out: float | None = None
-
-
-class Figures(Struct, frozen=True):
-    """What was measured of the job: key `measured` of `GET /v1/status`."""
-
-    step: int | None = None
-    total: int | None = None  # steps in all
-    steps_per_s: float | None = None
-    samples_per_s: float | None = None
-    samples: int | None = None
-    numbers: dict[str, float] = {}  # that the script reports
-    workers: dict[str, WorkerFigures] = {}
-    hosts: dict[str, HostFigures] = {}
 
 
 class GoodputFigures(Struct, frozen=True):
@@ -83,11 +49,30 @@ def percent(part: float | None) -> str:
     return UNKNOWN if part is None else f"{part:.0%}"
 
 
-def memory_of(host: HostFigures) -> str:
-    """Return used and total memory."""
-    if host.memory_used is None:
+def of_host(found: HostUsage | None) -> tuple[str, ...]:
+    """Return `HOST_NUMBERS` of a host."""
+    if found is None:
+        return (UNKNOWN,) * len(HOST_NUMBERS)
+    memory = f"{size(found.memory_used)} of {size(found.memory_total)}"
+    network = size(found.net_in), size(found.net_out)
+    return percent(found.cpu), memory, _gpus(found.gpus), *network
+
+
+def _gpus(gpus: tuple[GpuUsage, ...]) -> str:
+    """Return how busy the GPUs of a host are on average, and their memory."""
+    if not gpus:
         return UNKNOWN
-    return f"{size(host.memory_used)} of {size(host.memory_total)}"
+    used, total = sum(g.memory_used for g in gpus), sum(g.memory_total for g in gpus)
+    return f"{percent(mean([g.used for g in gpus]))}, {size(used)} of {size(total)}"
+
+
+def of_worker(found: WorkerMeasured | None) -> tuple[str, ...]:
+    """Return `WORKER_NUMBERS` of a worker."""
+    if found is None:
+        return (UNKNOWN,) * len(WORKER_NUMBERS)
+    speeds = rate(found.steps_per_s), rate(found.samples_per_s)
+    step = count(found.step if found.step >= 0 else None)
+    return step, *speeds, size(found.memory), percent(found.cpu)
 
 
 def over(numbers: Iterable[T | None], fold: Callable[[list[T]], float]) -> float | None:

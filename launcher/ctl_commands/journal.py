@@ -26,13 +26,18 @@ _REPLAY = (
 _EXPLAIN = "Say in sentences what happened to a rank or to a host, and because of which event."
 
 
-def replay(words: Sequence[str]) -> int:
-    """Show the events of a journal with the decisions, and the job after the last of them."""
+def replay_parser() -> CommandParser:
+    """Return the parser of `elasticctl replay`."""
     parser = CommandParser(prog="elasticctl replay", description=_REPLAY, allow_abbrev=False)
     parser.add_argument("journal", type=Path, nargs="?", help="the file, or the run's folder")
     parser.add_argument("--at", type=int, default=NEWEST, metavar="N", help="stop after event N")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    given = _parsed(parser, words)
+    return _with_run(parser)
+
+
+def replay(words: Sequence[str]) -> int:
+    """Show the events of a journal with the decisions, and the job after the last of them."""
+    given = replay_parser().parse_args(list(words))
     with contextlib.closing(Replay(_file(given))) as found:
         for step in found.steps(given.at):
             print(_json(step, found) if given.json else _text(step, found), flush=True)
@@ -45,13 +50,18 @@ def replay(words: Sequence[str]) -> int:
     return 0
 
 
-def explain(words: Sequence[str]) -> int:
-    """Show what happened to a rank or a host, and why."""
+def explain_parser() -> CommandParser:
+    """Return the parser of `elasticctl explain`."""
     parser = CommandParser(prog="elasticctl explain", description=_EXPLAIN, allow_abbrev=False)
     parser.add_argument("what", choices=("rank", "host"))
     parser.add_argument("name", metavar="R|H", help="the number of the rank, the name of the host")
     parser.add_argument("--journal", type=Path, help="the file, or the run's folder")
-    given = _parsed(parser, words)
+    return _with_run(parser)
+
+
+def explain(words: Sequence[str]) -> int:
+    """Show what happened to a rank or a host, and why."""
+    given = explain_parser().parse_args(list(words))
     if given.what == "rank" and not given.name.isdecimal():
         raise UsageError(f"a rank is a number from 0, not {given.name!r}")
     with contextlib.closing(Replay(_file(given))) as found:
@@ -68,11 +78,12 @@ def explain(words: Sequence[str]) -> int:
     return 0
 
 
-def _parsed(parser: CommandParser, words: Sequence[str]) -> Any:
+def _with_run(parser: CommandParser) -> CommandParser:
+    """Add the options that choose a run; return the parser."""
     which = parser.add_argument_group("which run (default: the newest)")
     which.add_argument("--run-id", metavar="ID", help="the job's name")
     which.add_argument("--state-dir", metavar="D", type=Path, help="the folder of all runs")
-    return parser.parse_args(list(words))
+    return parser
 
 
 def _file(given: Any) -> Path:

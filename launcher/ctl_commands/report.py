@@ -56,15 +56,20 @@ class Story:
             self.worlds.append(World(line.t, size))
 
 
-def report(words: Sequence[str]) -> int:
-    """Print the story of a job."""
+def report_parser() -> CommandParser:
+    """Return the parser of `elasticctl report`."""
     parser = CommandParser(prog="elasticctl report", description=_REPORT, allow_abbrev=False)
     parser.add_argument("log", type=Path, nargs="?", help="the event log, or the run's folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     which = parser.add_argument_group("which run (default: the newest)")
     which.add_argument("--run-id", metavar="ID", help="the job's name")
     which.add_argument("--state-dir", metavar="D", type=Path, help="the folder of all runs")
-    given = parser.parse_args(list(words))
+    return parser
+
+
+def report(words: Sequence[str]) -> int:
+    """Print the story of a job."""
+    given = report_parser().parse_args(list(words))
     path = _log_file(given)
     try:
         with path.open("rb") as lines:

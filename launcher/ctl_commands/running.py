@@ -39,6 +39,11 @@ Job = RendezvousClient
 class CommandParser(argparse.ArgumentParser):
     """An argparse parser that raises `UsageError` for a wrong command."""
 
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """The arguments, in the order in which they were added."""
+        return self._actions
+
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
         raise UsageError(f"{message} (see {self.prog} --help)")
@@ -107,6 +112,28 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "stop": {"--reason": {"default": "elasticctl stop", "help": "for the event log"}},
 }
+_EXAMPLES = {
+    "status": "status --watch --interval 5",
+    "events": "events -f --since 100",
+    "logs": "logs -f --rank 0 --since 60 --timestamps",
+    "scale": "scale 8",
+    "drain": "drain n3 --deadline 120 --reason 'new disks'",
+    "stop": "stop --run-id nightly",
+}
+
+
+def make_parser(name: str) -> CommandParser:
+    """Return the parser of a subcommand."""
+    text = " ".join(str(ACTIONS[name].__doc__).split())
+    example = f"Example: elasticctl {_EXAMPLES[name]}" if name in _EXAMPLES else None
+    parser = CommandParser(
+        prog=f"elasticctl {name}", description=text, epilog=example, allow_abbrev=False
+    )
+    which = parser.add_argument_group("which job (default: the only one running)")
+    for group, arguments in ((parser, _ARGUMENTS[name]), (which, _WHICH_JOB)):
+        for names, rest in arguments.items():
+            group.add_argument(*names.split(), **rest)
+    return parser
 
 
 def run(name: str, words: Sequence[str]) -> int:
@@ -115,13 +142,7 @@ def run(name: str, words: Sequence[str]) -> int:
     A request is tried once. If the driver refuses it, the error has the driver's own words.
     """
     action = ACTIONS[name]
-    text = " ".join(str(action.__doc__).split())
-    parser = CommandParser(prog=f"elasticctl {name}", description=text, allow_abbrev=False)
-    which = parser.add_argument_group("which job (default: the only one running)")
-    for group, arguments in ((which, _WHICH_JOB), (parser, _ARGUMENTS[name])):
-        for names, rest in arguments.items():
-            group.add_argument(*names.split(), **rest)
-    given = parser.parse_args([_hyphenated(word) for word in words])
+    given = make_parser(name).parse_args([_hyphenated(word) for word in words])
     given.state_dir = state_dir = (given.state_dir or default_state_dir(os.environ)).absolute()
     try:
         job = find(Where(state_dir, given.run_id, given.endpoint, given.token_file, given.journal))

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver.core.decisions import StackGroup
+from elastic_driver.core.measured import Measured
 from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.tf_messages import TfStatus
@@ -18,10 +19,7 @@ from elastic_driver.runtime.results import JobResult
 from launcher.ctl_commands import figures
 from launcher.ctl_commands.figures import (
     UNKNOWN,
-    Figures,
     GoodputFigures,
-    HostFigures,
-    WorkerFigures,
 )
 
 
@@ -32,7 +30,7 @@ class JobDocument(JobStatus, frozen=True, kw_only=True):
     endpoint: str
     started: float  # unix seconds
     slow: tuple[SlowStatus, ...] = ()
-    measured: Figures = Figures()
+    measured: Measured = Measured()
     goodput: GoodputFigures | None = None
 
 
@@ -50,7 +48,6 @@ class ShownEvent(Struct, frozen=True):
 
 MOST_ROWS = 50  # of hosts, and of workers; more are shown in groups
 MOST_ODD = 20  # of those in trouble that are shown beside the groups
-_NUMBERS = ("STEP", "STEPS/S", "SAMPLES/S", "MEMORY")
 STACKS_COLLECTED = "stacks_collected"
 _PLACES = {"collective": "in a collective", "elsewhere": "outside of collectives"}
 _decode_job = msgspec.json.Decoder(JobDocument).decode
@@ -140,9 +137,9 @@ def heading(document: JobDocument, now: float) -> list[str]:
     return head
 
 
-def progress(measured: Figures) -> list[str]:
+def progress(measured: Measured) -> list[str]:
     """Return a line about step, speed and reported numbers; none if nothing is known."""
-    if measured.step is None:
+    if not measured.step and not measured.workers:
         return []
     of_all = "" if measured.total is None else f" of {measured.total:,}"
     parts = [f"step {measured.step:,}{of_all}"]
@@ -197,17 +194,18 @@ def hosts(document: JobDocument) -> str:
 
 
 def _hosts(document: JobDocument, chosen: Sequence[HostStatus]) -> str:
-    """Return a line for each of these hosts; with CPU and memory if any are measured."""
+    """Return a line for each of these hosts; with CPU, memory and GPUs if any are measured."""
     measured = document.measured.hosts
+    gpus = any(found.gpus for found in measured.values())
+    columns = 3 if gpus else 2 if measured else 0
     rows = []
     for h in chosen:
         left = f"{duration(h.cooldown_left)} left: " if h.cooldown_left > 0 else ""
         doubt = f"may be lost, for {h.suspected_for:.1f} s: {', '.join(h.evidence)}"
         why = doubt if h.evidence else left + h.reason
-        found = measured.get(h.host, HostFigures())
-        numbers = (figures.percent(found.cpu), figures.memory_of(found)) if measured else ()
-        rows.append((h.host, h.state, str(h.slots), str(h.workers), h.agent, *numbers, why))
-    names = ("CPU", "MEMORY") if measured else ()
+        known = figures.of_host(measured.get(h.host))[:columns]
+        rows.append((h.host, h.state, str(h.slots), str(h.workers), h.agent, *known, why))
+    names = figures.HOST_NUMBERS[:columns]
     return table(("HOST", "STATE", "SLOTS", "WORKERS", "AGENT", *names, "WHY"), rows)
 
 
@@ -217,12 +215,11 @@ def hosts_by_state(document: JobDocument) -> str:
     rows = []
     for state, number in states.most_common():
         there = [h for h in document.hosts if h.state == state]
-        found = [measured.get(h.host, HostFigures()) for h in there]
-        cpu = figures.over((h.cpu for h in found), figures.mean)
-        used = figures.over((h.memory_used for h in found), sum)
+        found = [measured[h.host] for h in there if h.host in measured]
+        cpu = figures.percent(figures.over((h.cpu for h in found), figures.mean))
+        used = figures.size(figures.over((h.memory_used for h in found), sum))
         slots, busy = sum(h.slots for h in there), sum(h.workers for h in there)
-        size = figures.size(used)
-        rows.append((state, str(number), str(slots), str(busy), figures.percent(cpu), size))
+        rows.append((state, str(number), str(slots), str(busy), cpu, used))
     text = table(("STATE", "HOSTS", "SLOTS", "WORKERS", "CPU", "MEMORY"), rows)
     odd = [h for h in document.hosts if h.state != "usable" or h.evidence]
     if not odd:
@@ -243,20 +240,15 @@ def notes(document: JobDocument) -> dict[str, str]:
 
 def _workers(document: JobDocument, chosen: Sequence[MemberStatus]) -> str:
     measured, said = document.measured.workers, notes(document)
+    columns = 4 if measured else 0
     rows = []
     for w in chosen:
         rank = "-" if w.rank < 0 else str(w.rank)
-        known = numbers(measured.get(w.worker, WorkerFigures())) if measured else ()
+        known = figures.of_worker(measured.get(w.worker))[:columns]
         place = (rank, w.state, w.host, str(w.slot), str(w.pid or UNKNOWN), w.worker)
         rows.append((*place, *known, said.get(w.worker, "")))
-    names = _NUMBERS if measured else ()
+    names = figures.WORKER_NUMBERS[:columns]
     return table(("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", *names, ""), rows)
-
-
-def numbers(found: WorkerFigures) -> tuple[str, ...]:
-    """Return step, speeds and memory of a worker."""
-    speeds = figures.rate(found.steps_per_s), figures.rate(found.samples_per_s)
-    return figures.count(found.step), *speeds, figures.size(found.memory)
 
 
 def workers_by_host(document: JobDocument) -> str:
@@ -266,7 +258,13 @@ def workers_by_host(document: JobDocument) -> str:
     for w in document.members:
         groups.setdefault(w.host if placed else w.state, []).append(w)
     rows = [(name, *_summary(document, group)) for name, group in groups.items()]
-    head = ("HOST" if placed else "STATE", "WORKERS", "RANKS", "STATES", *_NUMBERS)
+    head = (
+        "HOST" if placed else "STATE",
+        "WORKERS",
+        "RANKS",
+        "STATES",
+        *figures.WORKER_NUMBERS[:4],
+    )
     said = notes(document)
     odd = [w for w in document.members if w.state != "running" or w.worker in said]
     text = table(head, rows)
@@ -277,7 +275,8 @@ def workers_by_host(document: JobDocument) -> str:
 
 def _summary(document: JobDocument, group: Sequence[MemberStatus]) -> tuple[str, ...]:
     """Return number, ranks, states and figures of some workers: sums, and the mean of steps/s."""
-    found = [document.measured.workers.get(w.worker, WorkerFigures()) for w in group]
+    measured = document.measured.workers
+    found = [measured[w.worker] for w in group if w.worker in measured]
     ranks = [w.rank for w in group if w.rank >= 0]
     span = UNKNOWN if not ranks else f"{min(ranks)}-{max(ranks)}"
     states = Counter(w.state for w in group).most_common()

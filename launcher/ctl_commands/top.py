@@ -6,6 +6,7 @@ keys, has actions carried out and draws. Where stdout is no terminal, plain text
 
 import contextlib
 import os
+import re
 import select
 import sys
 import termios
@@ -26,14 +27,15 @@ from elastic_driver import contract
 from elastic_driver.core.status import MemberStatus
 from launcher.ctl_commands import caution, figures, show
 from launcher.ctl_commands.ask import ask_stacks, stacks_after
-from launcher.ctl_commands.figures import HostFigures, WorkerFigures
 from launcher.ctl_commands.show import JobDocument
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 
 SORTS = ("rank", "host", "steps/s", "samples/s", "memory")
 HELP = "q quit   o order   ↑ ↓ choose a host   d drain it   u undo the drain   s stacks"
-_ARROWS = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down"}
+# An arrow (as ANSI and DEC terminals send it), or any other key.
+_KEY = re.compile(rb"\x1b[\[O](.)|([^\x1b])", re.DOTALL)
+_ARROWS = {b"A": "up", b"B": "down"}
 _HOST_SHARE = 3  # hosts take at most a third of the lines
 _STATE_STYLES = {"usable": "green", "running": "green", "draining": "yellow", "drained": "dim"}
 
@@ -105,7 +107,12 @@ def draw(job: JobDocument, view: View, now: float, lines: int) -> RenderableType
     hosts = _hosts(job, view, range(first, min(first + most_hosts, len(job.hosts))))
     chosen = ordered(job, view.sort)[: room - most_hosts]
     return Group(
-        Text("\n".join(head)), Text(), hosts, Text(), _workers(job, view, chosen), _foot(job, view)
+        Text("\n".join(head), no_wrap=True, overflow="ellipsis"),
+        Text(),
+        hosts,
+        Text(),
+        _workers(job, view, chosen),
+        _foot(job, view),
     )
 
 
@@ -114,26 +121,22 @@ def _foot(job: JobDocument, view: View) -> Text:
     if view.asked is not None:
         warning = caution.of_drain(job, view.asked)
         why = f"{warning}. " if warning else ""
-        return Text(f"{why}Drain host {view.asked}? y/N", "bold")
-    return Text(view.message or HELP, "bold" if view.message else "dim")
+        return Text(f"{why}Drain host {show.printable(view.asked)}? y/N", "bold")
+    return Text(show.printable(view.message) or HELP, "bold" if view.message else "dim")
 
 
 def _hosts(job: JobDocument, view: View, numbers: range) -> Table:
-    table = _table("", "HOST", "STATE", "SLOTS", "WORKERS", "CPU", "MEMORY", "IN/S", "OUT/S", "WHY")
+    table = _table("", "HOST", "STATE", "SLOTS", "WORKERS", *figures.HOST_NUMBERS, "WHY")
     for number in numbers:
         host = job.hosts[number]
-        found = job.measured.hosts.get(host.host, HostFigures())
         here = number == min(view.chosen, len(job.hosts) - 1)
-        network = [figures.size(n) for n in (found.net_in, found.net_out)]  # a second
         cells = (
             "▶" if here else "",
             host.host,
             host.state,
             str(host.slots),
             str(host.workers),
-            figures.percent(found.cpu),
-            figures.memory_of(found),
-            *network,
+            *figures.of_host(job.measured.hosts.get(host.host)),
             f"{show.duration(host.cooldown_left)} left" if host.cooldown_left else host.reason,
         )
         table.add_row(*map(_cell, cells), style="bold" if here else "")
@@ -141,10 +144,9 @@ def _hosts(job: JobDocument, view: View, numbers: range) -> Table:
 
 
 def _workers(job: JobDocument, view: View, chosen: Sequence[MemberStatus]) -> Table:
-    names = ("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", "STEP", "STEPS/S", "SAMPLES/S")
-    table, notes = _table(*names, "MEMORY", "CPU", ""), show.notes(job)
+    names = ("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", *figures.WORKER_NUMBERS, "")
+    table, notes = _table(*names), show.notes(job)
     for w in chosen:
-        found = job.measured.workers.get(w.worker, WorkerFigures())
         cells = (
             "-" if w.rank < 0 else str(w.rank),
             w.state,
@@ -152,8 +154,7 @@ def _workers(job: JobDocument, view: View, chosen: Sequence[MemberStatus]) -> Ta
             str(w.slot),
             str(w.pid or "-"),
             w.worker,
-            *show.numbers(found),
-            figures.percent(found.cpu),
+            *figures.of_worker(job.measured.workers.get(w.worker)),
             notes.get(w.worker, ""),
         )
         table.add_row(*map(_cell, cells))
@@ -179,12 +180,15 @@ def ordered(job: JobDocument, sort: str) -> list[MemberStatus]:
     """Return the workers in an order; the largest number first, unknown ones last."""
 
     def key(w: MemberStatus) -> tuple[float | str, ...]:
-        found = job.measured.workers.get(w.worker, WorkerFigures())
+        found = job.measured.workers.get(w.worker)
         rank = float("inf") if w.rank < 0 else w.rank
         if sort == "host":
             return w.host, rank
-        speeds = {"steps/s": found.steps_per_s, "samples/s": found.samples_per_s}
-        number = {**speeds, "memory": found.memory}.get(sort)
+        numbers: dict[str, float | None] = {}
+        if found is not None:
+            numbers = {"steps/s": found.steps_per_s, "samples/s": found.samples_per_s}
+            numbers["memory"] = found.memory
+        number = numbers.get(sort)
         return 1.0 if number is None else -number, rank
 
     return sorted(job.members, key=key)
@@ -259,7 +263,8 @@ def keys() -> Iterator[Callable[[float], list[str]]]:
         data = os.read(fd, 64)
         if not data:
             return ["q"]  # the terminal is gone
-        return [_ARROWS[data]] if data in _ARROWS else list(data.decode("utf-8", "replace"))
+        found = _KEY.findall(data)
+        return [_ARROWS.get(arrow, "") if arrow else key.decode("latin-1") for arrow, key in found]
 
     try:
         tty.setcbreak(fd)

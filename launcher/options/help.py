@@ -7,7 +7,7 @@ from launcher.options.table import OPTIONS, Option
 
 _PAD = " " * 6
 
-_HEAD = """\
+HEAD = """\
 usage: elasticrun [OPTIONS] [--] COMMAND [ARGS…]
 
 Runs COMMAND as several workers that train together, and keeps the job going when workers fail
@@ -16,7 +16,7 @@ everything after it belongs to it. Every option may also be given as a variable 
 ELASTICRUN_MIN_NP) or in a file (--config-file). Underscores in names are as good as hyphens.
 """
 
-_TAIL = """\
+TAIL = """\
 Examples
   Two workers on this machine:
       elasticrun -np 2 train.py --epochs 10
@@ -37,11 +37,11 @@ Exit status
 
 def render_help(width: int = 100) -> str:
     """Return the whole text, wrapped to `width` columns."""
-    parts = [_HEAD]
+    parts = [HEAD]
     for heading in Heading:
         entries = [_entry(option, width) for option in OPTIONS if option.heading is heading]
         parts.append("\n".join([heading.value, *entries]) + "\n")
-    return "\n".join([*parts, _TAIL])
+    return "\n".join([*parts, TAIL])
 
 
 def _entry(option: Option, width: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic_driver.core import status
+from elastic_driver.core import measured, status
 
 PAGE = Path(__file__).parents[2] / "docs" / "status.md"
 
@@ -27,6 +27,11 @@ def keys_explained() -> dict[str, set[str]]:
         ("A host: `hosts`", status.HostStatus),
         ("Counters: `counters`", status.CounterStatus),
         ("Slow ranks: `slow`", status.SlowStatus),
+        ("Measurements: `measured`", measured.Measured),
+        ("Measurements: `measured`", measured.WorkerMeasured),
+        ("Measurements: `measured`", measured.StepTimes),
+        ("Measurements: `measured`", measured.HostUsage),
+        ("Measurements: `measured`", measured.GpuUsage),
     ],
 )
 def test_every_key_is_explained(heading: str, kind: type[msgspec.Struct]) -> None:

@@ -24,7 +24,8 @@ def document(hosts: dict[str, int], **more: Any) -> show.JobDocument:
 
 def measured(workers: list[str], hosts: list[str]) -> dict[str, Any]:
     worker = {"step": 1234, "steps_per_s": 2.5, "samples_per_s": 160.0, "memory": GIB, "cpu": 1.0}
-    host = {"cpu": 0.5, "memory_used": 4 * GIB, "memory_total": 16 * GIB, "gpus": []}
+    memory = {"memory_used": 4 * GIB, "memory_total": 16 * GIB}
+    host = {"cpu": 0.5, **memory, "disk_used": 1, "disk_total": 2, "net_in": 0.0, "net_out": 1.0}
     speed = {"steps_per_s": 2.5, "samples_per_s": 320.0, "samples": 394880}
     whole = {"step": 1234, "total": 5000, "numbers": {"loss": 0.31234}, **speed}
     each = {name: {**worker, "step": 1234 + n} for n, name in enumerate(workers)}
@@ -102,3 +103,13 @@ def test_a_rate_has_three_digits(number: float | None, words: str) -> None:
 )
 def test_a_size_has_the_largest_unit_that_fits(number: int | None, words: str) -> None:
     assert figures.size(number) == words
+
+
+def test_gpus_have_a_column_where_there_are_any() -> None:
+    known = measured(["a.0.1"], ["a"])
+    memory = {"memory_used": 20 * GIB, "memory_total": 80 * GIB}
+    gpus = [{"index": n, "name": "H100", "used": 0.9 + n / 10, **memory} for n in range(2)]
+    known["hosts"]["a"] = {**known["hosts"]["a"], "gpus": gpus}
+    text = show.hosts(document({"a": 1, "b": 1}, measured=known))
+    assert "GPUS" in text.splitlines()[0]
+    assert "95%, 40.0 GiB of 160.0 GiB" in text
