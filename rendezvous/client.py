@@ -16,7 +16,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from ssl import SSLSocket
@@ -141,11 +141,16 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         return self._call("GET", path, None, deadline)
 
     def post_json(
-        self, path: str, body: bytes, deadline: float | None = None, wake: int | None = None
+        self,
+        path: str,
+        body: bytes | Callable[[], bytes],
+        deadline: float | None = None,
+        wake: int | None = None,
     ) -> bytes:
         """POST an encoded JSON document; return the answer's body; `wake` as in `batch`.
 
-        Repeats carry the same X-Request-Id, and the server carries out an id once.
+        Repeats carry the same X-Request-Id, and the server carries out an id once. A `body` that
+        tells of the present moment is a function, called for each attempt.
         """
         return self._call("POST", path, body, deadline, wake=wake)
 
@@ -203,7 +208,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         self,
         method: str,
         path: str,
-        body: bytes | None,
+        body: bytes | Callable[[], bytes] | None,
         deadline: float | None,
         *,
         expected: float | None = None,
@@ -216,7 +221,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         started = time.monotonic()
         expected = self.timeout if expected is None else expected
         until = started + (expected if deadline is None else deadline)
-        request = method, path, body, {**self._headers, wire.REQUEST_ID_HEADER: new_request_id()}
+        headers = {**self._headers, wire.REQUEST_ID_HEADER: new_request_id()}
         pauses, refused = _pauses(), None
         while True:
             reused = False
@@ -224,6 +229,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 with self._connections.for_call() as connection:
                     reused = connection.sock is not None
                     attempt_until = min(until, time.monotonic() + expected)
+                    made = body() if callable(body) else body
+                    request = method, path, made, headers
                     status, answer = self._attempt(connection, request, attempt_until, wake)
                     if status in _AGAIN and self._repeats:
                         raise _TryAgainError(status, answer)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_driver import contract
 from elastic_driver.core import documents, events
@@ -156,6 +157,7 @@ class DriverConnection:
         self._read = documents.Reader(say).read
         self._seen: Counter[str] = Counter()  # document key → its newest revision
         self._ready: events.WorkerReady | None = None  # the last one
+        self._ready_at = 0.0  # when it was made
         # All fields below belong to the heartbeat thread.
         self._heart_client = self.client.clone()
         self._heart_seen: Counter[str] = Counter()  # as `_seen`
@@ -217,7 +219,8 @@ class DriverConnection:
         # The driver that gets it is the one we know, or a later one.
         known = self._seen[contract.JOB_DRIVER], self._heart_seen[contract.JOB_DRIVER]
         self._seen[contract.JOB_DRIVER] = max(known)
-        self._post(self._ready)
+        self._ready_at = time.monotonic()
+        self._post_ready(self._ready)
 
     def await_world(
         self, left: int, checkpoint: FinalCheckpointTask | None = None
@@ -248,7 +251,16 @@ class DriverConnection:
                     if me is not None:
                         return world, me
             if contract.JOB_DRIVER in found and self._ready is not None:
-                self._post(self._ready)
+                self._post_ready(self._ready)
+
+    def _post_ready(self, ready: events.WorkerReady) -> None:
+        """Post READY; the driver may be away, and `undone` counts until it gets the event."""
+
+        def encode() -> bytes:
+            waited = time.monotonic() - self._ready_at if ready.undone else 0.0
+            return documents.encode(replace(ready, undone=ready.undone + waited))
+
+        self.client.post_json(EVENTS_PATH, encode, deadline=math.inf)
 
     def _post(self, event: Struct) -> None:
         self.client.post_json(EVENTS_PATH, documents.encode(event), deadline=math.inf)
@@ -410,10 +422,14 @@ class DriverConnection:
         """
         progress = self._progress
         if self._first_step_of != round_id == progress.steps_of and progress.steps > 0:
-            seconds = time.monotonic() - progress.synced_at
-            first = progress.version - progress.steps + 1
-            event = events.WorkerStepped(self.born.worker, round_id, first, seconds)
-            client.post_json(EVENTS_PATH, documents.encode(event), deadline, wake)
+            first, synced_at = progress.version - progress.steps + 1, progress.synced_at
+
+            def encode() -> bytes:
+                seconds = time.monotonic() - synced_at
+                event = events.WorkerStepped(self.born.worker, round_id, first, seconds)
+                return documents.encode(event)
+
+            client.post_json(EVENTS_PATH, encode, deadline, wake)
             self._first_step_of = round_id
 
 
