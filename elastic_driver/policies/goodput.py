@@ -14,7 +14,7 @@ worker is in, is in one class at every moment:
 - `slow`: of each second between `rank_slow` and `rank_recovered`, the share for which all ranks
   wait for the slow one.
 - `lost`: from the last commit before a loss until `worker_ready`, or the end of the worker's
-  process; and from the end of a worker that has finished its script until the end of the job.
+  process; and from the end of a worker after which no other one follows until the job's end.
 
 A worker tells afterwards how long it has trained: since the state was the same (`seconds` of
 `state_synced`), or since the last commit (`undone` of `worker_ready`). Only then is this time moved
@@ -24,16 +24,18 @@ until their end, or until one of them fails.
 Times are unix seconds, and never go back: an earlier time counts as the latest one.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from elastic_driver.core.snapshots import SnapshotError, unpack
+
 Class = Literal["training", "redone", "forming", "syncing", "starting", "waiting", "slow", "lost"]
 CLASSES: tuple[Class, ...] = get_args(Class)
 _State = Literal["starting", "ready", "syncing", "training", "lost"]  # of a slot with a worker
+_STATES: tuple[_State, ...] = get_args(_State)
 _ENDS = ("worker_exited", "worker_lost", "worker_hung")
 
 
@@ -54,6 +56,7 @@ class LogLine(msgspec.Struct, frozen=True):
     wanted: int | None = None
     exit_code: int | None = None
     expected: bool = False
+    job_over: bool = False
     undone: float = 0.0
     seconds: float = 0.0
     step: int | None = None
@@ -69,6 +72,15 @@ def read_line(line: bytes) -> LogLine | None:
     try:
         return _decode(line)
     except msgspec.DecodeError:
+        return None
+
+
+def line_of(event: str, t: float, facts: Mapping[str, Any]) -> LogLine | None:
+    """Return a line with these facts, as `read_line` would read it from the log."""
+    known = {name: value for name, value in facts.items() if value is not None}
+    try:
+        return msgspec.convert({**known, "event": event, "t": t}, LogLine)
+    except msgspec.ValidationError:
         return None
 
 
@@ -115,13 +127,13 @@ class Ledger:
     failures: int = 0  # of workers
     began: float | None = None
     ended: bool = False
-    _at: float = 0.0  # the time up to which `seconds` counts
+    at: float = 0.0  # the time up to which `seconds` counts
     _shown: dict[Class, float] = field(default_factory=dict)  # by `counters`
     _least: int = 1  # workers that a world needs
     _wanted: int | None = None
     _hosts: dict[str, _Host] = field(default_factory=dict)
     _slots: dict[tuple[str, int], _Slot] = field(default_factory=dict)
-    _states: Counter[str] = field(default_factory=Counter)  # slots, by state
+    _states: dict[_State, int] = field(default_factory=lambda: dict.fromkeys(_STATES, 0))
     _slow: dict[str, float] = field(default_factory=dict)  # the share of a step, by worker
     _fallen: list[tuple[float, float]] = field(default_factory=list)  # began to train, was lost
     _committed: float | None = None  # the last commit of a round that broke
@@ -139,7 +151,7 @@ class Ledger:
         return {
             "seconds": {name: round(value, 6) for name, value in sums.items()},
             "goodput": sums["training"] / whole if whole else 0.0,
-            "slots": whole / wall if wall else float(sum(self._weights().values())),
+            "slots": whole / wall if wall else float(sum(slots for _, slots in self._weights())),
             "wall": wall,
         }
 
@@ -156,7 +168,7 @@ class Ledger:
         """Return the seconds since the job began, until its end."""
         if self.began is None:
             return 0.0
-        return (self._at if self.ended else max(now, self._at)) - self.began
+        return (self.at if self.ended else max(now, self.at)) - self.began
 
     @property
     def workers(self) -> int:
@@ -170,7 +182,7 @@ class Ledger:
         if line is None or self.ended:
             return
         if self.began is None:
-            self.began = self._at = line.t
+            self.began = self.at = line.t
         self._advance(line.t)
         match line.event:
             case "job_succeeded" | "job_failed":
@@ -194,46 +206,45 @@ class Ledger:
 
     # ---- time ----------------------------------------------------------------------------
 
-    def _weights(self) -> dict[Class, float]:
-        """Return how many slots each class has now; training may be shared with `slow`."""
+    def _weights(self) -> list[tuple[Class, float]]:
+        """Return how many slots are in a class now; a class may come twice, or not at all."""
         states = self._states
         present = max(self._present, self._least)
         aim = present if self._wanted is None else min(self._wanted, present)
         empty = max(0, aim - len(self._slots))
-        opened = min(empty, self._room)
-        weights: dict[Class, float] = dict.fromkeys(CLASSES, 0.0)
-        weights["starting"] = states["starting"]
-        weights["syncing"], weights["lost"] = states["syncing"], states["lost"]
-        if self._finishing:
-            weights["lost"] += empty
-        else:
-            weights["starting"] += opened
-            weights["waiting"] += empty - opened
+        opened = 0 if self._finishing else min(empty, self._room)
         too_few = len(self._slots) + self._room < self._least and not self.workers
-        weights["waiting" if too_few and not self._finishing else "forming"] += states["ready"]
-        for name, share in self._training().items():
-            weights[name] += share * states["training"]
-        return weights
+        ready: Class = "waiting" if too_few and not self._finishing else "forming"
+        return [
+            ("starting", states["starting"] + opened),
+            ("lost" if self._finishing else "waiting", empty - opened),
+            (ready, states["ready"]),
+            ("syncing", states["syncing"]),
+            ("lost", states["lost"]),
+            *((name, share * states["training"]) for name, share in self._training()),
+        ]
 
-    def _training(self) -> dict[Class, float]:
-        """Return the classes of a second of training."""
+    def _training(self) -> list[tuple[Class, float]]:
+        """Return the classes of a second of training, with their shares."""
         if self.redoing:
-            return {"redone": 1.0}
+            return [("redone", 1.0)]
         slow = max(self._slow.values(), default=0.0)
-        return {"training": 1 - slow, "slow": slow}
+        return [("training", 1.0 - slow), ("slow", slow)] if slow else [("training", 1.0)]
 
     def _sums(self, now: float) -> dict[Class, float]:
-        passed = 0.0 if self.ended or self.began is None else max(0.0, now - self._at)
-        weights = self._weights() if passed else dict.fromkeys(CLASSES, 0.0)
-        return {name: self.seconds[name] + passed * weights[name] for name in CLASSES}
+        sums, passed = dict(self.seconds), now - self.at
+        if passed > 0 and not self.ended and self.began is not None:
+            for name, slots in self._weights():
+                sums[name] += passed * slots
+        return sums
 
     def _advance(self, now: float) -> None:
         self.seconds = self._sums(now)
-        self._at = max(self._at, now)
+        self.at = max(self.at, now)
 
     def _untrain(self, seconds: float) -> None:
         """Turn the last seconds of one slot's training into lost ones."""
-        for name, share in self._training().items():
+        for name, share in self._training():
             moved = min(max(0.0, seconds) * share, self.seconds[name])
             self.seconds[name] -= moved
             self.seconds["lost"] += moved
@@ -263,11 +274,11 @@ class Ledger:
         """Put a worker into a slot, in place of the one that was there."""
         slot = self._slots.get(where)
         if slot is None:
-            slot = self._slots[where] = _Slot(worker, state, self._at)
+            slot = self._slots[where] = _Slot(worker, state, self.at)
             self._change(where[0], taken=1)
         else:
             self._states[slot.state] -= 1
-            slot.worker, slot.state, slot.since, slot.lost_at = worker, state, self._at, None
+            slot.worker, slot.state, slot.since, slot.lost_at = worker, state, self.at, None
         self._states[state] += 1
 
     def _drop(self, where: tuple[str, int]) -> None:
@@ -284,9 +295,9 @@ class Ledger:
 
         All ranks commit together, so the same holds for the workers that are gone since then.
         """
-        committed = self._at - undone
+        committed = self.at - undone
         if undone > 0:
-            self._untrain((slot.lost_at or self._at) - max(slot.since, committed))
+            self._untrain((slot.lost_at or self.at) - max(slot.since, committed))
             for began, until in self._fallen:
                 self._untrain(until - max(began, committed))
             self._fallen.clear()
@@ -295,16 +306,16 @@ class Ledger:
     def _ended(self, where: tuple[str, int], slot: _Slot, line: LogLine) -> None:
         """Record the end of a worker; if it breaks the round, the others train no more."""
         if slot.state in ("training", "lost"):
-            until = slot.lost_at or self._at
+            until = slot.lost_at or self.at
             if self._committed is None:
                 self._fallen.append((slot.since, until))
             else:
                 self._untrain(until - max(slot.since, self._committed))
         was_member = slot.state in ("syncing", "training", "lost")
         self._drop(where)
-        if line.event == "worker_exited" and line.exit_code == 0:
-            self._finishing = self._finishing or not line.expected
-        elif not line.expected:
+        finished = line.exit_code == 0 and line.event == "worker_exited" and not line.expected
+        self._finishing = self._finishing or finished or line.job_over
+        if not line.expected and not finished:
             self.failures += 1
             if was_member and not self._finishing:
                 self._break_round()
@@ -312,7 +323,7 @@ class Ledger:
     def _break_round(self) -> None:
         for slot in self._slots.values():
             if slot.state == "training":
-                slot.lost_at = self._at
+                slot.lost_at = self.at
                 self._enter(slot, "lost", slot.since)
 
     # ---- rounds --------------------------------------------------------------------------
@@ -321,13 +332,13 @@ class Ledger:
         self._slow.clear()
         self._fallen.clear()
         self._committed, self.redoing = None, False
-        members = "ready" if self._elastic else "starting"
+        members: _State = "ready" if self._elastic else "starting"
         whole = self._states[members] == line.size
         for where, slot in list(self._slots.items()):
             if slot.state == members or (
                 slot.state in ("training", "syncing", "lost") and not whole
             ):
-                self._enter(slot, "syncing" if self._elastic else "training", self._at)
+                self._enter(slot, "syncing" if self._elastic else "training", self.at)
             elif slot.state in ("training", "syncing", "lost"):
                 self._drop(where)  # its end is not in the log, as a driver died before it wrote it
 
@@ -340,10 +351,10 @@ class Ledger:
         self.step = max(before, first)
         for slot in self._slots.values():
             if slot.state == "syncing":
-                since = max(slot.since, self._at - line.seconds)
-                moved = min(self._at - since, self.seconds["syncing"])
+                since = max(slot.since, self.at - line.seconds)
+                moved = min(self.at - since, self.seconds["syncing"])
                 self.seconds["syncing"] -= moved
-                for name, share in self._training().items():
+                for name, share in self._training():
                     self.seconds[name] += share * moved
                 self._enter(slot, "training", since)
         self.redoing = self.redoing and first < before
@@ -388,3 +399,11 @@ def read_ledger(lines: Iterable[bytes]) -> Ledger:
             ledger = Ledger()
         ledger.feed(read)
     return ledger
+
+
+def restored_ledger(snapshot: bytes) -> Ledger:
+    """Return the ledger that `core.snapshots.pack` has made this of; raises `SnapshotError`."""
+    found = unpack(snapshot)
+    if not isinstance(found, Ledger):
+        raise SnapshotError(f"this is a snapshot of a {type(found).__name__}")
+    return found

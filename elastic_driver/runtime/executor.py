@@ -20,7 +20,6 @@ from elastic_driver.core import documents as doc
 from elastic_driver.core import events as ev
 from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.errors import assert_never
-from elastic_driver.policies.goodput import Ledger, read_line
 from elastic_driver.policies.messages import (
     AdmitMembers,
     KeysRead,
@@ -44,6 +43,7 @@ from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult, WorkerResults
+from elastic_driver.runtime.run_ledger import RunLedger
 from elastic_driver.runtime.suspects import Suspects
 from rendezvous import wire
 from rendezvous.errors import RendezvousError
@@ -75,8 +75,7 @@ class Executor:
     post: Callable[[MachineEvent], None]  # puts an event into the mailbox, from any thread
     orders: dict[AgentKey, int] = field(default_factory=dict)  # given to agents that live
     clock: RunClock = field(default_factory=RunClock)
-    ledger: Ledger = field(default_factory=Ledger)  # of what is logged
-    step: int = 0  # committed steps, the most that workers have reported
+    ledger: RunLedger = field(default_factory=RunLedger)
     look_seconds: float = 0.0  # the machine's time for the last `KeysRead`
     _agent_of: dict[str, AgentKey] = field(default_factory=dict)  # of workers that live
     _awaited: set[AgentKey] = field(default_factory=set)  # of an earlier driver, not here yet
@@ -273,12 +272,11 @@ class Executor:
             self.post(ev.ProgressReported(question.number, tuple(readings)))
 
     def progressed(self, step: int, round_step: int) -> None:
-        """Note the newest steps of the job and of this round, and log the end of redone ones."""
-        self.step = step
-        if self.ledger.redoing and round_step >= self.ledger.step:
-            reason = f"the steps up to {self.ledger.step} were trained again"
+        """Note the newest committed steps, of the job and of its present round."""
+        caught_up = self.ledger.progressed(step, round_step)
+        if caught_up is not None:
             number = None if self._world is None else self._world.round
-            self._log_and_show(do.Announce("steps_redone", reason, number))
+            self._log_and_show(replace(caught_up, round=number))
 
     # ---- events --------------------------------------------------------------------------
 
@@ -324,8 +322,8 @@ class Executor:
     # ---- the run of an earlier driver ----------------------------------------------------
 
     def memory(self) -> bytes:
-        """Return what is remembered for the job's end, for a snapshot."""
-        return self._results.encode()
+        """Return what is remembered for the job's end and of its past, for a snapshot."""
+        return msgspec.msgpack.encode((self._results.encode(), self.ledger.encode()))
 
     def resume(self, run: ResumedRun) -> None:
         """Know again what the driver before this one knew; nothing is shown or logged again."""
@@ -336,7 +334,9 @@ class Executor:
             if (agent := job.fleet.agents.get(worker.host)) is not None:
                 self._agent_of[worker.id] = worker.host, agent.incarnation
         self.tails.elastic, self.tails.stepped = job.outcome.elastic, job.outcome.has_progress
-        self._results.decode(run.memory)
+        results, ledger = msgspec.msgpack.decode(run.memory, type=tuple[bytes, bytes])
+        self._results.decode(results)
+        self.ledger.resume(ledger, run)
         for step in run.since:
             self._remember(step, run.unix_offset)
         over = range(max(1, job.rounds.current.number - SEALED_ROUNDS), job.rounds.current.number)
@@ -368,7 +368,8 @@ class Executor:
         result = self._results.of_job(end, time.time())
         for worker in result.workers:
             self.log.append("worker_result", **msgspec.structs.asdict(worker))
-        detail = {"exit_code": end.exit_code, "first_failure": result.failure, "step": self.step}
+        detail = {"exit_code": end.exit_code, "first_failure": result.failure}
+        detail["step"] = self.ledger.step
         last = self._last_event or do.Announce(name, end.reason)
         self._log_and_show(replace(last, detail=detail))
         shown = end.failure is not None and self.tails.was_shown(end.failure)
@@ -384,7 +385,7 @@ class Executor:
                 self._last_event = event
                 return
             case "round_closed":
-                event = replace(event, detail={**event.detail, "step": self.step})
+                event = replace(event, detail={**event.detail, "step": self.ledger.step})
             case "round_completed" if world is not None:
                 event = replace(event, reason=world.reason)
             case "worker_exited" if exited is not None and not event.detail["expected"]:
@@ -395,7 +396,7 @@ class Executor:
     def _log_and_show(self, event: do.Announce) -> None:
         facts = {name: getattr(event, name) for name in _FIELDS}
         logged = self.log.append(event.event, **facts, **event.detail)
-        self.ledger.feed(read_line(logged.line))
+        self.ledger.logged(logged.line)
         self.reporter.announced(event, logged.line)
 
     def show_overdue(self, now: float) -> None:

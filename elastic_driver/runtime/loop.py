@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Announce, CheckHosts, Detail, EndJob
+from elastic_driver.core.decisions import Announce, CheckHosts, EndJob
 from elastic_driver.core.job import Job
 from elastic_driver.core.machine import Machine, stamped
 from elastic_driver.core.rules.workers import RUNNING
@@ -35,6 +35,7 @@ from elastic_driver.runtime.journal.replay import MEMORY
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.measurements import Measurements
+from elastic_driver.runtime.run_ledger import sizes_of
 
 MAX_TOGETHER = 1000  # events that are handled together
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
@@ -289,8 +290,8 @@ class DriverLoop:
         self._journal_states()
         if self.journal is not None:  # whoever sees that the job has begun can go on with it
             self._tell(self.journal.settle())
-        sizes: dict[str, Detail] = {"min_np": job.settings.min_np, "max_np": job.settings.max_np}
-        self.executor.execute(Announce("job_started", f"run {run_id}", detail=sizes))
+        what, sizes = f"run {run_id}", sizes_of(job.settings)
+        self.executor.execute(Announce("job_started", what, detail=sizes))
         if self.checks is not None and self.checks.report is not None:
             self.executor.execute(Announce("nodes_checked", self.checks.report.summary()))
 

@@ -16,7 +16,6 @@ from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.events import LeaseExpired
 from elastic_driver.errors import ClusterError, TakenOverError
-from elastic_driver.policies.goodput import Ledger, read_ledger
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverPort, DriverRoutes
 from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
@@ -39,6 +38,7 @@ from elastic_driver.runtime.output import AgentsOutput, without_numbers
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.run_ledger import RunLedger
 from elastic_driver.runtime.successor import tell_agents
 from elastic_driver.runtime.suspects import Suspects
 from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
@@ -247,20 +247,12 @@ class DriverResources:
             post=self._mailbox.put,
             clock=self.clock,
             times=self.times,
-            ledger=self._read_ledger(),
+            ledger=RunLedger(None if setup.resumed is None else setup.run_dir.events_file),
         )
         # Every worker's output has been forwarded once the starter is closed.
         self._closing.callback(self._log_end, executor)
         self._closing.callback(self._close_starter, starter)
         return executor
-
-    def _read_ledger(self) -> Ledger:
-        """Return the ledger of the run so far; the driver goes on with it."""
-        path = self._setup.run_dir.events_file
-        if self._setup.resumed is not None:
-            with contextlib.suppress(OSError), path.open("rb") as lines:
-                return read_ledger(lines)
-        return Ledger()
 
     # ---- while it is open ----------------------------------------------------------------
 

@@ -228,5 +228,5 @@ def test_a_worker_that_ends_after_the_job_is_logged_once(scenario: MakeScenario)
         s.exit("a.0.1", -15)
     (exited,) = s.announced("worker_exited")
     assert exited.reason == "exit code -15, stopped with the job"
-    assert exited.detail == {"exit_code": -15, "expected": True}
+    assert exited.detail == {"exit_code": -15, "expected": True, "job_over": True}
     assert s.send(ev.LeaseExpired("agent", "a.1", 30.0)) == s.all(KillAgent)[:1]

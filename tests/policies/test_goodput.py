@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.policies.goodput import CLASSES, Ledger, LogLine, read_ledger, read_line
+from elastic_driver.core.snapshots import SnapshotError, pack
+from elastic_driver.policies.goodput import (
+    CLASSES,
+    Ledger,
+    LogLine,
+    line_of,
+    read_ledger,
+    read_line,
+    restored_ledger,
+)
 
 
 class Log:
@@ -148,6 +157,15 @@ def test_slots_of_workers_that_have_finished_get_no_other_ones() -> None:
     assert log.ledger.document(99.0)["wall"] == pytest.approx(13.0)
 
 
+def test_slots_of_a_job_that_ends_are_not_filled_again() -> None:
+    log = Log(a=1)
+    log.start("a.0.1")
+    log.say(10.0, "worker_exited", "a.0.1", exit_code=-15, expected=True, job_over=True)
+    log.say(12.0, "job_failed")
+    assert log.seconds(12.0)["lost"] == pytest.approx(2.0)
+    assert log.ledger.failures == 0
+
+
 def test_a_worker_whose_end_no_log_has_is_forgotten_in_the_next_round() -> None:
     log = Log(a=2)
     log.start("a.0.1", "a.1.1")
@@ -172,6 +190,19 @@ def test_a_log_file_gives_the_ledger_of_its_last_run() -> None:
     lines += [b'{"n":1,"t":50.0,"event":"job_started"}', b'{"t":60.5,"event":"job_failed"}']
     assert read_ledger(lines).wall(99.0) == pytest.approx(10.5)
     assert [read_line(line) is None for line in lines] == [False, True, True, True, False, False]
+
+
+def test_a_ledger_that_comes_back_from_a_snapshot_goes_on_like_the_first_one() -> None:
+    log = Log(min_np=1, a=2)
+    log.start("a.0.1", "a.1.1")
+    twin = restored_ledger(pack(log.ledger))
+    facts = {"worker": "a.1.1", "host": "a", "slot": 1, "exit_code": -9, "rank": None}
+    log.say(20.0, "worker_exited", "a.1.1", exit_code=-9)
+    twin.feed(line_of("worker_exited", 20.0, facts))
+    assert twin.document(30.0) == log.ledger.document(30.0)
+    assert line_of("worker_exited", 20.0, {"slot": "none"}) is None
+    with pytest.raises(SnapshotError, match="snapshot of a"):
+        restored_ledger(pack([1]))
 
 
 WORKERS = [f"{host}.{slot}.{number}" for host in "ab" for slot in (0, 1) for number in (1, 2)]

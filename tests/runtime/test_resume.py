@@ -180,6 +180,7 @@ def test_the_next_driver_has_the_address_the_job_and_newer_revisions(tmp_path: P
         before, world = first.status(), first.client.get(contract.JOB_WORLD)
         assert world is not None
         first.kill()
+        first.run_dir.events_file.unlink()  # as on another host: the ledger is in the journal, too
         run = load_run(first.run_dir.journal_file)
         assert (run.run_id, run.argv, run.cwd) == (RUN, ("elasticrun", "true"), "/home")
         assert (run.term, run.url, run.end) == (1, first.client.url, None)
@@ -203,6 +204,12 @@ def test_the_next_driver_has_the_address_the_job_and_newer_revisions(tmp_path: P
         after = second.status()
         for name in ("round", "state", "members"):
             assert after[name] == before[name], name
+        spent, whole = after["goodput"]["seconds"], after["goodput"]["wall"]
+        # One worker is the least that is wanted, until both hosts are discovered.
+        assert whole < sum(spent.values()) <= 2 * whole * 1.001
+        assert after["goodput"]["slots"] == pytest.approx(2.0, rel=0.1)
+        assert spent["training"] > before["goodput"]["seconds"]["training"] > 0
+        assert whole > before["goodput"]["wall"]
         assert after["started"] == pytest.approx(before["started"], abs=1.0)
         assert not any(said.startswith("start ") for said in second.said)
 

@@ -118,7 +118,8 @@ class Reports(Rule):
             worker, code = self.workers.workers.get(event.worker), event.exit_code
             if worker is not None and self.workers.ended(worker, code, as_told=True):
                 why = f"exit code {code}, stopped with the job"
-                self.effects.announce("worker_exited", why, worker, exit_code=code, expected=True)
+                facts = {"exit_code": code, "expected": True, "job_over": True}
+                self.effects.announce("worker_exited", why, worker, **facts)
         elif isinstance(event, ev.LeaseExpired) and event.kind == "agent":
             self.effects.decide(KillAgent(*event.agent, event.reason))
         else:

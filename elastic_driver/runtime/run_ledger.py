@@ -1,0 +1,89 @@
+"""The goodput ledger of a run as its driver keeps it: fed with each logged line, across drivers.
+
+A resumed driver reads it from the log in the run's folder. If that is too long, or a driver on
+another host has none, or only that of an earlier term, the ledger is that of the journal: of the
+newest snapshot, and of the events after it.
+
+Used by the driver's thread alone. Times are unix seconds.
+"""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from elastic_driver.core.decisions import Announce, Detail
+from elastic_driver.core.snapshots import pack
+from elastic_driver.policies.goodput import (
+    Class,
+    Ledger,
+    line_of,
+    read_ledger,
+    read_line,
+    restored_ledger,
+)
+from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.settings import Settings
+
+MOST_BYTES = 16 << 20  # of a log that a driver reads before it goes on: half a second
+LOG_LATE_S = 1.0  # the journal may have an event that the log lacks, at a driver's death
+
+
+class RunLedger:
+    """The ledger, and the newest step that it has heard of."""
+
+    def __init__(self, log_file: Path | None = None) -> None:
+        """Begin a ledger, or go on with that of a log file, if it can be read and is not long."""
+        self.ledger = Ledger()
+        if log_file is not None:
+            with contextlib.suppress(OSError), log_file.open("rb") as lines:
+                if log_file.stat().st_size <= MOST_BYTES:
+                    self.ledger = read_ledger(lines)
+        self.step = self.ledger.step  # committed steps, the most that workers have reported
+
+    def document(self, now: float) -> dict[str, Any]:
+        """Return the key `goodput` of `GET /v1/status`."""
+        return self.ledger.document(now)
+
+    def counters(self, now: float) -> dict[Class, float]:
+        """Return the seconds of each class as counters, which never go back."""
+        return self.ledger.counters(now)
+
+    def logged(self, line: bytes) -> None:
+        """Take in a line of the event log."""
+        self.ledger.feed(read_line(line))
+
+    def progressed(self, step: int, round_step: int) -> Announce | None:
+        """Note the newest steps of the job and of its round; announce the end of redone ones."""
+        self.step = step
+        if not self.ledger.redoing or round_step < self.ledger.step:
+            return None
+        return Announce("steps_redone", f"the steps up to {self.ledger.step} were trained again")
+
+    # ---- from one driver to the next -----------------------------------------------------
+
+    def encode(self) -> bytes:
+        """Return the ledger as bytes, for a snapshot."""
+        return pack(self.ledger)
+
+    def resume(self, snapshot: bytes, run: ResumedRun) -> None:
+        """Go on with the ledger of the journal, if it knows of later events than the log.
+
+        Raises SnapshotError if the snapshot holds none.
+        """
+        ledger = restored_ledger(snapshot)
+        if ledger.began is None:  # the first snapshot is made before anything is announced
+            ledger.feed(line_of("job_started", run.began, sizes_of(run.settings)))
+        for step in run.since:
+            for told in step.decisions:
+                if isinstance(told, Announce):
+                    about = {"host": told.host, "slot": told.slot, "worker": told.worker}
+                    facts = {**about, "round": told.round, **told.detail}
+                    ledger.feed(line_of(told.event, step.at + run.unix_offset, facts))
+        if ledger.at > self.ledger.at + LOG_LATE_S:
+            self.ledger = ledger
+            self.step = ledger.step
+
+
+def sizes_of(settings: Settings) -> dict[str, Detail]:
+    """Return the sizes of a job that its log begins with."""
+    return {"min_np": settings.min_np, "max_np": settings.max_np}
