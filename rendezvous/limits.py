@@ -43,6 +43,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     # time of the server's loop
     batch_waits: int = 16  # waits in one batch [batch_waits]
     wait_keys: int = 16_384  # that one batch waits for at a time [batch_waits]
+    seal_lengths: int = 16  # of prefixes that clients have sealed [seals]
     batch_cost: int = 100_000  # of one batch, in looks at a key, about 50 ns each [batch_cost]
 
 
@@ -56,12 +57,13 @@ UNLIMITED = Limits(
     reply_bytes=2**63,
     batch_waits=2**63,
     wait_keys=2**63,
+    seal_lengths=2**63,
     batch_cost=2**63,
 )  # for the driver's own operations on the store
 NAMES = (
     *("files", "unproven", "unproven_time", "caller", "request_time", "answer_time", "no_proof"),
     *("store", "users", "share", "waits", "reply", "arriving", "leaving"),
-    *("batch_waits", "batch_cost"),
+    *("batch_waits", "seals", "batch_cost"),
 )
 
 

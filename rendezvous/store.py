@@ -29,6 +29,7 @@ from rendezvous import wire
 from rendezvous.budget import BYTES_PER_LOOK, DELETE_COST, READ_COST, TOLD_COST, Budget
 from rendezvous.deadlines import Deadlines
 from rendezvous.limits import UNLIMITED, Hits, Limits
+from rendezvous.sealed import SealedPrefixes
 from rendezvous.space import Owner, StoreSpace
 
 _COUNTER_LIMIT = 2**63  # counters are what torch's stores hold: signed 64-bit
@@ -106,8 +107,7 @@ class KVStore:
         self._index: dict[str, dict[_RunningBatch, None]] = {}  # waiting on a key, oldest first
         self._runnable: deque[_RunningBatch] = deque()  # new batches, and those resumed
         self._woken: dict[_RunningBatch, None] = {}  # parked batches whose condition came true
-        self._sealed: set[str] = set()
-        self._sealed_lengths: dict[int, None] = {}  # a check costs one lookup per length
+        self._sealed = SealedPrefixes(system)
         self._shared: dict[tuple[tuple[str, ...], bool], wire.Entries] = {}  # since the last change
         self._outcomes: list[Outcome] = []
 
@@ -400,12 +400,17 @@ class KVStore:
 
     def _seal(self, prefix: str, budget: Budget) -> wire.StoreRefusal | None:
         if prefix not in self._sealed:
+            most = budget.limits.seal_lengths
+            if self._sealed.lengths_with(prefix) > most:
+                problem = (
+                    f"{prefix!r} cannot be sealed; take one as long as one of the {most} before"
+                )
+                return budget.refuse("seals", "too_large", problem)
             if full := self._space.refuse(prefix, None, 0, budget.owner, budget.limits):
                 bound, code, problem = full
                 return budget.refuse(bound, code, f"{prefix!r} cannot be sealed: {problem}")
             self._space.seal(prefix, budget.owner)
             self._sealed.add(prefix)
-            self._sealed_lengths[len(prefix)] = None
         return None
 
     def _tell_waiters(self, key: str, before: int, after: int) -> int:
@@ -422,10 +427,8 @@ class KVStore:
         return len(waiting)
 
     def _refuse_sealed(self, key: str) -> wire.StoreRefusal | None:
-        for length in self._sealed_lengths:
-            if key[:length] in self._sealed:
-                return _sealed(key, key[:length])
-        return None
+        prefix = self._sealed.above(key)
+        return None if prefix is None else _sealed(key, prefix)
 
 
 def _sealed(key: str, prefix: str) -> wire.StoreRefusal:

@@ -317,6 +317,8 @@ def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
         raise UsageError(f"cannot read the configuration file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not UTF-8 text") from None
+    except ValueError:  # an empty byte, or what is no text
+        raise UsageError(f"{str(path)!r} cannot be the name of a configuration file") from None
     except RecursionError:
         raise UsageError(f"{path}: nested too deeply; expected lines such as 'min-np: 2'") from None
     except yaml.YAMLError as error:

@@ -448,6 +448,7 @@ PARSERS = (
         st.tuples(st.lists(WORDS, max_size=6), VARIABLES),
         lambda given: resolve(*given),
         (UsageError,),
+        ((["--config-file", "\ud800"], {}), (["--config-file", "a\0b"], {})),
     ),
     Parser(
         "options file",

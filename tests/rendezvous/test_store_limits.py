@@ -167,6 +167,24 @@ def test_one_client_waits_for_no_more_keys_than_its_share() -> None:
     assert not client.store._waited_by
 
 
+def test_sealed_prefixes_of_many_lengths_are_refused_and_cost_others_nothing() -> None:
+    client = Client(seal_lengths=3)
+    sealed = client.do(*(DeletePrefix("x" * n, seal=True) for n in (9, 5, 9, 7, 6, 7)))
+    assert [type(result) for result in sealed[:4]] == [Number] * 4
+    assert refused(sealed[4], "too_large")
+    assert sealed[5] == Number(0)
+    assert client.do(DeletePrefix("y" * 8, seal=True), bounded=False) == [Number(0)]
+    assert client.do(DeletePrefix("rounds/1/", seal=True), bounded=False) == [Number(0)]
+    assert client.hits.snapshot()["seals"] == 1
+    for key, is_sealed in (
+        *(("xxxxx", True), ("xxxx", False), ("yyyyyyyyyy", True), ("rounds/1/a", True)),
+        *(("rounds/2/a", False), ("xx/xxxx", False)),
+    ):
+        assert isinstance(client.do(Set(key))[0], StoreRefusal) == is_sealed, key
+    _, own = client.store._sealed._lengths
+    assert list(own) == [len("rounds/1/")], "keys of the job are compared with its own prefixes"
+
+
 # ---- results -----------------------------------------------------------------------------
 
 
