@@ -48,6 +48,7 @@ class ElasticDriver:
         self._thread: threading.Thread | None = None
         self._outcome: JobResult | None = None  # after everything is closed
         self._begun = False  # the job
+        self._takes_events = False  # for the job; the loop loses those in front of `JobBegins`
         self._serving = False  # there is no job, and none will begin
         self._deaf = False  # no event is handled any more
         self._stop_asked = False
@@ -104,6 +105,7 @@ class ElasticDriver:
         if setup.resumed is not None:
             resources.tell_agents(setup.resumed)
         self._mailbox.put(mail.JobBegins(job, setup.spec.run_id))
+        self._takes_events = True
         source, interval = discovery or setup.discovery, setup.options.discovery_interval
         thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
         resources.on_close(thread.stop)
@@ -195,7 +197,7 @@ class ElasticDriver:
     def _takes(self, event: mail.MachineEvent) -> bool:
         if self._outcome is not None or len(self._mailbox) >= MAX_MAIL:
             return False
-        return self._begun or event.machine != "job"
+        return self._takes_events or event.machine != "job"
 
     def deliver(self, event: JobEvent | TaskEnded, acknowledge: Callable[[], None]) -> bool:
         """Put an event into the mailbox as `post` does; see `DriverPort.deliver`."""

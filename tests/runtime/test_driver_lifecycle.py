@@ -15,10 +15,12 @@ from elastic_driver.core.documents import (
     JobSpec,
     ShutdownOrder,
 )
+from elastic_driver.core.events import AgentReady
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime import loop
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
+from elastic_driver.runtime.mailbox import JobBegins, Message
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
@@ -49,6 +51,31 @@ def test_asked_to_stop_it_shuts_agents_down_and_returns_the_given_status(
     assert job.stderr.getvalue().splitlines()[-1] == (
         "elasticrun: job stopped: interrupted by SIGINT"
     )
+
+
+def test_an_event_that_comes_before_the_job_has_begun_is_refused_and_sent_again(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop knows no job before `JobBegins`: it would lose an event in front of that."""
+    taken: list[bool] = []
+    opened = ElasticDriver.open
+
+    def open_with_an_early_event(driver: ElasticDriver) -> None:
+        opened(driver)
+        put = driver._mailbox.put
+
+        def put_behind_an_event(message: Message) -> None:
+            if isinstance(message, JobBegins):
+                event = AgentReady("a", 1, 1, "127.0.0.1", (20000,))
+                taken.append(driver.deliver(event, lambda: None))
+            put(message)
+
+        driver._mailbox.put = put_behind_an_event
+
+    monkeypatch.setattr(ElasticDriver, "open", open_with_an_early_event)
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    assert taken == [False]
 
 
 def test_asked_twice_it_waits_for_nobody(start_job: StartJob) -> None:
