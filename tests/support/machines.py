@@ -10,6 +10,7 @@ from elastic_driver.policies.messages import Reply
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.machine_api import OpenRequests, RequestEvent, add_machine_routes
+from rendezvous.round_members import RoundMembers
 from rendezvous.server import RendezvousServer
 
 
@@ -27,7 +28,7 @@ def serve(machine: DataSets | TfCluster, token: str, port: int = 0) -> Rendezvou
         timers[:] = [] if due is None else [loop.call_at(due, handle, Tick())]
         return True
 
-    requests = OpenRequests(handle)
+    requests = OpenRequests(handle, RoundMembers())
     return RendezvousServer(
         port=port, token=token, routes=lambda app: add_machine_routes(app, requests)
     )

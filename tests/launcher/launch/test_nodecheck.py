@@ -159,7 +159,7 @@ def test_a_signal_ends_the_check_and_everything_it_started(
         if len(said) == 1:  # one signal: a second one may come when nobody handles it any more
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
-    monkeypatch.setattr(submit, "_say", say)
+    monkeypatch.setattr(submit, "_sayer", lambda _plan: say)
     troubles = {HOSTS[0]: "hangs"}
     status, ran_on = elasticrun(tmp_path, troubles, "--network-check")
     assert status == 143
