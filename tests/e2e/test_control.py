@@ -82,14 +82,15 @@ def test_top_shows_the_job_live_and_its_keys_act(job: RunningJob) -> None:
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
     argv = [sys.executable, "-m", "launcher.ctl", "top", "--interval", "0.5", *here(job)]
     env = {**os.environ, "TEST_RUN_ID": job.run_id, "TERM": "xterm"}
+    env.pop("COLUMNS", None)  # which pytest-xdist sets
+    env.pop("LINES", None)
     with open(person, "r+b", buffering=0) as screen:
         showing = subprocess.Popen(argv, cwd=ROOT, stdin=ours, stdout=ours, stderr=ours, env=env)
         os.close(ours)
         seen = bytearray()
 
-        def until(text: bytes, key: bytes = b"") -> None:
+        def until(text: bytes) -> None:
             def look() -> bool:
-                screen.write(key)
                 if select.select([screen], [], [], 0.1)[0]:
                     seen.extend(screen.read(65536))
                 return text in seen
@@ -102,7 +103,8 @@ def test_top_shows_the_job_live_and_its_keys_act(job: RunningJob) -> None:
         until(b"host localhost is not drained, it is usable")
         screen.write(b"s")
         until(b"train.py")
-        until(min(job.live().values(), key=lambda record: record.rank).worker.encode(), b"x")
+        screen.write(b"x")
+        until(min(job.live().values(), key=lambda record: record.rank).worker.encode())
         screen.write(b"q")
         assert showing.wait(30) == 0
 
