@@ -94,7 +94,7 @@ class WorkerMeasured(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """What is measured now: the entry `measured` of `/v1/status`.
+    """The present measurements: the entry `measured` of `/v1/status`.
 
     `step` is the furthest step, and `total` the steps in all if the script said so. `samples` are
     those of all workers, also of steps that were done again. `numbers` are what rank 0 has

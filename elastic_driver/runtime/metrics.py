@@ -78,7 +78,7 @@ _TF_NODES = {"member": "members", "waiting": "waiting", "lost": "lost"}  # state
 
 
 class ServerFigures(NamedTuple):
-    """What the rendezvous server has counted and measured of its requests."""
+    """The rendezvous server's counts and times of its requests."""
 
     limit_hits: Mapping[str, int]  # by the name of the bound
     refusals: Mapping[str, int]  # because of their tokens, by the code of the answer

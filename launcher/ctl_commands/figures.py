@@ -15,7 +15,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class GoodputFigures(Struct, frozen=True):
-    """Where the time of the worker slots went: key `goodput` of `GET /v1/status`."""
+    """The time of the worker slots by class: key `goodput` of `GET /v1/status`."""
 
     seconds: dict[str, float] = {}  # of slots, by class
     goodput: float | None = None  # 0 to 1

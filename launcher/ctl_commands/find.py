@@ -176,3 +176,23 @@ def _runs(state_dir: Path) -> list[Endpoint]:
     except OSError:
         return []
     return [run for run in (read_endpoint(state_dir / name) for name in names) if run is not None]
+
+
+def file_of_run(
+    given: Path | None, name: str, holds: str, state_dir: Path | None, run_id: str | None
+) -> Path:
+    """Return the file `name` of a run: the one given, of the run named, or of the newest run.
+
+    Raises UsageError if there is none; `holds` says what the file is.
+    """
+    if given is not None:
+        return given / name if given.is_dir() else given
+    folder = (state_dir or default_state_dir(os.environ)).absolute()
+    if run_id is not None:
+        if Path(run_id).name != run_id:
+            raise UsageError(f"{run_id!r} is no name of a run")
+        return folder / run_id / name
+    found = list(folder.glob(f"*/{name}"))
+    if not found:
+        raise UsageError(f"no run below {folder} has {holds}; is it in another --state-dir?")
+    return max(found, key=lambda path: path.stat().st_mtime)

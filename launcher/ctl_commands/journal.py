@@ -5,7 +5,6 @@ exit status; errors are raised.
 """
 
 import contextlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import msgspec
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.journal.replay import NEWEST, Replay, Step
-from elastic_driver.runtime.run_dir import JOURNAL_FILE, default_state_dir
+from elastic_driver.runtime.run_dir import JOURNAL_FILE
 from launcher.ctl_commands import explain as sentences
 from launcher.ctl_commands import show
+from launcher.ctl_commands.find import file_of_run
 from launcher.ctl_commands.running import CommandParser
 
 _REPLAY = (
@@ -88,19 +88,7 @@ def _with_run(parser: CommandParser) -> CommandParser:
 
 def _file(given: Any) -> Path:
     """Return the journal to read; raises UsageError if there is none."""
-    if given.journal is not None:
-        path: Path = given.journal
-        return path / JOURNAL_FILE if path.is_dir() else path
-    state_dir = (given.state_dir or default_state_dir(os.environ)).absolute()
-    if given.run_id is not None:
-        if Path(given.run_id).name != given.run_id:
-            raise UsageError(f"{given.run_id!r} is no name of a run")
-        named: Path = state_dir / given.run_id / JOURNAL_FILE
-        return named
-    found: list[Path] = list(state_dir.glob(f"*/{JOURNAL_FILE}"))
-    if not found:
-        raise UsageError(f"no run below {state_dir} has a journal; is it in another --state-dir?")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    return file_of_run(given.journal, JOURNAL_FILE, "a journal", given.state_dir, given.run_id)
 
 
 def _text(step: Step, found: Replay) -> str:

@@ -3,7 +3,6 @@
 `read_story` reads a log; `text` and `document` show the story. Neither needs a driver.
 """
 
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +13,10 @@ import msgspec
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.goodput import Ledger, LogLine, read_line
-from elastic_driver.runtime.run_dir import EVENTS_FILE, default_state_dir
+from elastic_driver.runtime.run_dir import EVENTS_FILE
 from launcher.ctl_commands import show
 from launcher.ctl_commands.figures import GoodputFigures, count
+from launcher.ctl_commands.find import file_of_run
 from launcher.ctl_commands.running import CommandParser
 
 WIDTH = 60  # columns of the picture
@@ -168,16 +168,4 @@ def _block(share: float) -> str:
 
 def _log_file(given: Any) -> Path:
     """Return the log to read; raises UsageError if there is none."""
-    if given.log is not None:
-        path: Path = given.log
-        return path / EVENTS_FILE if path.is_dir() else path
-    state_dir = (given.state_dir or default_state_dir(os.environ)).absolute()
-    if given.run_id is not None:
-        if Path(given.run_id).name != given.run_id:
-            raise UsageError(f"{given.run_id!r} is no name of a run")
-        named: Path = state_dir / given.run_id / EVENTS_FILE
-        return named
-    found: list[Path] = list(state_dir.glob(f"*/{EVENTS_FILE}"))
-    if not found:
-        raise UsageError(f"no run below {state_dir} has events; is it in another --state-dir?")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    return file_of_run(given.log, EVENTS_FILE, "events", given.state_dir, given.run_id)

@@ -42,7 +42,7 @@ _STATE_STYLES = {"usable": "green", "running": "green", "draining": "yellow", "d
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of the job."""
+    """The part of the job that is shown, and how."""
 
     sort: str = "rank"
     chosen: int = 0  # the number of the host that keys act on
@@ -54,7 +54,7 @@ class View:
 
 @dataclass(frozen=True)
 class Action:
-    """What a key asks for; `host` is empty where it is about none."""
+    """An order that a key gives; `host` is empty where it is about none."""
 
     kind: Literal["quit", "drain", "undrain", "stacks"]
     host: str = ""
