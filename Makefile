@@ -7,14 +7,15 @@ SEEDS  ?= 200
 TESTS  ?= tests
 BENCH  ?=
 
-BIN   := $(VENV)/bin
-READY := $(VENV)/.installed
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.installed
+TRAINS := $(VENV)/.trains
 
 # Tests start thousands of interpreters; none is to compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help environment parts demo test test-gpu check sim nightly bench format clean
+.PHONY: help environment install parts demo test test-gpu check docs sim nightly bench recording page format clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
@@ -24,7 +25,9 @@ environment: $(READY)
 parts: ## install everything that tests can use (Debian, root; docs/testing.md)
 	VENV=$(VENV) PYTHON=$(PYTHON) tests/install-parts.sh
 
-demo: $(READY) ## train on three workers, kill one on the way, show what happened
+install: $(TRAINS) ## install what training needs into .venv; other targets do so by themselves
+
+demo: $(TRAINS) ## train on three workers, kill one on the way, show what happened
 	$(BIN)/python examples/demo.py
 
 # In the order of their names: the longest tests, of clusters and whole jobs, are begun first.
@@ -49,18 +52,37 @@ nightly: $(READY) ## what takes hours: many kills, schedules, slowed ranks, faul
 bench: $(READY) ## all benchmarks beside their peers, in minutes (BENCH=recovery for one of them)
 	$(BIN)/python -m benchmarks $(BENCH)
 
+recording: $(READY) ## record `make demo` as docs/demo.svg
+	$(BIN)/python -m benchmarks.record docs/demo.svg make -s demo
+
+docs: $(READY) ## build the documentation as a site: site/index.html, to be read without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+page: ## build the committed page of the driver, elastic_driver/page/ (needs Node.js 20 with npm)
+	cd page && npm ci --ignore-scripts --no-audit --no-fund && npm run build
+
 format: $(READY) ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## remove build products; the environment stays
-	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf build dist site ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 
-$(READY): setup.cfg pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "Python 3.10 or newer is needed; try make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[torch,dev,examples]'
+# What training needs; and beside it all that the other targets need.
+$(TRAINS): setup.cfg pyproject.toml constraints.txt
+	$(call install,torch$(comma)examples)
 	@touch $@
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	$(call install,torch$(comma)dev$(comma)docs$(comma)examples)
+	@touch $(TRAINS) $@
+
+comma := ,
+define install
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	{ echo "Python 3.10 or newer is needed; try make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	--constraint constraints.txt --editable '.[$(1)]'
+endef

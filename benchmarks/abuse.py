@@ -84,6 +84,7 @@ def abuses(requests: Requests) -> dict[str, Next]:
         "status": lambda _: requests.raw("GET", contract.STATUS_PATH),
         "pipelined": lambda n: requests.batch(wire.Add(f"n/{n}", 1)) * 1000,
         "wrong_tokens": lambda _: wrong.batch(wire.Count()),
+        "page": lambda _: b"GET /assets/app.js HTTP/1.1\r\nHost: x\r\n\r\n",
         "nonsense": lambda _: b"\0\r\n" * 1000 + b"\r\n\r\n",
         "half_sent": lambda _: requests.batch(*counts)[:-10],
         "connections": lambda _: b"",

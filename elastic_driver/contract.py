@@ -43,6 +43,10 @@ VISIBLE_DEVICES = (
 # ---- routes of the driver, besides those of the store (`rendezvous.wire`) -----------------
 STATUS_PATH = "/v1/status"
 HISTORY_PATH = "/v1/history"
+LIVE_PATH = "/v1/live"
+LOGIN_PATH = "/login"
+LOGOUT_PATH = "/logout"
+LOGIN_CODES_PATH = "/v1/login-codes"
 METRICS_PATH = "/metrics"  # the default of Prometheus
 SCALE_PATH = "/v1/scale"
 STOP_PATH = "/v1/stop"

@@ -51,7 +51,7 @@ class TakenOverError(ClusterError):
     """Another driver goes on with the job, or has to: this one must decide nothing any more."""
 
 
-class HostsUpdatedInterrupt(ElasticError):
+class HostsUpdatedInterrupt(ElasticError, RuntimeError):
     """The membership changes at this step boundary; `run` catches it and rejoins.
 
     Raised by `State.commit()` and `State.check_host_updates()` after the same step on every

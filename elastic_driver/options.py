@@ -42,6 +42,7 @@ class Heading(Enum):
     TENSORFLOW = "TensorFlow (docs/tensorflow.md)"
     CHECK = "Checking the hosts before training (docs/node-checks.md)"
     OUTPUT = "Output of the workers"
+    HOROVOD = "Horovod scripts (docs/from-horovod.md)"
     STATE = "Name and state of the job, and the driver's death (docs/driver-loss.md)"
     TRUST = "Who is trusted (docs/security.md)"
     OTHER = "Other"
@@ -56,12 +57,14 @@ class ValueKind(Generic[T_co]):
         metavar: the value's form in `--help`; empty for a flag.
         words: the number of words that follow the option on the command line (0: a flag).
         repeat: every occurrence adds its words; otherwise the last one wins.
+        private: the words are variables, whose values may be secrets: only their names are shown.
     """
 
     read: Callable[..., T_co]
     metavar: str = ""
     words: int = 1
     repeat: bool = False
+    private: bool = False
 
 
 def option(
@@ -119,6 +122,11 @@ def whole(metavar: str = "N", *, least: int = 0) -> ValueKind[int]:
     return ValueKind(lambda word: _whole(word, least), metavar)
 
 
+def number(metavar: str = "N", *, most: float = math.inf) -> ValueKind[float]:
+    """Return the kind of a finite number from 0 to `most`."""
+    return ValueKind(lambda word: _number(word, most), metavar)
+
+
 def whole_or(name: str) -> ValueKind[int | None]:
     """Return the kind of a whole number from 0, or a word that stands for None."""
     return ValueKind(
@@ -146,6 +154,17 @@ def _whole(word: str, least: int, alternatives: str = "") -> int:
     if not _WHOLE.match(word) or int(word) < least:
         raise ValueError(f"needs a whole number of at least {least}{alternatives}, got {word!r}")
     return int(word)
+
+
+def _number(word: str, most: float) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or not 0 <= value <= most:
+        bound = "from 0 on" if most == math.inf else f"from 0 to {most:g}"
+        raise ValueError(f"needs a number {bound}, got {word!r}")
+    return value
 
 
 def _seconds(word: str, *, zero: bool = False) -> float:
@@ -224,12 +243,19 @@ SECONDS_OR_0 = ValueKind(lambda word: _seconds(word, zero=True), "SECONDS")
 SECONDS_OR_AUTO = ValueKind(  # auto: None
     lambda word: None if word == "auto" else _seconds(word, zero=True), "auto|SECONDS"
 )
+LOG_LEVEL = matching(  # of Horovod
+    "TRACE|DEBUG|INFO|WARNING|ERROR|FATAL",
+    "(?i:trace|debug|info|warning|error|fatal)",
+    "is one of TRACE, DEBUG, INFO, WARNING, ERROR, FATAL",
+    str.upper,
+)
 SECONDS_RANGE = ValueKind(_seconds_range, "MIN MAX", words=2)
 # torchrun's --nnodes
 NODE_RANGE = matching("MIN[:MAX]", r"[0-9]{1,9}(:[0-9]{1,9})?", "needs N or MIN:MAX", _node_range)
 NODE_WORKERS = ValueKind(_node_workers, "N|auto|cpu|gpu|xpu|npu")  # torchrun's --nproc-per-node
 ENDPOINT = ValueKind(_endpoint, "HOST:PORT")  # IPv6 in brackets; without a port: port 0
-VARIABLES = ValueKind(_variables, "NAME[=VALUE]", repeat=True)  # NAME alone: value None
+# NAME alone: value None
+VARIABLES = ValueKind(_variables, "NAME[=VALUE]", repeat=True, private=True)
 NUMBERS = ValueKind(_numbers, "0,1")
 STREAMS = matching(  # torchrun's --redirects: 0 to 3, or per local rank 0:1,1:3
     "0-3",

@@ -7,9 +7,11 @@ fills the fields, the rules of the core read them.
 from dataclasses import dataclass
 
 from elastic_driver import options as o
-from elastic_driver.options import Heading, TfRoles, option, whole
+from elastic_driver.options import Heading, TfRoles, ValueKind, option, whole
+from rendezvous.limits import Limits, read_limits
 
 POLICY = Heading.POLICY
+LIMITS = ValueKind(read_limits, "NAME=N", repeat=True)
 DEFAULT_HOST_FAILURES = 3
 
 
@@ -31,6 +33,9 @@ class Settings:
     replace_slow: bool = option(Heading.SIZE, o.FLAG, False,
         "Replace a worker that computes slowly for a long time by one on another host, if --max-np "
         "leaves a slot free; no step is lost.")
+    auto_scale: bool = option(Heading.SIZE, o.FLAG, False,
+        "Find the number of workers at which the job trains fastest, between --min-np and --max-np "
+        "or the slots there are; begin with -np or --min-np (docs/auto-scale.md).")
     spares: int = option(Heading.SIZE, whole(), 0,
         "Keep N more workers on each host that have run the script up to @elastic.run, and take a "
         "lost worker's slot at once (docs/warm-workers.md).")
@@ -105,5 +110,8 @@ class DriverOptions:
         "Certificates of your CA (PEM): agents, workers and nodes that join check the chain of "
         "--tls-cert, and the host of --rdzv-endpoint or --join.",
         shown="they take the certificate itself and no other")
+    limit: Limits = option(Heading.TRUST, LIMITS, Limits(),
+        "Another bound for what clients may use of the driver, such as store_bytes=8589934592; may "
+        "be repeated (docs/security.md).", shown="fits 10,000 members")
     debug: bool = option(Heading.OTHER, o.FLAG, False,
         "Check the driver's own invariants after every event.")

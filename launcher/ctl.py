@@ -14,6 +14,7 @@ usage: elasticctl COMMAND [OPTIONS]
 
 A running job
   status [--json] [--watch]   the job, its hosts and its workers
+  open                        an address at which a browser shows the job, live
   top                         the same live, with keys to drain a host or see the stacks
   events [-f] [--since N]     its events so far, and with -f those to come
   hosts [--json]              its hosts
@@ -27,7 +28,7 @@ The job is the only one that runs below the state directory (--state-dir D), or 
 
 A job that runs or is over
   explain rank R | host H     what happened to it, and because of which event
-  report [LOG] [--json]       duration, workers over time, failures, and where the time went
+  report [LOG] [--html]       duration, workers over time, failures, and where the time went
   replay [JOURNAL] [--at N]   every event and decision, and the job after event N
 The job is the newest below the state directory, or the one of --run-id ID.
 
@@ -54,6 +55,7 @@ _WITHOUT_JOB = {
 COMMANDS = (
     "status",
     "top",
+    "open",
     "events",
     "hosts",
     "logs",

@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _PR_SET_DUMPABLE = 4
+_M_MMAP_THRESHOLD, _LARGE = -3, 1 << 20
 NAMES = ("elastic_driver", "rendezvous")
 
 
@@ -67,6 +68,18 @@ def keep_memory_private() -> None:
     import ctypes  # noqa: PLC0415 - not for --help
 
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def give_memory_back() -> None:
+    """Let the system have the memory of a large message as soon as it is freed.
+
+    By default glibc raises the size above which memory is given back at once, and the driver would
+    keep tens of MiB after a burst of large requests. Does nothing with another C library.
+    """
+    import ctypes  # noqa: PLC0415 - not for --help
+
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def find_shadow(folders: Iterable[Path]) -> Path | None:

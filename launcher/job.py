@@ -24,7 +24,7 @@ from elastic_driver.settings import Settings
 from launcher import version
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import BACKENDS, entry_points, make_backend
-from launcher.edge import keep_memory_private
+from launcher.edge import give_memory_back, keep_memory_private
 from launcher.join.identity import claim_port, own_name, read_secret
 from launcher.launch import hosts as where
 from launcher.launch.bind_address import can_serve
@@ -53,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
     Raises `ElasticError` for everything that is not a bug.
     """
     keep_memory_private()
+    give_memory_back()
     try:
         done = carry_out(argv)
     except ElasticError as error:

@@ -31,8 +31,12 @@ WORKERS = frozenset({Role.WORKER})
 NODES = frozenset({Role.NODE})
 TRAINERS = frozenset({Role.WORKER, Role.OPERATOR})
 STORE = frozenset({Role.AGENT, Role.WORKER, Role.OPERATOR})  # its routes
+# The page: its files, and the session that a request begins or ends for its own browser.
+LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
+PAGE_FILES = ("/assets/app.css", "/assets/app.js", "/assets/icon.svg")
+_PAGE = ("/", LOGIN_PATH, LOGOUT_PATH, *PAGE_FILES)
 # Routes that anyone may use, without a token.
-OPEN = frozenset({wire.HEALTH_PATH, "/v1/nodes/hello", "/v1/nodes/proof"})
+OPEN = frozenset({wire.HEALTH_PATH, "/v1/nodes/hello", "/v1/nodes/proof", *_PAGE})
 
 
 class RouteRights(NamedTuple):
@@ -61,6 +65,8 @@ ROUTES = (
     RouteRights("GET", wire.EVENTS_PATH, WATCHERS),
     RouteRights("GET", "/v1/status", WATCHERS),
     RouteRights("GET", "/v1/history", WATCHERS),
+    RouteRights("GET", "/v1/live", WATCHERS),
+    RouteRights("POST", "/v1/login-codes", OPERATORS),
     RouteRights("GET", "/metrics", WATCHERS),
     RouteRights("GET", "/v1/openapi.json", WATCHERS | AGENTS),
     RouteRights("POST", "/v1/scale", OPERATORS),

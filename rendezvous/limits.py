@@ -5,9 +5,11 @@ default fits a job of 10,000 members. docs/security.md says why each bound exist
 seconds.
 """
 
+import re
 from collections import Counter
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rendezvous import wire
 
@@ -45,6 +47,28 @@ class Limits(Struct, frozen=True, kw_only=True):
     wait_keys: int = 16_384  # that one batch waits for at a time [batch_waits]
     seal_lengths: int = 16  # of prefixes that clients have sealed [seals]
     batch_cost: int = 100_000  # of one batch, in looks at a key, about 50 ns each [batch_cost]
+
+
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_DURATION = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+
+
+def read_limits(*words: str) -> Limits:
+    """Return the defaults with other bounds, each written NAME=N, by the names of the fields.
+
+    Raises ValueError with a phrase that completes "--limit …".
+    """
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in Limits.__struct_fields__:
+            raise ValueError(f"knows {', '.join(Limits.__struct_fields__)}; got {name!r}")
+        in_seconds = name.endswith("_s")
+        if not (_DURATION if in_seconds else _NUMBER).fullmatch(value) or float(value) <= 0:
+            kind = "a number of seconds" if in_seconds else "a whole number"
+            raise ValueError(f"needs {name}=N with {kind} above 0, got {word!r}")
+        found[name] = float(value) if in_seconds else int(value)
+    return replace(Limits(), **found)
 
 
 KEY_BYTES = 256  # what a key costs in memory, besides its text and value

@@ -36,6 +36,7 @@ from rendezvous.refusals import Refusals
 from rendezvous.request_times import RequestTimes
 from rendezvous.round_members import RoundMembers
 from rendezvous.service import Done, OnChanges, Results, StoreService
+from rendezvous.sessions import Sessions
 from rendezvous.tls import ServerCertificate
 from rendezvous.tls_connections import HANDSHAKE_WAIT_S, TlsConnections
 from rendezvous.turns import Turns
@@ -44,6 +45,8 @@ from rendezvous.web import (
     REFUSALS,
     REQUEST_TIMES,
     ROUNDS,
+    SESSIONS,
+    TOKENS,
     KVRoutes,
     PostsOnce,
     Problem,
@@ -318,10 +321,13 @@ class RendezvousServer:
         self, service: StoreService, posts_once: PostsOnce, bounded: Middleware
     ) -> web.AppRunner:
         """Return aiohttp with all routes, without a socket of its own."""
-        middlewares = [around, guard(self._tokens, self.refusals), bounded, posts_once.middleware]
+        sessions = Sessions()
+        let_in = guard(self._tokens, self.refusals, sessions)
+        middlewares = [around, let_in, bounded, posts_once.middleware]
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         app[HITS], app[REFUSALS], app[ROUNDS] = self.hits, self.refusals, self.rounds
         app[REQUEST_TIMES] = self.request_times
+        app[SESSIONS], app[TOKENS] = sessions, self._tokens
         KVRoutes(service).add_to(app)
         if self._routes is not None:
             self._routes(app)

@@ -36,6 +36,7 @@ from rendezvous.refusals import OF_CONNECTION, Refusals
 from rendezvous.request_times import RequestTimes
 from rendezvous.round_members import RoundMembers
 from rendezvous.service import AnswerMemory, StoreService
+from rendezvous.sessions import HEADER, Sessions, may_act
 from rendezvous.space import Owner
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ REFUSALS = web.AppKey("refusals", Refusals)
 HITS = web.AppKey("hits", Hits)  # of the server, for handlers that show them
 REQUEST_TIMES = web.AppKey("request_times", RequestTimes)
 ROUNDS = web.AppKey("rounds", RoundMembers)
+SESSIONS = web.AppKey("sessions", Sessions)
+TOKENS = web.AppKey("tokens", Tokens)  # for a login
 _REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409, "store_full": 503}
 _REFUSED |= {"busy": 429, "share_full": 429}
 _ANSWER_BYTES = 1024  # assumed size of an answer that is kept, without its body and key
@@ -84,12 +87,17 @@ async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:
         raise Problem(400, "malformed", f"the body is not JSON: {error}") from error
 
 
-def guard(tokens: Tokens, refusals: Refusals) -> Middleware:
-    """Return the middleware that lets in who may use a route, and shapes all errors."""
+def guard(tokens: Tokens, refusals: Refusals, sessions: Sessions) -> Middleware:
+    """Return the middleware that lets in who may use a route, and shapes all errors.
+
+    A request without a token may have a session, whose cookie a browser sends by itself.
+    """
     failures: WeakKeyDictionary[asyncio.BaseTransport, int] = WeakKeyDictionary()
 
-    async def refuse(request: web.Request, *, header: str | None) -> web.StreamResponse:
-        """Answer a request without a good token, later and later."""
+    async def refuse(
+        request: web.Request, *, header: str | None = None, answer: web.StreamResponse | None = None
+    ) -> web.StreamResponse:
+        """Answer a request without a good token, later and later; `answer`: that of a login."""
         address, transport = request.remote or "a client that is gone", request.transport
         pause = refusals.unauthorized(address, asyncio.get_running_loop().time())
         if pause is None and transport is not None:
@@ -99,10 +107,11 @@ def guard(tokens: Tokens, refusals: Refusals) -> Middleware:
                 await asyncio.sleep(pause)
             finally:
                 refusals.answered(address)
-        found = "an unknown token" if header else "no token"
-        hint = "send Authorization: Bearer <token>, with the token from the job's token file"
-        problem = Problem(401, "unauthorized", f"the request carries {found}", hint)
-        answer = error_answer(problem, {"WWW-Authenticate": "Bearer"})
+        if answer is None:
+            found = "an unknown token" if header else "no token"
+            hint = "send Authorization: Bearer <token>, with the token from the job's token file"
+            problem = Problem(401, "unauthorized", f"the request carries {found}", hint)
+            answer = error_answer(problem, {"WWW-Authenticate": "Bearer"})
         if transport is not None:
             failures[transport] = failures.get(transport, 0) + 1
             if failures[transport] >= OF_CONNECTION:
@@ -111,12 +120,21 @@ def guard(tokens: Tokens, refusals: Refusals) -> Middleware:
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in access.OPEN:
-            return await shape_errors(request, handler)
         header = request.headers.get(AUTHORIZATION)
-        caller = tokens.identify(header)
+        if request.path in access.OPEN:
+            answer = await shape_errors(request, handler)
+            wrong = request.path == access.LOGIN_PATH and answer.status == 401
+            return await refuse(request, answer=answer) if wrong else answer
+        if header is None and request.cookies:
+            caller = sessions.caller(request.cookies, asyncio.get_running_loop().time())
+        else:
+            caller = tokens.identify(header)
         if caller is None:
             return await refuse(request, header=header)
+        if header is None and not may_act(request.method, request.headers):
+            problem = forbidden(f"a request by cookie needs the header {HEADER}")
+            refusals.forbidden(caller, problem.message)
+            return error_answer(problem)
         request[CALLER] = caller
         resource = request.match_info.route.resource
         if resource is not None and not access.may_call(caller, request.method, resource.canonical):

@@ -34,6 +34,7 @@ slurmd:slurmd
 srun:slurm-client
 munged:munge
 prometheus:prometheus
+chromium:chromium
 etcd:etcd-server
 etcdctl:etcd-client
 openssl:openssl

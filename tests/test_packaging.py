@@ -91,6 +91,9 @@ def test_the_wheel_holds_exactly_our_packages(wheel: Path) -> None:
         assert f"{package}/py.typed" in names
         sources = {str(p.relative_to(ROOT)) for p in (ROOT / package).rglob("*.py")}
         assert sources <= set(names)
+    page = {str(p.relative_to(ROOT)) for p in (ROOT / "elastic_driver" / "page").iterdir()}
+    assert "elastic_driver/page/index.html" in page
+    assert page <= set(names)
 
 
 def test_the_metadata_says_licence_python_and_extras(wheel: Path) -> None:

@@ -169,7 +169,7 @@ class Progress(Struct, frozen=True):
     The other fields are only shown (`core.measured`). `at`: the time of the last step by the
     worker's own clock. `steps_done`, `samples_done`: of this process since it started. `numbers`,
     `total`: what `report_progress` got last, and the number of all steps. `reported`: the step that
-    it named last, in a round without commits.
+    it named last, in a round without commits. `micro_batches`: those of a step of a `FixedBatch`.
     """
 
     round: Count
@@ -185,6 +185,7 @@ class Progress(Struct, frozen=True):
     total: Count | None = None
     times: StepTimes | None = None
     reported: Count | None = None
+    micro_batches: Count | None = None
 
 
 class Allocation(Struct, frozen=True):
@@ -221,7 +222,10 @@ class JobSpec:
         "Show only these local ranks of each host on the terminal.")
     timestamp: bool = option(Heading.OUTPUT, FLAG, False,
         "Put the time in front of every line of the workers.",
-        flag="prefix-output-with-timestamp", aliases=("--prefix-timestamp",))
+        flag="prefix-output-with-timestamp", aliases=("--prefix-timestamp", "-prefix-timestamp"))
+    horovod: bool = option(Heading.HOROVOD, FLAG, False,
+        "Run a script that says 'import horovod.torch' as it is: the name then means "
+        "elastic_driver.horovod.torch (docs/horovod.md).")
     keep_output: int = option(Heading.OUTPUT, whole("MIB"), 64,
         "MiB of the workers' output that the run's folder keeps for elasticctl logs; 0: none.")
     preload: tuple[str, ...] = option(Heading.START, names("MODULES"), ("torch",),
@@ -347,6 +351,13 @@ class WorkerLines(Struct, frozen=True, forbid_unknown_fields=True):
     first: Annotated[int, Meta(ge=1, le=2**53)]
     lines: Annotated[tuple[WorkerLine, ...], Meta(min_length=1, max_length=MAX_OUTPUT_LINES)]
     dropped: Count = 0
+
+
+class LoginCode(Struct, frozen=True):
+    """A code with which one browser may log in, within so many seconds."""
+
+    code: str
+    seconds: float
 
 
 class LogsTaken(Struct, frozen=True):

@@ -225,9 +225,19 @@ WireEvent: TypeAlias = (
 
 
 class ScaleRequested(Event, frozen=True, tag="scale_requested", forbid_unknown_fields=True):
-    """A user wants another number of workers, within min and max."""
+    """A user wants another number of workers, within min and max.
 
-    num_proc: Annotated[int, Meta(ge=1, le=10**6)]
+    None: the user leaves the number to the job again, which is --max-np or what --auto-scale finds.
+    """
+
+    num_proc: Annotated[int, Meta(ge=1, le=10**6)] | None
+
+
+class SizeProposed(Event, frozen=True, tag="size_proposed"):
+    """`--auto-scale` wants another number of workers; what a user has asked for outranks it."""
+
+    num_proc: int
+    reason: Reason
 
 
 class DrainRequested(Event, frozen=True, tag="drain_requested", forbid_unknown_fields=True):
@@ -441,7 +451,7 @@ OtherEvent: TypeAlias = (
     HostProbed | LeaseExpired | HostsDiscovered | DiscoveryFailed | HostsChecked
     | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
-    | StopRequested | DriverResumed | Tick
+    | SizeProposed | StopRequested | DriverResumed | Tick
 )  # fmt: skip
 # Every event for the job; mypy reports one that no rule takes in (`core/job.py`).
 JobEvent: TypeAlias = ProcessEvent | AnyAgentEvent | OtherEvent

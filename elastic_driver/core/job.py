@@ -185,6 +185,8 @@ class Job(JobParts):
                 self.boundary.on_progress_reported(event, now)
             case ev.ScaleRequested():
                 self.capacity.on_scale_requested(event, now)
+            case ev.SizeProposed():
+                self.capacity.on_size_proposed(event)
             case ev.StopRequested():
                 self.outcome.on_stop_requested(event, now)
             case ev.DriverResumed():

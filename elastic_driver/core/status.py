@@ -116,7 +116,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
             max_restarts=settings.max_restarts,
             fruitless=budget.fruitless,
             fruitless_restarts=settings.fruitless_restarts,
-            resets=current.number - 1,
+            resets=job.rounds.resets,
             reset_limit=settings.reset_limit,
             restart_count=outcome.restart_count,
             ignored_events=job.effects.ignored_events,

@@ -24,64 +24,18 @@ until their end, or until one of them fails.
 Times are unix seconds, and never go back: an earlier time counts as the latest one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import msgspec
-
 from elastic_driver.core.snapshots import SnapshotError, unpack
+from elastic_driver.policies.log_lines import LogLine, read_line
 
 Class = Literal["training", "redone", "forming", "syncing", "starting", "waiting", "slow", "lost"]
 CLASSES: tuple[Class, ...] = get_args(Class)
 _State = Literal["starting", "ready", "syncing", "training", "lost"]  # of a slot with a worker
 _STATES: tuple[_State, ...] = get_args(_State)
 _ENDS = ("worker_exited", "worker_lost", "worker_hung")
-
-
-class LogLine(msgspec.Struct, frozen=True):
-    """The fields of a line of the event log that the ledger reads."""
-
-    t: float
-    event: str
-    reason: str = ""
-    round: int | None = None
-    host: str | None = None
-    slot: int | None = None
-    worker: str | None = None
-    size: int | None = None
-    slots: int | None = None
-    min_np: int | None = None
-    max_np: int | None = None
-    wanted: int | None = None
-    exit_code: int | None = None
-    expected: bool = False
-    job_over: bool = False
-    undone: float = 0.0
-    seconds: float = 0.0
-    step: int | None = None
-    first_step: int | None = None
-    ratio: float = 1.0
-
-
-_decode = msgspec.json.Decoder(LogLine).decode
-
-
-def read_line(line: bytes) -> LogLine | None:
-    """Return a line of the log; None if it is cut off, or none of ours."""
-    try:
-        return _decode(line)
-    except msgspec.DecodeError:
-        return None
-
-
-def line_of(event: str, t: float, facts: Mapping[str, Any]) -> LogLine | None:
-    """Return a line with these facts, as `read_line` would read it from the log."""
-    known = {name: value for name, value in facts.items() if value is not None}
-    try:
-        return msgspec.convert({**known, "event": event, "t": t}, LogLine)
-    except msgspec.ValidationError:
-        return None
 
 
 @dataclass(slots=True)
@@ -175,6 +129,12 @@ class Ledger:
         """The members of the present world."""
         return self._states["syncing"] + self._states["training"]
 
+    @property
+    def aim(self) -> int:
+        """The slots that the job aims at."""
+        present = max(self._present, self._least)
+        return present if self._wanted is None else min(self._wanted, present)
+
     # ---- feeding -------------------------------------------------------------------------
 
     def feed(self, line: LogLine | None) -> None:
@@ -188,8 +148,8 @@ class Ledger:
             case "job_succeeded" | "job_failed":
                 self.ended, self.step = True, max(self.step, line.step or 0)
             case "job_started":
-                self._least, self._wanted = line.min_np or 1, line.max_np
-            case "scale_requested":
+                self._least, self._wanted = line.min_np or 1, line.wanted or line.max_np
+            case "scale_requested" | "size_proposed":
                 self._wanted = line.wanted or self._wanted
             case "round_completed":
                 self._round_completed(line)
@@ -209,9 +169,7 @@ class Ledger:
     def _weights(self) -> list[tuple[Class, float]]:
         """Return how many slots are in a class now; a class may come twice, or not at all."""
         states = self._states
-        present = max(self._present, self._least)
-        aim = present if self._wanted is None else min(self._wanted, present)
-        empty = max(0, aim - len(self._slots))
+        empty = max(0, self.aim - len(self._slots))
         opened = 0 if self._finishing else min(empty, self._room)
         too_few = len(self._slots) + self._room < self._least and not self.workers
         ready: Class = "waiting" if too_few and not self._finishing else "forming"

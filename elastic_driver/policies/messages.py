@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from elastic_driver.core.decisions import CausedDecision
 from elastic_driver.core.events import JobEvent
 
-MachineName: TypeAlias = Literal["job", "check", "stragglers", "shards", "tf"]
+MachineName: TypeAlias = Literal["job", "check", "stragglers", "shards", "tf", "scaling"]
 # Values of the store with their revisions, by key.
 Entries: TypeAlias = dict[str, tuple[bytes, int]]
 

@@ -7,6 +7,8 @@
 | `GET /v1/history?since=T` | `core.measured.History` of the last hour, after T (unix seconds) |
 | `GET /v1/openapi.json` | all routes and their messages, see `runtime.openapi` |
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
+| `GET /v1/live` | the job as it changes, see `runtime.live` |
+| `/`, `/assets/…`, `/login` … | the page, see `runtime.page_routes` |
 | `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
 | `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
 | `POST /v1/hosts/{host}:drain` | 202; the host's workers leave in order; 404 for an unknown host |
@@ -25,7 +27,8 @@ decision about the job is made in the driver's thread. Errors have the form of
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,9 +46,11 @@ from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.joined import JoinedNodes
+from elastic_driver.runtime.live import EVENT_STREAM, KEEP_ALIVE_S, Live
 from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.openapi import HistorySince, OpenApi
 from elastic_driver.runtime.output import AgentsOutput
+from elastic_driver.runtime.page_routes import PageRoutes
 from rendezvous.auth import Caller, Role
 from rendezvous.round_members import RoundMembers
 from rendezvous.web import (
@@ -62,9 +67,7 @@ from rendezvous.wire import EVENTS_PATH, UNREADABLE
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
 TAKE_S = 5.0  # for an event to be taken from the mailbox and written into the journal
-MAX_STREAMS = 64  # readers that follow the event log at the same time
-_KEEP_ALIVE_S = 15.0
-_EVENT_STREAM = "text/event-stream"
+MAX_STREAMS = 64  # readers that follow the job or its event log at the same time
 
 # The event that a POST to each path puts into the mailbox. The event's fields are those of the
 # JSON body and the names in the path; a body may be empty if every other field has a default.
@@ -136,6 +139,7 @@ class DriverRoutes:
         self.requests = machine_api.OpenRequests(driver.post, self.rounds)
         self._times = JobTimes() if times is None else times
         self._streams = 0
+        self._live = Live(self._status, driver.history, log, self._one_stream)
         self._asking = asyncio.Lock()  # held while the driver is asked for its status
         self._next_status: asyncio.Task[bytes] | None = None
         self._scraped = b"", b""  # the last status that became metrics, and these
@@ -153,7 +157,7 @@ class DriverRoutes:
             app.router.add_post(path, self._route_of(kind))
         machine_api.add_machine_routes(app, self.requests)
         OpenApi({**EVENT_OF_PATH, contract.STOP_PATH: StopRequest}).add_to(app)
-        for part in (self._joined, self._output, self._logs):
+        for part in (self._joined, self._output, self._logs, self._live, PageRoutes()):
             if part is not None:
                 part.add_to(app)
 
@@ -205,6 +209,8 @@ class DriverRoutes:
         """Raise Problem for a request that does not fit the job."""
         match event:
             case ev.ScaleRequested(num_proc=wished):
+                if wished is None:
+                    return
                 least, most = self._driver.size_bounds
                 if wished < least:
                     problem = f"{wished} workers are fewer than the job's minimum of {least}"
@@ -309,29 +315,34 @@ class DriverRoutes:
     async def get_events(self, request: web.Request) -> web.StreamResponse:
         """Answer with the events after number `since` that are still in memory."""
         since = _since(request)
-        if _EVENT_STREAM in request.headers.get("Accept", ""):
+        if EVENT_STREAM in request.headers.get("Accept", ""):
             return await self._stream(request, since)
         events = self._log.since(since)
         last = events[-1].n if events else since
         body = b",".join(event.line for event in events)
         return web.Response(body=b'{"events":[%b],"last":%d}' % (body, last), content_type=JSON)
 
-    async def _stream(self, request: web.Request, since: int) -> web.StreamResponse:
-        """Send past and new events as server-sent events until the job is over."""
+    @contextmanager
+    def _one_stream(self, hint: str) -> Iterator[None]:
+        """Count one more reader while the context is open; raises Problem if there are too many."""
         if self._streams >= MAX_STREAMS:
-            problem = f"{MAX_STREAMS} readers follow already"
-            raise Problem(503, "too_many_streams", problem, "ask without -f")
-        response = web.StreamResponse(headers={"Cache-Control": "no-store"})
-        response.content_type = _EVENT_STREAM
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
+            raise Problem(503, "too_many_streams", f"{MAX_STREAMS} readers follow already", hint)
         self._streams += 1
         try:
+            yield
+        finally:
+            self._streams -= 1
+
+    async def _stream(self, request: web.Request, since: int) -> web.StreamResponse:
+        """Send past and new events as server-sent events until the job is over."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        with self._one_stream("ask without -f"):
+            response = web.StreamResponse(headers={"Cache-Control": "no-store"})
+            response.content_type = EVENT_STREAM
             with self._log.listening(lambda: machine_api.call_on(loop, news.set)):
                 await response.prepare(request)
                 await self._send(response, since, news)
             await response.write_eof()
-        finally:
-            self._streams -= 1
         return response
 
     async def _send(self, response: web.StreamResponse, since: int, news: asyncio.Event) -> None:
@@ -345,7 +356,7 @@ class DriverRoutes:
                 since = event.n
             if not over:
                 try:
-                    await asyncio.wait_for(news.wait(), _KEEP_ALIVE_S)
+                    await asyncio.wait_for(news.wait(), KEEP_ALIVE_S)
                 except asyncio.TimeoutError:
                     await response.write(b": still here\n\n")
 

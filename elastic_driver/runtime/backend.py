@@ -45,6 +45,8 @@ class BackendJob:
     ssh_identity_file: str | None = option(Heading.START, text("FILE"), None,
         "The private key for ssh (ssh and mpi).", aliases=("-i",),
         shown="as in ssh's configuration")
+    mpi_args: str | None = option(Heading.START, text("WORDS"), None,
+        "More words for the command line of mpirun: --mpi-args='--mca KEY VALUE'.")
     allocation: str | None = None  # Slurm's job id
 # fmt: on
 

@@ -12,14 +12,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.events import JobEvent, StopRequested
 from elastic_driver.core.job import Job
-from elastic_driver.core.measured import History
+from elastic_driver.core.measured import History, Measured
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.masking import masked
 from elastic_driver.policies.nodecheck.messages import TaskEnded
@@ -29,12 +29,22 @@ from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.loop import DriverLoop
+from elastic_driver.runtime.reporter import Change
 from elastic_driver.runtime.resources import DriverResources, DriverSetup
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.settings import Settings
 
 MAX_MAIL = 100_000  # waiting messages; beyond that, requests are refused with 503
 SIGNAL_SLICE_S = 0.5  # the longest time until a signal is handled
+
+
+class JobNow(NamedTuple):
+    """A job in a few numbers, for the line at the bottom of a terminal."""
+
+    workers: int  # of the present world
+    aim: int  # the workers that the job aims at
+    measured: Measured  # without workers and hosts
+    change: Change | None  # the newest
 
 
 class ElasticDriver:
@@ -48,7 +58,7 @@ class ElasticDriver:
         self._thread: threading.Thread | None = None
         self._outcome: JobResult | None = None  # after everything is closed
         self._begun = False  # the job
-        self._takes_events = False  # for the job; the loop loses those in front of `JobBegins`
+        self._takes_events = False  # the loop has `JobBegins`; it loses what comes before
         self._serving = False  # there is no job, and none will begin
         self._deaf = False  # no event is handled any more
         self._stop_asked = False
@@ -197,7 +207,8 @@ class ElasticDriver:
     def _takes(self, event: mail.MachineEvent) -> bool:
         if self._outcome is not None or len(self._mailbox) >= MAX_MAIL:
             return False
-        return self._takes_events or event.machine != "job"
+        # Until `JobBegins` a driver that resumes has none of the machines of the one before it.
+        return self._takes_events or (event.machine != "job" and self._setup.resumed is None)
 
     def deliver(self, event: JobEvent | TaskEnded, acknowledge: Callable[[], None]) -> bool:
         """Put an event into the mailbox as `post` does; see `DriverPort.deliver`."""
@@ -215,6 +226,14 @@ class ElasticDriver:
     def history(self, since: float) -> History:
         """Return how the job has trained since then (unix seconds), in the last hour."""
         return History() if self._loop is None else self._loop.measurements.history(since)
+
+    def now(self) -> JobNow | None:
+        """Return the job in a few numbers; None before it begins. Any thread may ask."""
+        loop = self._loop
+        if loop is None or loop.job is None:
+            return None
+        ledger, change = loop.executor.ledger.ledger, self.reporter.last_change
+        return JobNow(ledger.workers, ledger.aim, loop.measurements.job, change)
 
     # ---- the driver's thread -------------------------------------------------------------
 

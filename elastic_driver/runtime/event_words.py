@@ -76,6 +76,9 @@ WORDS: dict[str, tuple[Level, str]] = {
     "journal_caught_up": (Level.NORMAL, "the journal is complete again"),
     "grace_period_passed": (Level.NORMAL, "grace period over"),
     "scale_requested": (Level.NORMAL, "another size was requested"),
+    "size_proposed": (Level.NORMAL, "another size is tried"),
+    "size_found": (Level.NORMAL, "the best size is found"),
+    "size_search_reopened": (Level.NORMAL, "the best size is searched anew"),
     "job_succeeded": (Level.NORMAL, "the job has succeeded"),
     "job_failed": (Level.NORMAL, "the job has failed"),
 }

@@ -372,6 +372,7 @@ class Executor:
         detail["step"] = self.ledger.step
         last = self._last_event or do.Announce(name, end.reason)
         self._log_and_show(replace(last, detail=detail))
+        self.reporter.summed_up(self.ledger.story)
         shown = end.failure is not None and self.tails.was_shown(end.failure)
         self.reporter.job_ended(end.reason, end.failure, end.exit_code, shown=shown)
         return result

@@ -33,9 +33,10 @@ from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.journal.codec import JOURNALLED
 from elastic_driver.runtime.journal.replay import MEMORY
 from elastic_driver.runtime.journal.resume import ResumedRun
-from elastic_driver.runtime.journal.writer import Journal
+from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
 from elastic_driver.runtime.measurements import Measurements
 from elastic_driver.runtime.run_ledger import sizes_of
+from elastic_driver.runtime.speed import new_auto_scaler, speed_seen
 
 MAX_TOGETHER = 1000  # events that are handled together
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
@@ -119,6 +120,8 @@ class DriverLoop:
         agents = ((host, agent.incarnation) for host, agent in job.fleet.agents.items())
         if keys := measurements.usage_keys(now, agents):
             self.executor.read(keys, measurements.usage_read)
+        if "scaling" in self._machines and (seen := speed_seen(job, watch)) is not None:
+            self._decide("scaling", seen)
         measurements.looked(self.clock(), now)
 
     def wind_down(self, grace: float) -> None:
@@ -213,7 +216,7 @@ class DriverLoop:
             if journal is None:
                 self.answer(replies)  # all together
             else:
-                self._tell(journal.then(partial(self.answer, replies)))
+                self._tell(journal.then(partial(self.answer, replies), DATA_WAIT_S))
         if self.journal is not None and self.journal.snapshot_due:
             self._journal_states()
 
@@ -286,6 +289,7 @@ class DriverLoop:
 
     def _begin_job(self, job: Job, run_id: str) -> None:
         self.job = self._machines["job"] = job
+        self._begin_scaling(job)
         self.measurements.due = self.clock()
         self._journal_states()
         if self.journal is not None:  # whoever sees that the job has begun can go on with it
@@ -302,6 +306,7 @@ class DriverLoop:
         self.job, self.tf, self._events = run.job, machines["tf"], run.n
         self.executor.resume(run)
         self.stragglers.step = self.executor.ledger.step
+        self._begin_scaling(run.job)
         self.measurements.due = self.clock()
         self.end = run.end
         moved = self.executor.server.url != run.url
@@ -309,6 +314,11 @@ class DriverLoop:
         for name in JOURNALLED:
             self._decide(name, event)
         self._journal_states()
+
+    def _begin_scaling(self, job: Job) -> None:
+        """Have the number of workers searched, if the job was started so."""
+        if job.settings.auto_scale:
+            self._machines["scaling"] = new_auto_scaler()
 
     def _begin_check(self, hosts: Hosts, answer: CheckAnswer) -> None:
         """Check hosts; any thread may later call `answer` with the report, or with an error."""

@@ -189,6 +189,11 @@ class Measurements:
 
     # ---- now -------------------------------------------------------------------------------
 
+    @property
+    def job(self) -> Measured:
+        """The job as a whole, without workers and hosts; any thread may ask."""
+        return self._measured
+
     def document(self) -> Measured:
         """Return the entry `measured` of the status."""
         usage = {host: found for host, key in self._usage_keys.items() if (found := self._of(key))}

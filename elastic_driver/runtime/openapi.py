@@ -21,7 +21,7 @@ from elastic_driver.core import join_messages as join
 from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.nodecheck.messages import TaskEnded
-from elastic_driver.runtime import machine_api
+from elastic_driver.runtime import machine_api, page_routes
 from elastic_driver.runtime.worker_logs import LogPage, LogQuery
 from rendezvous import access, wire
 from rendezvous.web import JSON, KVQuery
@@ -29,6 +29,7 @@ from rendezvous.web import JSON, KVQuery
 OPENAPI_PATH = "/v1/openapi.json"
 _BINARY, _TEXT, _STREAM = "application/octet-stream", "text/plain", "text/event-stream"
 _IN_PATH = re.compile(r"{(\w+)}")
+_FILE = "*/*"
 _REFERENCE = "#/components/schemas/{name}"
 _METHODS = ("GET", "PUT", "POST", "DELETE")
 Schema = dict[str, Any]
@@ -102,6 +103,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", contract.STATUS_PATH): Operation(status.JobStatus),
     ("GET", contract.HISTORY_PATH): Operation(measured.History, query=HistorySince),
     ("GET", contract.METRICS_PATH): Operation(_TEXT),
+    ("GET", contract.LIVE_PATH): Operation(_STREAM),
+    ("GET", contract.LOGIN_PATH): Operation(page_routes.LoginState),
+    ("POST", contract.LOGIN_PATH): Operation(page_routes.LoginState, page_routes.Login),
+    ("POST", contract.LOGOUT_PATH): Operation(body=page_routes.Nothing, code=204, optional=True),
+    ("POST", contract.LOGIN_CODES_PATH): Operation(
+        documents.LoginCode, page_routes.Nothing, optional=True
+    ),
+    **{(("GET", path)): Operation(_FILE) for path in ("/", *access.PAGE_FILES)},
     ("GET", OPENAPI_PATH): Operation(dict[str, Any]),
     ("POST", contract.OUTPUT_PATH): Operation(Accepted, documents.OutputLines, code=202),
     ("POST", contract.LOGS_PATH): Operation(documents.LogsTaken, documents.WorkerLines, code=202),

@@ -11,7 +11,8 @@ import json
 import select
 import threading
 import time
-from typing import TextIO
+from collections.abc import Callable
+from typing import NamedTuple, TextIO
 
 import msgspec
 
@@ -20,6 +21,7 @@ from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import Failure
 from elastic_driver.errors import ExitCode
 from elastic_driver.line_writer import LineWriter
+from elastic_driver.policies.story import Story
 from elastic_driver.runtime.event_words import WORDS, describe_world
 from elastic_driver.runtime.event_words import Level as Level  # noqa: PLC0414 - for importers
 from elastic_driver.runtime.failures import describe_failure, last_words
@@ -32,14 +34,34 @@ _LAST_WORDS_S = 1.0  # for the terminal to take the last lines
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 
 
+class Change(NamedTuple):
+    """A change of the job, in words; `t` in unix seconds."""
+
+    t: float
+    text: str
+
+
 class Reporter:
-    """The writer of one stream; it never raises and never blocks for long."""
+    """The writer of one stream; it never raises and never blocks for long.
+
+    `last_change` is the newest change that people hear of by default.
+    """
 
     def __init__(
-        self, stream: TextIO, *, level: Level = Level.NORMAL, as_json: bool = False
+        self,
+        stream: TextIO,
+        *,
+        level: Level = Level.NORMAL,
+        as_json: bool = False,
+        sum_up: Callable[[Story, float], list[str]] = lambda _story, _now: [],
     ) -> None:
-        """Write nothing. The caller closes `stream`, after `close`."""
+        """Write nothing. The caller closes `stream`, after `close`.
+
+        `sum_up` returns sentences about a job that is over at this time (unix seconds).
+        """
         self._stream, self._level, self._json = stream, level, as_json
+        self._sum_up = sum_up
+        self.last_change: Change | None = None
         self._lock = threading.Lock()
         self._exits = 0  # failed workers since the last complete round
         self._outlet: Outlet | None = None
@@ -64,16 +86,18 @@ class Reporter:
             level = Level.NORMAL if self._exits <= MAX_EXITS_SHOWN else Level.VERBOSE
         elif event.event == "round_completed":
             self._exits = 0
+        if level > max(self._level, Level.NORMAL):
+            return
+        facts = {name: getattr(event, name) for name in event.__struct_fields__}
+        text = words.format_map({**facts, "world": describe_world(event.detail)})
+        if level <= Level.NORMAL:
+            self.last_change = Change(time.time(), text)
         if level > self._level:
             return
         if self._json:
             self._write([line.decode()])
-            return
-        if event.event in ("job_succeeded", "job_failed"):
-            return  # `job_ended` says it, after everything else
-        facts = {name: getattr(event, name) for name in event.__struct_fields__}
-        text = words.format_map({**facts, "world": describe_world(event.detail)})
-        self._say(f"{text} ({event.reason})" if event.reason else text)
+        elif event.event not in ("job_succeeded", "job_failed"):  # `job_ended` says it at the end
+            self._say(f"{text} ({event.reason})" if event.reason else text)
 
     def note(self, text: str, *, level: Level = Level.QUIET) -> None:
         """Show a sentence."""
@@ -94,6 +118,12 @@ class Reporter:
         more = f"{count} more worker{'s' * (count > 1)} failed with"
         text = f"{more} {'a traceback' if count == 1 else 'tracebacks'} like those above"
         self._show([f"{NAME}: {text}"], event="tracebacks_repeated", count=count)
+
+    def summed_up(self, story: Story) -> None:
+        """Show a job that is over in some lines, if these are for people."""
+        if not self._json and self._level >= Level.NORMAL:
+            for text in self._sum_up(story, time.time()):
+                self._say(text)
 
     def job_ended(
         self, reason: str, failure: Failure | None, exit_code: int, *, shown: bool = False

@@ -224,6 +224,7 @@ class DriverResources:
             first=partial(first_documents, setup.term, setup.spec, kept),
             on_changes=lambda values: self._mailbox.put(mail.KeysChanged(values)),
             passing=contract.PASSING_SCOPES,
+            limits=setup.options.limit,
             rounds=routes.rounds,
             on_failed=self._cannot_serve,
         )

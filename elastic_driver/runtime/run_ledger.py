@@ -13,14 +13,9 @@ from typing import Any
 
 from elastic_driver.core.decisions import Announce, Detail
 from elastic_driver.core.snapshots import pack
-from elastic_driver.policies.goodput import (
-    Class,
-    Ledger,
-    line_of,
-    read_ledger,
-    read_line,
-    restored_ledger,
-)
+from elastic_driver.policies.goodput import Class, Ledger, restored_ledger
+from elastic_driver.policies.log_lines import line_of, read_line
+from elastic_driver.policies.story import Story, read_story
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.settings import Settings
 
@@ -29,16 +24,21 @@ LOG_LATE_S = 1.0  # the journal may have an event that the log lacks, at a drive
 
 
 class RunLedger:
-    """The ledger, and the newest step that it has heard of."""
+    """The ledger in the story of the run, and the newest step that it has heard of."""
 
     def __init__(self, log_file: Path | None = None) -> None:
         """Begin a ledger, or go on with that of a log file, if it can be read and is not long."""
-        self.ledger = Ledger()
+        self.story = Story()
         if log_file is not None:
             with contextlib.suppress(OSError), log_file.open("rb") as lines:
                 if log_file.stat().st_size <= MOST_BYTES:
-                    self.ledger = read_ledger(lines)
+                    self.story = read_story(lines)
         self.step = self.ledger.step  # committed steps, the most that workers have reported
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the story."""
+        return self.story.ledger
 
     def document(self, now: float) -> dict[str, Any]:
         """Return the key `goodput` of `GET /v1/status`."""
@@ -50,7 +50,8 @@ class RunLedger:
 
     def logged(self, line: bytes) -> None:
         """Take in a line of the event log."""
-        self.ledger.feed(read_line(line))
+        if (read := read_line(line)) is not None:
+            self.story.feed(read)
 
     def progressed(self, step: int, round_step: int) -> Announce | None:
         """Note the newest steps of the job and of its round; announce the end of redone ones."""
@@ -80,10 +81,11 @@ class RunLedger:
                     facts = {**about, "round": told.round, **told.detail}
                     ledger.feed(line_of(told.event, step.at + run.unix_offset, facts))
         if ledger.at > self.ledger.at + LOG_LATE_S:
-            self.ledger = ledger
+            self.story = Story(ledger)
             self.step = ledger.step
 
 
 def sizes_of(settings: Settings) -> dict[str, Detail]:
     """Return the sizes of a job that its log begins with."""
-    return {"min_np": settings.min_np, "max_np": settings.max_np}
+    wanted = settings.start_np if settings.auto_scale else settings.max_np
+    return {"min_np": settings.min_np, "max_np": settings.max_np, "wanted": wanted}

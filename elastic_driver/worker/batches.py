@@ -188,7 +188,8 @@ class FixedBatch:
             loop, while a DistributedDataParallel made by hand may not.
         virtual_workers: N, the micro-batches of a full step. None takes the job's
             `--virtual-workers`, and outside of a job the number of workers when training starts.
-        seed, shuffle: the order of each epoch; the same on every worker.
+        shuffle: train each epoch in another order, the same on every worker.
+        seed: of that order.
         drop_last: leave out the short last step of an epoch.
         deterministic: give weights, buffers and optimizer state the same bits for every number of
             workers and every history of failures. Random generators are seeded for each
@@ -200,7 +201,9 @@ class FixedBatch:
             every rank.
         balance: let the driver share the micro-batches instead, by the time they take on each
             rank; it may move some after any step. None: as the job says (`--balance`).
-        collate_fn, num_workers, **loader: as for `torch.utils.data.DataLoader`.
+        collate_fn: as for `torch.utils.data.DataLoader`.
+        num_workers: as for `torch.utils.data.DataLoader`.
+        **loader: more arguments of `torch.utils.data.DataLoader`.
 
     Raises `UsageError` for a data set without a length, a model that is no plain module, and counts
     below 1.

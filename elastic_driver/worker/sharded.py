@@ -157,7 +157,8 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         records: length of the data set.
         partitions: first offset of each partition of a stream, by name; instead of `records`.
         epochs: how often the data set is trained; None is for ever.
-        shuffle, seed: the order of shards, and of the records in each.
+        shuffle: train shards, and the records in each, in a random order.
+        seed: of that order.
         max_losses: a shard is left out when so many workers died on it without any progress.
         together: all ranks of the world train the same shards; else each worker its own.
         loader: `collate_fn`, `num_workers` and so on, as for `torch.utils.data.DataLoader`.

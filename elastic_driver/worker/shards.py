@@ -64,7 +64,8 @@ class ShardClient(AbstractContextManager["ShardClient"]):
         records: length of the data set.
         partitions: first offset of each partition of a stream, by name.
         epochs: how often the data set is trained; None is for ever.
-        shuffle, seed: the order of the shards in an epoch.
+        shuffle: give the shards of an epoch in a random order.
+        seed: of that order.
         max_losses: a shard goes into quarantine when so many workers have died training it.
 
     Raises `UsageError` unless exactly one of `records` and `partitions` is given.

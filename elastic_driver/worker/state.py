@@ -180,6 +180,8 @@ class State:
         progress, before = self._progress, self._counted
         self._counted = after = self._count()
         progress.trained += after.samples - before.samples
+        divided = (getattr(source, "virtual_workers", None) for source in self._sources)
+        progress.micro_batches = next((count for count in divided if count), None)
         waited = after.waited - before.waited
         if cost is None:
             progress.times = StepTimes(waited or None, commit=committing)

@@ -7,16 +7,20 @@ Source of the torchrun names and defaults:
 https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import elastic_driver
 from elastic_driver import contract
-from elastic_driver.core.documents import JobSpec, StartWorkerOrder
+from elastic_driver.core.documents import JobSpec, SlotInfo, StartWorkerOrder
 from launcher.network import is_loopback
 
 # Variables that an outer launcher may have left in our environment would confuse the script.
 _NOT_INHERITED_PREFIX = "TORCHELASTIC_"
+# The folder with the package `horovod` of --horovod.
+HOROVOD_ALIAS = Path(elastic_driver.__file__).parent / "horovod" / "alias"
 _DEVICES = contract.VISIBLE_DEVICES[0]
 _OURS = (str(name) for name in vars(contract).values() if str(name).startswith("ELASTIC_"))
 _NOT_INHERITED = frozenset((*contract.TORCHRUN_NAMES, *_OURS))
@@ -75,6 +79,7 @@ def worker_environment(
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": order.restart_count,
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+        **_of_horovod(meeting.host, place),
         contract.RUN_ID: spec.run_id,
         contract.HOSTNAME: meeting.host,
         contract.WORKER_ID: order.worker,
@@ -98,6 +103,21 @@ def worker_environment(
     return {name: str(value) for name, value in values.items()}
 
 
+def _of_horovod(host: str, place: SlotInfo) -> dict[str, object]:
+    """Return the variables that horovodrun gives its workers, of the world at their start."""
+    return {
+        "HOROVOD_HOSTNAME": host,
+        "HOROVOD_RANK": place.rank,
+        "HOROVOD_SIZE": place.size,
+        "HOROVOD_LOCAL_RANK": place.local_rank,
+        "HOROVOD_LOCAL_SIZE": place.local_size,
+        "HOROVOD_CROSS_RANK": place.cross_rank,
+        "HOROVOD_CROSS_SIZE": place.cross_size,
+        "HOROVOD_ELASTIC": 1,
+        "HOROVOD_CONTROLLER": "gloo",
+    }
+
+
 def _device_of(slot: int, visible: object) -> str:
     """Return the one device that a worker sees, of those that are visible on its host."""
     devices = [str(slot)] if visible is None else str(visible).split(",")[slot : slot + 1]
@@ -106,7 +126,7 @@ def _device_of(slot: int, visible: object) -> str:
 
 def common_environment(inherited: Mapping[str, str], spec: JobSpec) -> dict[str, str]:
     """Return the variables that all workers of the job have in common on this host."""
-    return {
+    common = {
         "PYTHONUNBUFFERED": "1",  # else the last lines before a SIGKILL are lost
         # One set and one multi_get per rank in place of a request for each peer.
         "GLOO_ENABLE_STORE_V2_API": "1",
@@ -117,3 +137,7 @@ def common_environment(inherited: Mapping[str, str], spec: JobSpec) -> dict[str,
         },
         **spec.env,
     }
+    if spec.horovod:
+        path = (str(HOROVOD_ALIAS), common.get("PYTHONPATH", ""))
+        common["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    return common

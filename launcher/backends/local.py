@@ -7,9 +7,10 @@ that a killed agent leaves behind become its children and are ended here. An age
 driver has started is no child; `launcher.backends.adopted` watches and ends it.
 
 The agent of a single host is executed. With several hosts, agents are forked from a warm parent
-that has imported for all of them, and each has a warm parent of its own from the start. If hosts
-may come at any time, one more agent is kept ready, a *spare*, which becomes the agent of the next
-host (`launcher.agent.spare`). If agents cannot be forked, they are executed.
+that has imported for all of them, and each has a warm parent of its own from the start. A driver
+that goes on with an earlier one's agents imports soon after it has found them. If hosts may come at
+any time, one more agent is kept ready, a *spare*, which becomes the agent of the next host
+(`launcher.agent.spare`). If agents cannot be forked, they are executed.
 
 One asyncio loop on one thread, started with the first agent, does all of this; only that thread
 uses the backend's state. The kernel ends the warm parent with that thread. Times are seconds.
@@ -106,6 +107,7 @@ class LocalBackend(Backend):
         self._starter = WorkerStarter(_say, self._env)
         self._launched = False  # whether the starter has had a warm parent
         self._calm: asyncio.TimerHandle | None = None
+        self._importing: asyncio.Task[None] | None = None
         self._resumed = False  # there were agents of an earlier driver
         self._closed = False
 
@@ -207,10 +209,12 @@ class LocalBackend(Backend):
         """Prepare for agents of more than one host."""
         self._first = self._first or host
         self._several |= host != self._first
-        if self._grows:
-            if self._calm is not None:
-                self._calm.cancel()
-            self._calm = asyncio.get_running_loop().call_later(CALM_S, self._add_spare)
+        if not self._grows and not (self._resumed and self._several):
+            return
+        if self._calm is not None:
+            self._calm.cancel()
+        act = self._add_spare if self._grows else self._import
+        self._calm = asyncio.get_running_loop().call_later(CALM_S, act)
 
     def _adopt(self, agent: _LocalAgent) -> None:
         if agent.adopted is not None and agent.key not in self._agents:
@@ -251,6 +255,10 @@ class LocalBackend(Backend):
         if _SPARE not in self._agents:
             plan = AgentPlan(*_SPARE, (*_AGENT, SPARE_FLAG), self._env)
             self._add(_LocalAgent(plan, lambda _reason: None))
+
+    def _import(self) -> None:
+        """Import for agents that will be started; an earlier driver's warm parent has ended."""
+        self._importing = asyncio.get_running_loop().create_task(self._warm(1))
 
     def _give_spare(self, agent: _LocalAgent) -> bool:
         """Make the spare this agent; return False if there is none."""
@@ -360,6 +368,8 @@ class LocalBackend(Backend):
         self._closed = True
         if self._calm is not None:
             self._calm.cancel()
+        if self._importing is not None:
+            self._importing.cancel()
         for agent in tuple(self._agents.values()):
             if not agent.pid or agent.key == _SPARE:
                 self._kill(agent.key)

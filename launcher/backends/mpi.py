@@ -6,6 +6,7 @@ agent is started again. When mpirun ends, it kills all processes that it has sta
 keeper runs in a process that mpirun does not know (`launcher.agent.remote apart`).
 """
 
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -39,12 +40,14 @@ class MpirunShell(RemoteShell):
     Attributes:
         ssh: how mpirun's own ssh is to reach the hosts.
         variables: our environment.
+        words: more words for mpirun's command line.
     """
 
     program: str = "mpirun"
     connect_timeout: float = 10.0 + LAUNCH_S
     ssh: SshShell
     variables: Mapping[str, str] = field(repr=False)
+    words: tuple[str, ...] = ()
 
     def argv(self, host: str, *words: str) -> tuple[str, ...]:
         """See `RemoteShell.argv`; the agent is kept out of mpirun's reach."""
@@ -59,6 +62,7 @@ class MpirunShell(RemoteShell):
             *("--host", f"{host}:1", "-np", "1"),
             *("--bind-to", "none"),  # workers share the host's cores
             *("--mca", "plm_rsh_args", " ".join(self.ssh.options())),
+            *self.words,
             *("/bin/sh", "-c", remote),
         )
 
@@ -117,4 +121,8 @@ class MpirunShell(RemoteShell):
 
 def make_backend(job: BackendJob) -> RemoteBackend:
     """Return the backend that is registered as `mpi`."""
-    return RemoteBackend(job, MpirunShell(ssh=SshShell.of(job), variables=job.environ))
+    try:
+        words = tuple(shlex.split(job.mpi_args or ""))
+    except ValueError as error:
+        raise UsageError(f"--mpi-args {job.mpi_args!r}: {error}") from None
+    return RemoteBackend(job, MpirunShell(ssh=SshShell.of(job), variables=job.environ, words=words))

@@ -314,24 +314,24 @@ class RemoteBackend(Backend):
 
     async def _kill(self, agent: _RemoteAgent, patience: float) -> None:
         """End an agent on its host; report its end to the driver even if that fails."""
+        alone = "which ends by itself when it has not reached the driver for the heartbeat timeout"
+        failed = f"{agent.host} cannot be reached to end its agent, {alone}"
         try:
             client = await self._run(agent, "end", b"", lambda *_: None)
             code = await asyncio.wait_for(client.ended(), patience)
         except (asyncio.TimeoutError, OSError, TokenError):
             code = -1
+        except ClusterError as error:  # no agent can be there
+            code, failed = -1, str(error)
+        except Exception as error:  # of any kind: the driver waits for the end of this agent
+            code, failed = -1, f"{unfollowed(agent.host, error)}, {alone}"
         if agent.life is not None:
             if code == 0:  # then what waits for it on the host ends, too
                 await asyncio.wait([agent.life], timeout=SURELY_SEEN_S)
             agent.life.cancel()
         if agent.client is not None:
             agent.client.kill()
-        reason = f"the agent on {agent.host} was killed"
-        if code != 0:
-            reason = (
-                f"{agent.host} cannot be reached to end its agent, which ends by itself when it "
-                "has not reached the driver for the heartbeat timeout"
-            )
-        self._over(agent, reason)
+        self._over(agent, f"the agent on {agent.host} was killed" if code == 0 else failed)
 
     async def _run(
         self, agent: _RemoteAgent, word: str, given: bytes | None, heard: OnLines

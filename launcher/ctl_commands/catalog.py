@@ -55,11 +55,16 @@ def elasticrun() -> tuple[Argument, ...]:
 
 def elasticctl() -> tuple[Command, ...]:
     """Return the subcommands of `elasticctl`."""
-    parsers = {name: running.make_parser(name) for name in running.ACTIONS}
+    return (*(_of_parser(name, parser) for name, parser in parsers().items()), *_others())
+
+
+def parsers() -> dict[str, CommandParser]:
+    """Return the parser of each subcommand that has one of its own, by name."""
+    found = {name: running.make_parser(name) for name in running.ACTIONS}
     for name, module in _PARSERS.items():
-        found = importlib.import_module(f"launcher.ctl_commands.{module}")
-        parsers[name] = getattr(found, f"{name}_parser")()
-    return (*(_of_parser(name, parser) for name, parser in parsers.items()), *_others())
+        imported = importlib.import_module(f"launcher.ctl_commands.{module}")
+        found[name] = getattr(imported, f"{name}_parser")()
+    return found
 
 
 def _others() -> Iterable[Command]:

@@ -30,7 +30,8 @@ _EVENTS: dict[type, str] = {
     ev.HostLeaving: "host {e.host} goes away in {e.deadline:g} s: {e.reason}",
     ev.WorkerLeaving: "{e.worker} has to leave in {e.deadline:g} s: {e.reason}",
     ev.DrainRequested: "a drain of {e.host} was requested: {e.reason}",
-    ev.ScaleRequested: "{e.num_proc} workers were requested",
+    ev.ScaleRequested: "the number of workers was requested: {e.num_proc}",
+    ev.SizeProposed: "{e.num_proc} workers are proposed: {e.reason}",
     ev.StopRequested: "the end of the job was requested: {e.reason}",
     ev.Tick: "time has passed",
 }

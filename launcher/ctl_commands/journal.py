@@ -26,9 +26,18 @@ _REPLAY = (
 _EXPLAIN = "Say in sentences what happened to a rank or to a host, and because of which event."
 
 
+def _parser(name: str, text: str, example: str) -> CommandParser:
+    return CommandParser(
+        prog=f"elasticctl {name}",
+        description=text,
+        epilog=f"Example: elasticctl {example}",
+        allow_abbrev=False,
+    )
+
+
 def replay_parser() -> CommandParser:
     """Return the parser of `elasticctl replay`."""
-    parser = CommandParser(prog="elasticctl replay", description=_REPLAY, allow_abbrev=False)
+    parser = _parser("replay", _REPLAY, "replay --run-id nightly --at 120")
     parser.add_argument("journal", type=Path, nargs="?", help="the file, or the run's folder")
     parser.add_argument("--at", type=int, default=NEWEST, metavar="N", help="stop after event N")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
@@ -52,8 +61,8 @@ def replay(words: Sequence[str]) -> int:
 
 def explain_parser() -> CommandParser:
     """Return the parser of `elasticctl explain`."""
-    parser = CommandParser(prog="elasticctl explain", description=_EXPLAIN, allow_abbrev=False)
-    parser.add_argument("what", choices=("rank", "host"))
+    parser = _parser("explain", _EXPLAIN, "explain host n3")
+    parser.add_argument("what", choices=("rank", "host"), help="whose story it is")
     parser.add_argument("name", metavar="R|H", help="the number of the rank, the name of the host")
     parser.add_argument("--journal", type=Path, help="the file, or the run's folder")
     return _with_run(parser)

@@ -1,66 +1,40 @@
 """`elasticctl report`: the story of a job that runs or is over, from its event log alone.
 
-`read_story` reads a log; `text` and `document` show the story. Neither needs a driver.
+`text` and `document` show the story (`policies/story.py`). Neither needs a driver.
 """
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.goodput import Ledger, LogLine, read_line
+from elastic_driver.policies.story import Story, picture, read_story
 from elastic_driver.runtime.run_dir import EVENTS_FILE
 from launcher.ctl_commands import show
-from launcher.ctl_commands.figures import GoodputFigures, count
 from launcher.ctl_commands.find import file_of_run
 from launcher.ctl_commands.running import CommandParser
+from launcher.figures import GoodputFigures, count, duration
 
-WIDTH = 60  # columns of the picture
-_BLOCKS = " ▁▂▃▄▅▆▇█"
 _REPORT = (
     "Tell the story of a job from its event log: duration, steps, world size over time, failures, "
     "steps that were trained again, and where the time of its worker slots went (docs/goodput.md)."
 )
 
 
-class World(NamedTuple):
-    """From `t` on (unix seconds), the world had so many workers."""
-
-    t: float
-    size: int
-
-
-@dataclass
-class Story:
-    """A job, as its event log tells it."""
-
-    ledger: Ledger = field(default_factory=Ledger)
-    worlds: list[World] = field(default_factory=list)
-    rounds: int = 0
-    resumed: int = 0  # how often another driver went on
-    end: LogLine | None = None  # of the job; None: it runs, or its driver has died
-
-    def feed(self, line: LogLine) -> None:
-        """Take in the next line of the log."""
-        self.ledger.feed(line)
-        self.rounds += line.event == "round_completed"
-        self.resumed += line.event == "driver_resumed"
-        if line.event in ("job_succeeded", "job_failed"):
-            self.end = line
-        size = 0 if self.end else self.ledger.workers
-        if size != (self.worlds[-1].size if self.worlds else 0):
-            self.worlds.append(World(line.t, size))
-
-
 def report_parser() -> CommandParser:
     """Return the parser of `elasticctl report`."""
-    parser = CommandParser(prog="elasticctl report", description=_REPORT, allow_abbrev=False)
+    example = "Example: elasticctl report --run-id nightly --html -o nightly.html"
+    parser = CommandParser(
+        prog="elasticctl report", description=_REPORT, epilog=example, allow_abbrev=False
+    )
     parser.add_argument("log", type=Path, nargs="?", help="the event log, or the run's folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", action="store_true", help="write a page that needs no driver")
+    file_help = "the page's file (default: RUN.html here)"
+    parser.add_argument("-o", "--output", metavar="F", type=Path, help=file_help)
     which = parser.add_argument_group("which run (default: the newest)")
     which.add_argument("--run-id", metavar="ID", help="the job's name")
     which.add_argument("--state-dir", metavar="D", type=Path, help="the folder of all runs")
@@ -79,24 +53,18 @@ def report(words: Sequence[str]) -> int:
     if story.ledger.began is None:
         raise UsageError(f"{path} has no events of a job; is it another file?")
     now = time.time()
-    if given.json:
+    if given.html:
+        from launcher.ctl_commands import report_page  # noqa: PLC0415 - imports aiohttp
+
+        name = path.absolute().parent.name if path.name == EVENTS_FILE else path.stem
+        into = given.output or Path(f"{name}.html")
+        report_page.write(into, name, path, document(story, path, now))
+        print(into)
+    elif given.json:
         print(msgspec.json.encode(document(story, path, now)).decode())
     else:
         print(text(story, path, now))
     return 0
-
-
-def read_story(lines: Iterable[bytes]) -> Story:
-    """Return the story of the last run in an event log."""
-    story = Story()
-    for line in lines:
-        read = read_line(line)
-        if read is None:
-            continue
-        if read.event == "job_started":  # the run id was used again
-            story = Story()
-        story.feed(read)
-    return story
 
 
 def document(story: Story, path: Path, now: float) -> dict[str, Any]:
@@ -133,7 +101,7 @@ def text(story: Story, path: Path, now: float) -> str:
     shares = ledger.document(now)
     figures = GoodputFigures(shares["seconds"], shares["goodput"])
     lines = [
-        f"began {since}, {show.duration(wall)}, {state}{why}",
+        f"began {since}, {duration(wall)}, {state}{why}",
         f"{count(ledger.step)} steps{redone}; {count(ledger.failures)} workers lost, "
         f"{count(story.rounds)} rounds{drivers}",
         f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}",
@@ -141,29 +109,6 @@ def text(story: Story, path: Path, now: float) -> str:
         f"{shares['slots']:.4g} slots on average; events: {path}",
     ]
     return "\n".join(lines)
-
-
-def picture(worlds: Sequence[World], began: float, ended: float, width: int = WIDTH) -> str:
-    """Return the size of the world over time, one block for each of `width` equal parts.
-
-    A part shows the mean of its time; only one without any worker is empty.
-    """
-    most = max((world.size for world in worlds), default=0)
-    if not most or ended <= began:
-        return ""
-    part = (ended - began) / width
-    sums = [0.0] * width
-    for world, until in zip(worlds, [*(w.t for w in worlds[1:]), ended], strict=True):
-        first = min(width - 1, max(0, int((world.t - began) / part)))
-        last = min(width - 1, max(0, int((until - began) / part)))
-        for n in range(first, last + 1):
-            begin, end = began + n * part, began + (n + 1) * part
-            sums[n] += world.size * max(0.0, min(until, end) - max(world.t, begin))
-    return "".join(_block(total / part / most) for total in sums)
-
-
-def _block(share: float) -> str:
-    return _BLOCKS[max(1, round(share * 8))] if share > 0 else _BLOCKS[0]
 
 
 def _log_file(given: Any) -> Path:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from elastic_driver import contract
+from elastic_driver.core.documents import LoginCode
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.options import SECONDS_OR_0, ValueKind, whole
+from elastic_driver.options import SECONDS_OR_0, ValueKind, whole, whole_or
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE, default_state_dir
 from launcher.ctl_commands import caution, show
@@ -62,6 +63,7 @@ def _reader(kind: ValueKind[Any]) -> Callable[[str], Any]:
 
 
 _SECONDS, _COUNT = _reader(SECONDS_OR_0), _reader(whole())
+_COUNT_OR_AUTO = _reader(whole_or("auto"))
 # The arguments of argparse's add_argument: names, and the rest.
 _FLAG = {"action": "store_true"}
 _YES = {**_FLAG, "help": "do not ask, even if the job cannot go on then"}
@@ -82,6 +84,7 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "top": {
         "--interval": {"type": _SECONDS, "default": 2.0, "metavar": "S", "help": "default 2 s"}
     },
+    "open": {},
     "hosts": {"--json": {**_FLAG, "help": "print a JSON array"}},
     "events": {
         "-f --follow": {**_FLAG, "help": "go on until the job is over"},
@@ -100,7 +103,11 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "stacks": {"--last": {**_FLAG, "help": "show those collected last, as at a hang"}},
     "scale": {
-        "workers": {"type": _COUNT, "metavar": "N", "help": "the number of workers"},
+        "workers": {
+            "type": _COUNT_OR_AUTO,
+            "metavar": "N",
+            "help": "the number of workers; auto: leave it to the job again",
+        },
         "--yes": _YES,
     },
     "drain": {
@@ -116,6 +123,9 @@ _EXAMPLES = {
     "status": "status --watch --interval 5",
     "events": "events -f --since 100",
     "logs": "logs -f --rank 0 --since 60 --timestamps",
+    "top": "top --interval 1",
+    "open": "open --run-id nightly",
+    "stacks": "stacks --last",
     "scale": "scale 8",
     "drain": "drain n3 --deadline 120 --reason 'new disks'",
     "stop": "stop --run-id nightly",
@@ -216,6 +226,36 @@ def top(given: Given, job: Job) -> None:
         print(f"run {given.run_id} does not answer any more", file=sys.stderr)
 
 
+def open_page(given: Given, job: Job) -> None:
+    """Print an address at which a browser shows the job and, with an operator's token, steers it.
+
+    It logs in one browser, within five minutes; the part after # never reaches a server or a log.
+    """
+    try:
+        made = msgspec.json.decode(job.post_json(contract.LOGIN_CODES_PATH, b"{}"), type=LoginCode)
+    except RequestError as error:
+        if error.status != 403:
+            raise
+        print(f"{job.url}/")
+        print(f"run {given.run_id}: log in there with your token", file=sys.stderr)
+    else:
+        print(f"{job.url}/#code={made.code}")
+        print(
+            f"run {given.run_id}: good for one login within {made.seconds:.0f} s", file=sys.stderr
+        )
+    if hint := _forwarding(job.url, os.environ.get("SSH_CONNECTION", "")):
+        print(hint, file=sys.stderr)
+
+
+def _forwarding(url: str, connection: str) -> str:
+    """Return how a browser at the other end of an ssh connection reaches this address, or ""."""
+    there = urlsplit(url)
+    if there.hostname not in ("127.0.0.1", "localhost", "::1") or len(connection.split()) != 4:
+        return ""
+    here = connection.split()[2]  # ssh(1): the client's address and port, the server's, its port
+    return f"first, on the machine with the browser: ssh -L {there.port}:{there.netloc} {here}"
+
+
 def hosts(given: Given, job: Job) -> None:
     """Show the job's hosts."""
     document = job.get_bytes(contract.STATUS_PATH)
@@ -271,13 +311,18 @@ def stacks(given: Given, job: Job) -> None:
 def scale(given: Given, job: Job) -> None:
     """Ask for another number of workers, within --min-np and --max-np.
 
+    It holds until `scale auto`: then the job has --max-np workers, or what --auto-scale finds.
+
     On a terminal you are asked first if there are not enough slots for them.
     """
     known = show.read_job(job.get_bytes(contract.STATUS_PATH))
-    if known.max_np is None or given.workers <= known.max_np:  # the driver refuses others
+    asked = given.workers
+    if asked is not None and (known.max_np is None or asked <= known.max_np):
+        # The driver refuses others.
         caution.confirm(caution.of_scale(known, given.workers), yes=given.yes)
     job.post_json(contract.SCALE_PATH, msgspec.json.encode({"num_proc": given.workers}))
-    print(f"run {given.run_id}: asked for {given.workers} workers")
+    what = f"asked for {asked} workers" if asked else "the number of workers is the job's own again"
+    print(f"run {given.run_id}: {what}")
 
 
 def drain(given: Given, job: Job) -> None:
@@ -308,3 +353,4 @@ def stop(given: Given, job: Job) -> None:
 
 
 ACTIONS = {f.__name__: f for f in (status, top, hosts, events, logs, stacks, scale, drain, stop)}
+ACTIONS["open"] = open_page

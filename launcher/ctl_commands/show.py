@@ -16,11 +16,8 @@ from elastic_driver.policies.tf_messages import TfStatus
 from elastic_driver.runtime.event_words import sentence
 from elastic_driver.runtime.failures import describe_failure
 from elastic_driver.runtime.results import JobResult
-from launcher.ctl_commands import figures
-from launcher.ctl_commands.figures import (
-    UNKNOWN,
-    GoodputFigures,
-)
+from launcher import figures
+from launcher.figures import UNKNOWN, GoodputFigures, duration
 
 
 class JobDocument(JobStatus, frozen=True, kw_only=True):
@@ -336,17 +333,6 @@ def printable(text: str) -> str:
 def cleaned(line: str) -> str:
     """Return a line with its control characters, other than tabs, replaced."""
     return "".join(char if char.isprintable() or char == "\t" else "?" for char in line)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as people say them: `12 s`, `3 min`, `5 h 20 min`, `2 d 4 h`."""
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def _limit(limit: int | None) -> str:

@@ -25,7 +25,8 @@ from rich.text import Text
 
 from elastic_driver import contract
 from elastic_driver.core.status import MemberStatus
-from launcher.ctl_commands import caution, figures, show
+from launcher import figures
+from launcher.ctl_commands import caution, show
 from launcher.ctl_commands.ask import ask_stacks, stacks_after
 from launcher.ctl_commands.show import JobDocument
 from rendezvous.client import RendezvousClient
@@ -137,7 +138,7 @@ def _hosts(job: JobDocument, view: View, numbers: range) -> Table:
             str(host.slots),
             str(host.workers),
             *figures.of_host(job.measured.hosts.get(host.host)),
-            f"{show.duration(host.cooldown_left)} left" if host.cooldown_left else host.reason,
+            f"{figures.duration(host.cooldown_left)} left" if host.cooldown_left else host.reason,
         )
         table.add_row(*map(_cell, cells), style="bold" if here else "")
     return table

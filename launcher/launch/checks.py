@@ -31,6 +31,9 @@ def check_plan(plan: LaunchPlan, *, create: bool) -> None:
     spec = plan.spec
     cwd = Path(spec.cwd)
     environ = {**plan.agents.environ, **spec.env}
+    if plan.settings.auto_scale and find_spec("scipy") is None:
+        hint = "pip install 'elastic-driver[brain]' where elasticrun runs"
+        raise UsageError(f"--auto-scale needs SciPy, which is not installed; {hint}")
     _check_command(spec.command, cwd, environ)
     _check_shadows(spec.command, cwd, environ)
     if not isinstance(plan.hosts, JoinedHosts):

@@ -247,7 +247,8 @@ def _nodes(line: CommandLine) -> tuple[int, int] | None:
 def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[Settings, str]:
     """Return the settings of the core, and a remark on the number of workers (may be empty)."""
     described = where.describe_hosts(hosts)
-    start, most, note = _start_and_most(wish, hosts, described)
+    auto_scale = line["auto_scale"]
+    start, most, note = _start_and_most(wish, hosts, described, auto_scale=auto_scale)
     nodes, unit = _nodes(line), line["node_unit"]
     if nodes is not None and -(-nodes[0] // unit) * unit > nodes[1]:
         raise UsageError(
@@ -277,13 +278,19 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
 
 
 def _start_and_most(
-    wish: _Wish, hosts: where.HostSource, described: str
+    wish: _Wish, hosts: where.HostSource, described: str, *, auto_scale: bool
 ) -> tuple[int, int | None, str]:
-    """Return the workers to start with, the most workers, and a remark (may be empty)."""
+    """Return the workers to start with, the most workers, and a remark (may be empty).
+
+    With `auto_scale` the number asked for is only where the search begins.
+    """
     least = wish.least or 1
+    if auto_scale:
+        wish = wish._replace(asked=wish.asked or least)
     if hosts.hosts is None:
         return wish.asked or least, wish.most, ""
-    capacity, most = sum(slots for _, slots in hosts.hosts), wish.most or wish.asked
+    capacity = sum(slots for _, slots in hosts.hosts)
+    most = wish.most or (None if auto_scale else wish.asked)
     start = wish.asked or max(min(capacity, wish.most or capacity), least)
     if capacity < (wish.least or start):
         raise ClusterError(

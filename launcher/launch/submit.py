@@ -7,6 +7,8 @@ check` does the same without a job.
 """
 
 import contextlib
+import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +26,7 @@ from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend
 from elastic_driver.runtime.checks import CheckHistoryFile, CheckSettings, NodeChecks
 from elastic_driver.runtime.discovery import HostDiscovery
-from elastic_driver.runtime.driver import ElasticDriver
+from elastic_driver.runtime.driver import ElasticDriver, JobNow
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
@@ -32,14 +34,17 @@ from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.results import JobResult
-from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.run_dir import RunDir, default_state_dir
 from launcher.agent.processes import NOTICES
 from launcher.backends.registry import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import handled
 from launcher.launch.bind_address import bind_again, choose_bind_host
+from launcher.launch.bottom_line import BottomLine, has_room_for_line
 from launcher.launch.checks import make_discovery
 from launcher.launch.plan import LaunchPlan
+from launcher.launch.progress import status_line, summary
+from launcher.options.table import LaunchOptions
 from rendezvous.wire import UNREADABLE
 
 REPORT_FILE = "node_check.json"
@@ -123,7 +128,9 @@ def make_driver(
             discovery=discovery,
             starter=starter,
             run_dir=run_dir,
-            reporter=Reporter(sys.stderr, level=level, as_json=as_json),
+            reporter=Reporter(
+                sys.stderr, level=level, as_json=as_json, sum_up=partial(summary, more=_more(plan))
+            ),
             options=plan.driver,
             checks=checks,
             joined=joined,
@@ -143,8 +150,28 @@ def run_driver(driver: ElasticDriver, plan: LaunchPlan, discovery: HostDiscovery
     made with.
     """
     notice = plan.settings.grace_period
-    with stop_on_signals(driver, notice=notice):
+    with stop_on_signals(driver, notice=notice), bottom_line(driver.now, plan.options):
         return driver.run(plan.settings, discovery)
+
+
+def bottom_line(
+    now: Callable[[], JobNow | None], options: LaunchOptions
+) -> contextlib.AbstractContextManager[object]:
+    """Return what keeps a status line on the terminal, if there is one and the user wants it."""
+    off = options.quiet or options.no_progress or options.log_format == "json"
+    if off or not has_room_for_line(os.environ):
+        return contextlib.nullcontext()
+    plain = bool(os.environ.get("NO_COLOR"))
+    return BottomLine(2, lambda columns: status_line(now(), columns), plain=plain)
+
+
+def _more(plan: LaunchPlan) -> str:
+    """Return where the user can read more about a job that is over."""
+    words = ["elasticctl", "report", "--run-id", plan.spec.run_id]
+    if plan.state_dir != str(default_state_dir(os.environ)):
+        words += ["--state-dir", plan.state_dir]
+    logs = "" if plan.spec.log_dir is None else f"; the workers' lines: {plan.spec.log_dir}"
+    return shlex.join(words) + logs
 
 
 def bound(plan: LaunchPlan, hosts: Hosts, url: str = "") -> tuple[LaunchPlan, BackendJob]:

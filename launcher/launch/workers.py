@@ -17,6 +17,7 @@ from elastic_driver.masking import is_secret
 from elastic_driver.options import TfRoles
 from elastic_driver.settings import Settings
 from launcher.launch.hosts import Facts
+from launcher.options.horovod import worker_variables
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 
@@ -79,6 +80,7 @@ def job_spec(
         env[contract.VIRTUAL_WORKERS] = str(virtual)
     if options.balance:
         env[contract.BALANCE] = "1"
+    env = {**worker_variables(options, environ if shares else {}), **env}
     passed_on = {} if shares else forwarded(environ)
     spec = line.fill(
         JobSpec,

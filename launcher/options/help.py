@@ -3,6 +3,7 @@
 import textwrap
 
 from elastic_driver.options import Heading
+from launcher.options.horovod import IGNORED
 from launcher.options.table import OPTIONS, Option
 
 _PAD = " " * 6
@@ -40,8 +41,19 @@ def render_help(width: int = 100) -> str:
     parts = [HEAD]
     for heading in Heading:
         entries = [_entry(option, width) for option in OPTIONS if option.heading is heading]
+        if heading is Heading.HOROVOD:
+            entries.append(_ignored(width))
         parts.append("\n".join([heading.value, *entries]) + "\n")
     return "\n".join([*parts, TAIL])
+
+
+def _ignored(width: int) -> str:
+    """Return the options of horovodrun that are taken and change nothing."""
+    text = f"Taken and ignored: {', '.join(option.long for option in IGNORED)}."
+    lines = textwrap.wrap(
+        text, width, initial_indent="  ", subsequent_indent=_PAD, break_on_hyphens=False
+    )
+    return "\n".join(lines)
 
 
 def _entry(option: Option, width: int) -> str:

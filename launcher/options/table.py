@@ -11,12 +11,12 @@ from typing import Any
 
 from elastic_driver import options as o
 from elastic_driver.core.documents import JobSpec
-from elastic_driver.options import FLAG, SECONDS, Heading, ValueKind, option, text, whole
+from elastic_driver.options import FLAG, SECONDS, Heading, ValueKind, number, option, text, whole
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 
 HOSTS, JOIN, SIZE, START = Heading.HOSTS, Heading.JOIN, Heading.SIZE, Heading.START
-CHECK, OTHER = Heading.CHECK, Heading.OTHER
+CHECK, HOROVOD, OTHER = Heading.CHECK, Heading.HOROVOD, Heading.OTHER
 JOURNAL = o.matching(
     "sqlite|etcd://h1:2379,h2:2379", r"sqlite|etcd://.+", "is sqlite or etcd://HOST:PORT,…", str
 )
@@ -39,7 +39,7 @@ class LaunchOptions:
         "Fixed hosts with their slots; n[01-04]:2 means four of them.", aliases=("-H", "--host"))
     hostfile: str | None = option(HOSTS, text("FILE"), None,
         "Hosts from a file, 'host', 'host:4' or 'host slots=4' a line; read again when it changes.",
-        aliases=("--host-file", "--machinefile"))
+        aliases=("--host-file", "--machinefile", "-hostfile"))
     standalone: bool = option(HOSTS, FLAG, False,
         "Run on this machine only, even if a file or a variable names hosts.")
     slots_per_host: int | None = option(HOSTS, whole(least=1), None,
@@ -125,6 +125,28 @@ class LaunchOptions:
     check_timeout: float = option(CHECK, SECONDS, 120.0,
         "A task that takes longer has failed; also the time for agents to start for the check.")
 
+    timeline_filename: str | None = option(HOROVOD, text("FILE"), None,
+        "Write a timeline of Horovod's operations to this file, as Chrome's tracing reads it.")
+    timeline_mark_cycles: bool | None = option(HOROVOD, FLAG, None,
+        "Mark in the timeline when operations were agreed on; --no-timeline-mark-cycles: do not.")
+    no_stall_check: bool | None = option(HOROVOD, FLAG, None,
+        "Do not name tensors that some ranks never submit; --stall-check: do.")
+    stall_check_warning_time_seconds: float | None = option(HOROVOD, o.SECONDS_OR_0, None,
+        "Name a tensor that some ranks have not submitted after so many seconds.", shown="60")
+    stall_check_shutdown_time_seconds: float | None = option(HOROVOD, o.SECONDS_OR_0, None,
+        "Fail such a tensor after so many seconds; 0: never.", shown="0")
+    fusion_threshold_mb: float | None = option(HOROVOD, number("MB"), None,
+        "Send small tensors together, up to so many megabytes; 0: each by itself.", shown="25")
+    gloo_timeout_seconds: float | None = option(HOROVOD, o.SECONDS_OR_0, None,
+        "The longest that an exchange between ranks may take; 0: as if it were not given.")
+    log_level: str | None = option(HOROVOD, o.LOG_LEVEL, None,
+        "Show messages of Horovod's operations from this level on.", shown="WARNING")
+    log_with_timestamp: bool | None = option(HOROVOD, FLAG, None,
+        "Begin them with the time; --log-without-timestamp, --log-hide-timestamp: do not.",
+        aliases=("--no-log-hide-timestamp",))
+    dynamic_process_sets: bool | None = option(HOROVOD, FLAG, None,
+        "Let scripts add and remove process sets after hvd.init().")
+
     run_id: str | None = option(Heading.STATE, text("ID"), None,
         "The job's name, in logs and in the state directory. A job with a name can go on after its "
         "driver has died: give the same command again, or --resume.",
@@ -154,11 +176,14 @@ class LaunchOptions:
         "variables, these over the file, the file over defaults.")
     log_format: str = option(OTHER, o.choice("text", "json"), "text",
         "Form of elasticrun's own lines on stderr.")
+    no_progress: bool = option(OTHER, FLAG, False,
+        "Keep no status line at the bottom of the terminal (docs/operations.md).")
     verbose: bool = option(OTHER, FLAG, False,
         "Show more; with --dry-run: where each value came from.", aliases=("-v",))
     quiet: bool = option(OTHER, FLAG, False, "Show only failures.", aliases=("-q",))
     dry_run: bool = option(OTHER, FLAG, False, "Check everything, show the plan, start nothing.")
-    check_build: bool = option(OTHER, FLAG, False, "Show what this installation can do.")
+    check_build: bool = option(OTHER, FLAG, False, "Show what this installation can do.",
+        aliases=("-cb",))
     version: bool = option(OTHER, FLAG, False, "Show the version.")
     help: bool = option(OTHER, FLAG, False, "Show this text.", aliases=("-h",))
 # fmt: on
@@ -228,12 +253,10 @@ OPTIONS = tuple(
 
 # Options of torchrun, horovodrun and mpirun that do not exist here → the advice to the user.
 FOREIGN: dict[str, str] = {
-    "--mpi": "use --backend mpi",
+    "--jsrun": "it starts processes by MPI, and training here uses none; use --backend mpi or ssh",
     "--blacklist": "use --host-failures and --blacklist-cooldown-range",
     "--wdir": "change folder first: cd DIR && elasticrun ...",
     "-wdir": "change folder first: cd DIR && elasticrun ...",
-    "--log-level": "use -v or -q",
-    "--fusion-threshold-mb": "DistributedDataParallel has bucket_cap_mb: elastic.wrap(model, ...)",
 }
 
 # Options of other launchers that are ignored with a remark → (number of values, reason).
@@ -249,9 +272,6 @@ NEEDLESS: dict[str, tuple[int, str]] = {
     "--numa-binding": (1, "workers are not bound to cores; begin COMMAND with numactl"),
     "--signals-to-handle": (1, "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are always handled"),
     "-u": (0, "the output of workers is never buffered"),
-    "--gloo": (0, "the script chooses it: elastic.init(backend='gloo')"),
-    "--use-gloo": (0, "the script chooses it: elastic.init(backend='gloo')"),
-    "--disable-cache": (0, "hosts are examined each time"),
     "--tag-output": (0, "every line begins with its worker's rank"),
     "-tag-output": (0, "every line begins with its worker's rank"),
     "--oversubscribe": (0, "a host has the slots that you give it"),

@@ -19,6 +19,7 @@ import yaml
 from elastic_driver.errors import UsageError
 from elastic_driver.masking import is_secret
 from elastic_driver.settings import Settings
+from launcher.options import horovod
 from launcher.options.table import (
     FOREIGN,
     NEEDLESS,
@@ -34,12 +35,12 @@ Words = tuple[str, ...]
 Layer = dict[Option, tuple[Words, str]]  # option → its words and their source
 
 _PREFIX = "ELASTICRUN_"
+_NULL = "tag:yaml.org,2002:null"
+_ALL = (*OPTIONS, *horovod.IGNORED)
 _BY_NAME = {option.name: option for option in OPTIONS}
-_BY_SPELLING = {
-    spelling: option for option in OPTIONS for spelling in (option.long, *option.aliases)
-}
+_BY_SPELLING = {spelling: option for option in _ALL for spelling in (option.long, *option.aliases)}
 _MODULE = ("-m", "--module")
-_VARIABLE = re.compile(r"(ELASTICRUN|PET)_[A-Z0-9_]+=")
+_VARIABLE = re.compile(rf"((ELASTICRUN|PET)_[A-Z0-9_]+|{'|'.join(horovod.VARIABLES)})=")
 _SHORT = sorted((s for s in _BY_SPELLING if not s.startswith("--")), key=len, reverse=True)
 
 
@@ -111,6 +112,8 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     for level, layer in enumerate((from_file, from_environment, from_argv), start=1):
         for option, (words, source) in layer.items():
             settings[option.field] = _read(option, words, source)._replace(level=level)
+    found = ((option.long, settings.pop(option.field, None)) for option in horovod.IGNORED)
+    warnings.append(horovod.remark(tuple(long for long, given_as in found if given_as)))
     if (backend := settings["rdzv_backend"].value) not in (None, "c10d", "static"):
         own = "the job has its own rendezvous, and the HOST of --rdzv-endpoint is one of its nodes"
         warnings.append(f"--rdzv-backend {backend} is not used: {own}")
@@ -119,7 +122,7 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     names = sorted({source for o, (_words, source) in from_environment.items() if o is not same})
     variables = (f"{name}={_kept(environ[name], from_environment, name)}" for name in names)
     words = (*variables, *_spelled(given, command))
-    return CommandLine(settings, command, (*remarks, *warnings), words)
+    return CommandLine(settings, command, tuple(filter(None, (*remarks, *warnings))), words)
 
 
 def resolve_again(words: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
@@ -138,16 +141,18 @@ def _spelled(given: Mapping[Option, Words], command: Words) -> Words:
     argv: list[str] = []
     for option in (each for each in OPTIONS if each in given):
         words = given[option]
-        together = (",".join(words),) if words else ()
-        repeated = _without_secrets(words) if option.kind.repeat else together
-        argv += [f"{option.long}={word}" for word in repeated] or [option.long]
+        if option.kind.private:
+            words = _without_secrets(words)
+        elif words and not option.kind.repeat:
+            words = (",".join(words),)
+        argv += [f"{option.long}={word}" for word in words] or [option.long]
     return (*argv, "--", *command) if command else tuple(argv)
 
 
 def _kept(text: str, layer: Layer, name: str) -> str:
     """Return the text of a variable of ours as the journal keeps it."""
     found = next((o for o, (_words, source) in layer.items() if source == name), None)
-    if found is None or not found.kind.repeat:
+    if found is None or not found.kind.private:
         return text
     words = layer[found][0]
     kept = _without_secrets(words)
@@ -166,7 +171,7 @@ def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:
     remarks: list[str] = []
     rest, module = list(argv), []
     while rest and not _begins_command(rest):
-        spelling, attached = _split_argument(rest.pop(0))
+        spelling, attached = horovod.translated(*_split_argument(rest.pop(0)))
         if spelling in _MODULE:
             module = ["-m"]
         elif spelling == "--rdzv-conf":
@@ -252,6 +257,9 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
     } | {option.variable: option for option in OPTIONS}
     words, warnings = _rdzv_conf(environ.get(name := "PET_RDZV_CONF", ""))
     layer: Layer = {option: (value, name) for option, value in split(words)[0].items()}
+    for name in filter(environ.get, horovod.VARIABLES):
+        spelling, value = horovod.from_variable(name, environ[name])
+        layer[_BY_SPELLING[spelling]] = ((value or "",), name)
     for name in sorted(environ, key=lambda name: (name.startswith(_PREFIX), name)):  # ours win
         if name in by_variable:
             option = by_variable[name]
@@ -274,7 +282,7 @@ def _words(option: Option, text: str, source: str) -> Words:
 
 def _read(option: Option, words: Words, source: str) -> Setting:
     kind = option.kind
-    text = " ".join(word.partition("=")[0] if kind.repeat else word for word in words)
+    text = " ".join(word.partition("=")[0] if kind.private else word for word in words)
     try:
         if not kind.repeat and not min(kind.words, 1) <= len(words) <= max(kind.words, 1):
             raise ValueError(f"needs {kind.metavar or 'true or false'}, got {text!r}")
@@ -292,21 +300,59 @@ def _from_file(path: Path) -> Layer:
     for key, value in _entries(path):
         source = f"{path} line {key.start_mark.line + 1}"
         name = _scalar(key, source)
-        if (option := _BY_NAME.get(name.replace("_", "-"))) is None:
-            raise UsageError(f"{source}: {name!r} is not an option{_did_you_mean(name, _BY_NAME)}")
-        if option in layer:
-            raise UsageError(f"{source}: {name!r} is given twice; keep one of them")
-        if isinstance(value, yaml.ScalarNode):
-            words = _words(option, value.value, source)
-        elif isinstance(value, yaml.SequenceNode):
-            words = tuple(_scalar(item, source) for item in value.value)
+        kind = name.replace("_", "-")
+        if kind in horovod.SECTIONS and isinstance(value, yaml.MappingNode):
+            _add_section(layer, kind, value, path)
+        elif kind == "controller" and isinstance(value, yaml.ScalarNode):
+            try:
+                _add(layer, name, *horovod.from_controller(value.value), source)
+            except ValueError as error:
+                raise UsageError(f"{source}: {name!r} {error}") from None
+        elif isinstance(value, yaml.ScalarNode):
+            _add(layer, name, *horovod.translated(f"--{kind}", value.value), source)
         else:
-            pairs = ((_scalar(k, source), _scalar(v, source)) for k, v in value.value)
-            words = tuple(f"{k}={v}" for k, v in pairs)
-        if len(words) > 1 and option.kind.words == 1 and not option.kind.repeat:
-            words = (",".join(words),)  # a YAML list where the command line has commas
-        layer[option] = (words, source)
+            option = _option_of(f"--{kind}", name, source)
+            if isinstance(value, yaml.SequenceNode):
+                words = tuple(_scalar(item, source) for item in value.value)
+            else:
+                pairs = ((_scalar(k, source), _scalar(v, source)) for k, v in value.value)
+                words = tuple(f"{k}={v}" for k, v in pairs)
+            if len(words) > 1 and option.kind.words == 1 and not option.kind.repeat:
+                words = (",".join(words),)  # a YAML list where the command line has commas
+            _add_words(layer, name, option, words, source)
     return layer
+
+
+def _add_section(layer: Layer, section: str, node: yaml.MappingNode, path: Path) -> None:
+    """Add a section of horovodrun's configuration file; empty values change nothing."""
+    for key, value in node.value:
+        source = f"{path} line {key.start_mark.line + 1}"
+        name = _scalar(key, source)
+        text = _scalar(value, source)
+        if value.tag == _NULL:
+            continue
+        found = horovod.from_section(section, name.replace("_", "-"), text)
+        if found is not None:
+            _add(layer, name, *found, source)
+
+
+def _add(layer: Layer, name: str, spelling: str, text: str | None, source: str) -> None:
+    option = _option_of(spelling, name, source)
+    words = ("true",) if text is None else _words(option, text, source)
+    _add_words(layer, name, option, words, source)
+
+
+def _add_words(layer: Layer, name: str, option: Option, words: Words, source: str) -> None:
+    if option in layer:
+        raise UsageError(f"{source}: {name!r} is given twice; keep one of them")
+    layer[option] = (words, source)
+
+
+def _option_of(spelling: str, name: str, source: str) -> Option:
+    option = _BY_SPELLING.get(spelling)
+    if option is None or option.long != spelling:
+        raise UsageError(f"{source}: {name!r} is not an option{_did_you_mean(name, _BY_NAME)}")
+    return option
 
 
 def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:

@@ -67,8 +67,8 @@ def main() -> int:
         try:
             trial.run()
             trial.end()
-        except AssertionError as error:
-            trial.arena.broken.append(str(error))
+        except (AssertionError, KeyboardInterrupt) as error:
+            trial.arena.broken.append(str(error) or "it was interrupted")
         report, missed = trial.report(), trial.missed()
     text = json.dumps({**report, "missed": missed}, indent=1)
     print(text)

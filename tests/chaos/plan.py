@@ -17,14 +17,16 @@ class Objectives(Struct, frozen=True, forbid_unknown_fields=True):
 
     `recovery_p99`: from the end of a fault to the step that all workers finish together after it.
     `rogue_gap`: the longest time between two steps of one worker while rogue clients are all that
-    happens. `descriptors`, `threads`, `memory`: by how much a driver or an agent may have more than
-    when it had settled. A lost or repeated step, an exit status that was not asked for, and
-    whatever is left of the job are never allowed.
+    happens. `descriptors`, `connections`, `threads`, `memory`: by how much a driver or an agent may
+    have more than when it had settled; connections that are open at both ends are no descriptors
+    here. A lost or repeated step, an exit status that was not asked for, and whatever is left of
+    the job are never allowed.
     """
 
     recovery_p99: Seconds
     rogue_gap: Seconds
     descriptors: Number = 8
+    connections: Number = 24
     threads: Number = 4
     memory: Number = 32
 

@@ -27,6 +27,7 @@ from rendezvous.auth import agent_token, read_token_file, worker_token
 WORKER = "rogue.0.1"
 IDLE = 200  # sockets that say nothing
 PATIENCE_S = 1.0  # for an answer
+TRIES = 10
 BREATH_S = 0.005  # between two requests of one rogue: they are many
 BATCH, EVENTS = "/v1/kv:batch", "/v1/events"
 
@@ -64,20 +65,23 @@ class Door:
         except OSError as error:
             self.answers[type(error).__name__] += 1
 
-    def say(self, message: bytes) -> None:
-        """Send something on a connection of its own, and count the answer."""
+    def say(self, message: bytes) -> str:
+        """Send something on a connection of its own; count and return the status of the answer."""
         with self.trying(), self.connect() as connection:
             connection.sendall(message)
-            self.count(connection.recv(65536))
+            return self.count(connection.recv(65536))
+        return "none"
 
-    def count(self, answer: bytes) -> None:
-        """Count an answer by its status."""
+    def count(self, answer: bytes) -> str:
+        """Count an answer by its status, and return the status."""
         words = answer.split(None, 2)
-        self.answers[words[1].decode() if len(words) > 1 else "closed"] += 1
+        status = words[1].decode() if len(words) > 1 else "closed"
+        self.answers[status] += 1
+        return status
 
-    def post(self, path: str, body: bytes) -> None:
-        """A POST with the worker's token."""
-        self.say(head(path, body, self.token) + body)
+    def post(self, path: str, body: bytes) -> str:
+        """A POST with the worker's token; return the status of the answer."""
+        return self.say(head(path, body, self.token) + body)
 
 
 def _trusting() -> ssl.SSLContext:
@@ -159,6 +163,21 @@ def reads_nothing(door: Door) -> None:
                 connection.sendall(ask)
 
 
+def page(door: Door) -> None:
+    """Ask for the page's files, and guess logins and sessions."""
+    while door.going():
+        guess = f"{door.random.getrandbits(256):064x}"
+        cookie = f"elastic={guess}; elastic-session={guess}"
+        form = f"token={guess}"
+        for message in (
+            "GET /assets/app.js HTTP/1.1\r\nHost: a\r\n\r\n" * 20,
+            f"GET /v1/live HTTP/1.1\r\nHost: a\r\nCookie: {cookie}\r\n\r\n",
+            "POST /login HTTP/1.1\r\nHost: a\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+            f"Content-Length: {len(form)}\r\n\r\n{form}",
+        ):
+            door.say(message.encode())
+
+
 # ---- a worker gone mad -------------------------------------------------------------------
 
 
@@ -188,6 +207,10 @@ def big_batches(door: Door) -> None:
     )
     while door.going():
         door.post(BATCH, _batch(door, *door.random.choice(costly)))
+    gone = {"type": "delete_prefix", "prefix": "rogue/"}  # keys that stay would count as growth
+    for _ in range(TRIES):
+        if door.post(BATCH, _batch(door, gone)) == "200":
+            return
 
 
 def nonsense(door: Door) -> None:
@@ -217,7 +240,7 @@ def _batch(door: Door, *operations: dict[str, Any]) -> bytes:
 
 
 ROGUES = (
-    *(wrong_tokens, malformed, idle, half_sent, reads_nothing),
+    *(wrong_tokens, malformed, idle, half_sent, reads_nothing, page),
     *(forbidden, big_batches, nonsense),
 )
 

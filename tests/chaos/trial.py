@@ -56,12 +56,15 @@ class Trial:
             resumed = self.job.until_without_driver
             resumed(lambda: len(self.job.events("driver_resumed")) > drivers, "the next driver")
         self.recoveries.setdefault(name, []).append(self.until_whole(ended) - ended)
+        told = f"{name:<14} whole after {self.recoveries[name][-1]:5.2f} s"
         if name in HARMLESS:
-            self.gaps.setdefault(name, []).append(longest_gap(self.job.steps(), began, ended))
+            gap = longest_gap(self.job.steps(), began, ended)
+            self.gaps.setdefault(name, []).append(gap)
+            told += f", longest gap {gap:.3f} s"
             if self.newest_round() != before:
                 self.arena.broken.append(f"{name}: somebody was lost, round {self.newest_round()}")
         self.see_growth()
-        print(f"{name:<14} whole after {self.recoveries[name][-1]:5.2f} s", flush=True)
+        print(told, flush=True)
 
     def until_whole(self, since: float) -> float:
         """Wait until all workers have finished a step together after this time; return when."""

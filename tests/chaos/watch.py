@@ -16,9 +16,14 @@ from tests.support.job import StepRecord
 
 
 class Size(NamedTuple):
-    """What a process has at a quiet moment; memory is in MiB."""
+    """What a process has at a quiet moment; memory is in MiB.
+
+    A client of the job has several connections, and opens some of them late. So those that are
+    open at both ends are counted by themselves.
+    """
 
     descriptors: int
+    connections: int
     threads: int
     memory: int
 
@@ -27,7 +32,10 @@ class Size(NamedTuple):
         """The size of a process; raises psutil.NoSuchProcess."""
         with process.oneshot():
             memory = process.memory_info().rss // 2**20
-            return cls(process.num_fds(), process.num_threads(), memory)
+            found = process.net_connections("tcp")
+            open_ones = sum(one.status == psutil.CONN_ESTABLISHED for one in found)
+            others = process.num_fds() - open_ones
+            return cls(others, open_ones, process.num_threads(), memory)
 
 
 @dataclass
@@ -52,7 +60,10 @@ class Growth:
 
     def beyond(self, objectives: Objectives) -> list[str]:
         """What has grown by more than it may."""
-        allowed = Size(objectives.descriptors, objectives.threads, objectives.memory)
+        allowed = Size(
+            *(objectives.descriptors, objectives.connections),
+            *(objectives.threads, objectives.memory),
+        )
         return [
             f"{self.names[pid]} {pid}: {kind} {before} → {after}, at most {most} more allowed"
             for pid, first in self.first.items()
@@ -68,7 +79,7 @@ class Growth:
             Size(*(b - a for a, b in zip(first, self.last[pid], strict=True)))
             for pid, first in self.first.items()
         ]
-        return Size(*(max(kind) for kind in zip(*grown, strict=True))) if grown else Size(0, 0, 0)
+        return Size(*map(max, zip(*grown, strict=True))) if grown else Size(0, 0, 0, 0)
 
 
 def longest_gap(records: Iterable[StepRecord], began: float, ended: float) -> float:

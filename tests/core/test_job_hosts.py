@@ -230,3 +230,39 @@ def test_a_worker_that_ends_after_the_job_is_logged_once(scenario: MakeScenario)
     assert exited.reason == "exit code -15, stopped with the job"
     assert exited.detail == {"exit_code": -15, "expected": True, "job_over": True}
     assert s.send(ev.LeaseExpired("agent", "a.1", 30.0)) == s.all(KillAgent)[:1]
+
+
+def test_auto_scale_begins_with_the_first_size_and_follows_its_proposals(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, auto_scale=True, reset_limit=1).training(a=2, b=2)
+    assert s.world.size == 2, "though there are more slots"
+    s.send(ev.SizeProposed(4, "doubled"))
+    assert s.announced("size_proposed")[-1].reason == "4 workers: doubled"
+    assert len(s.starting) == 2
+    s.ready(*s.starting)
+    s.wait(1.0)
+    s.ready("a.0.1", "a.1.1", version=5)
+    assert s.world.size == 4
+    assert s.job.status(s.now).counters.resets == 0, "it does not count"
+    assert s.job.status(s.now).exit_code is None
+
+
+def test_what_a_user_asked_for_outranks_auto_scale_until_it_is_released(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, max_np=3, auto_scale=True).training(a=2, b=2)
+    s.send(ev.ScaleRequested(2))
+    s.send(ev.SizeProposed(8, "doubled"))
+    assert s.starting == []
+    assert s.announced("size_proposed") == []
+    s.send(ev.ScaleRequested(None))
+    assert len(s.starting) == 1, "the proposal of 8, within --max-np"
+
+
+def test_without_auto_scale_a_released_size_is_max_np(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=4).training(a=2)
+    s.send(ev.ScaleRequested(1))
+    assert s.job.status(s.now).wanted == 1
+    s.send(ev.ScaleRequested(None))
+    assert s.job.status(s.now).wanted == 4

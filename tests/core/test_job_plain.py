@@ -200,6 +200,19 @@ def test_an_added_host_restarts_all_once_for_all_that_come_together(
     assert s.round == (2, "complete")
 
 
+def test_if_only_some_hosts_fit_a_job_grows_on_those_it_trains_on(scenario: MakeScenario) -> None:
+    s = _declared(scenario(start_np=1, max_hosts=1, host_failures=1), a=1, b=1)
+    s.exit("a.0.1", -9)
+    s.wait(1.0)
+    assert s.members == ["b.0.1"], "a is in cool-down"
+    s.wait(60.0)
+    assert s.members == ["b.0.1"]
+    s.hosts(a=1, b=2)
+    s.wait(1.0)
+    s.obey_stops()
+    assert s.members == ["b.0.2", "b.1.1"]
+
+
 def test_a_removed_host_restarts_the_rest_without_it(scenario: MakeScenario) -> None:
     s = _declared(scenario(start_np=2), a=1, b=1)
     s.hosts(b=1)

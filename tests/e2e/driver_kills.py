@@ -4,8 +4,11 @@
 
 One job on this machine, with as many workers as --workers. First workers alone are killed, as often
 as --calm says; then the driver is killed at random instants, also while it resumes, and goes on at
-once, as systemd would start it. Beside that workers are killed and the wished size changes. Then
-the job must grow and shrink as ever, and end without a trace.
+once, as systemd would start it. In both parts a second host with one slot comes and goes. Then the
+job must grow and shrink as ever, and end without a trace.
+
+With --exact N the job is deterministic and trains N epochs; its fingerprint has to be that of one
+worker without failures.
 
 A line for each part tells the largest gaps between two steps of one process: in one world, between
 two worlds, and between two if a driver was missing, as the survivors of a loss wait for it. Fails
@@ -21,15 +24,19 @@ import math
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 from tests.e2e.test_control import ctl
-from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, elasticrun
+from tests.e2e.test_exact import EXACT, result_of
+from tests.support.job import JOBS, Hosts, RunningJob, assert_no_step_lost_or_repeated, elasticrun
 
 RESUMED_S = 60.0
+STEPS_OF_EPOCH = 50  # of the exact job
 
 
 @dataclass
@@ -77,6 +84,25 @@ class Trial:
     job: RunningJob
     random: Random
     workers: int
+    hosts: Hosts
+    last: int  # no fault after this step
+    second: bool = False  # there is a second host
+    host_changes: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of workers that the hosts have slots for."""
+        return self.workers + self.second
+
+    def change_hosts(self) -> None:
+        """Let the second host come, or go."""
+        self.second, self.host_changes = not self.second, self.host_changes + 1
+        more = ["127.0.0.2:1"] if self.second else []
+        self.hosts.set(f"localhost:{self.workers}", *more)
+
+    def is_late(self) -> bool:
+        """Return whether the job is near its end."""
+        return max((record.step for record in self.job.live().values()), default=0) > self.last
 
     def kill_a_worker(self, part: Part) -> None:
         """Kill one of at least two workers that train."""
@@ -88,8 +114,11 @@ class Trial:
         """Kill workers alone."""
         part = Part("without driver kills")
         for _time in range(times):
-            self.kill_a_worker(part)
-            self.job.until_size(self.workers)
+            if self.random.random() < 0.2:
+                self.change_hosts()
+            else:
+                self.kill_a_worker(part)
+            self.job.until_size(self.size)
             time.sleep(self.random.uniform(0.0, 1.0))
         part.ended = time.time()
         return part
@@ -98,11 +127,15 @@ class Trial:
         """Kill drivers at random instants, and workers beside them."""
         part = Part("with driver kills")
         for _driver in range(times):
+            if self.is_late():
+                break
             resumed = len(self.job.events("driver_resumed"))
             part.drivers.append(time.time())
             self.job.kill_driver()
             if self.random.random() < 0.3:
                 self.kill_a_worker(part)
+            elif self.random.random() < 0.3:
+                self.change_hosts()
             self.job.start("--resume")
             if self.random.random() < 0.3:  # it dies young, perhaps as it resumes
                 time.sleep(self.random.uniform(0.0, 3.0))
@@ -110,11 +143,11 @@ class Trial:
             self.until_resumed(resumed)
             if self.random.random() < 0.3:
                 self.kill_a_worker(part)
-            if self.random.random() < 0.3:
-                self.job.until_size(self.workers)
+            if self.random.random() < 0.3 and not self.is_late():
+                self.job.until_size(self.size)
             time.sleep(self.random.uniform(0.0, 2.0))
         self.until_resumed(resumed)
-        self.job.until_size(self.workers)
+        self.job.until_size(self.size)
         part.ended = time.time()
         return part
 
@@ -127,7 +160,7 @@ class Trial:
     def grow_and_shrink(self) -> None:
         """Scale down and up, as on any other day."""
         where = "--state-dir", str(self.job.run_dir.parent), "--run-id", self.job.run_id
-        for size in (1, self.workers):
+        for size in (1, self.size):
             ctl("scale", str(size), *where)
             self.job.until_size(size)
 
@@ -141,19 +174,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calm", type=int, default=5, help="worker kills before that")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--exact", type=int, default=0, metavar="EPOCHS")
     given = parser.parse_args(argv)
     seed = given.seed if given.seed is not None else int(time.time())
     print(f"seed {seed}", flush=True)
-    args = ("-H", f"localhost:{given.workers}", "--min-np", "1", "--max-restarts", "100000")
-    train = ("--", str(JOBS / "train.py"))
-    with elasticrun(*args, *train, env={"STEPS": "1000000", "STEP_MS": "20"}) as job:
-        trial = Trial(job, Random(seed), given.workers)
+    with tempfile.TemporaryDirectory() as folder:
+        return try_job(given, seed, Hosts(Path(folder), f"localhost:{given.workers}"))
+
+
+def try_job(given: argparse.Namespace, seed: int, hosts: Hosts) -> int:
+    """Run the job of the trial; return the exit status."""
+    steps = given.exact * STEPS_OF_EPOCH or 1_000_000
+    env = {"STEPS": str(steps), "STEP_MS": "20", "MODE": "fixed", "EPOCHS": str(given.exact)}
+    script = EXACT if given.exact else str(JOBS / "train.py")
+    args = (
+        *("--host-discovery-script", str(hosts.script), "--discovery-interval", "0.2"),
+        *("-np", str(given.workers), "--min-np", "1", "--max-np", str(given.workers + 1)),
+        *("--max-restarts", "100000", "--", script),
+    )
+    with elasticrun(*args, env=env) as job:
+        trial = Trial(job, Random(seed), given.workers, hosts, int(0.9 * steps))
         job.until_size(given.workers)
         for part in (
             trial.without_driver_kills(given.calm),
             trial.with_driver_kills(given.drivers),
         ):
             print(part.describe(job), flush=True)
+        print(f"the hosts changed {trial.host_changes} times", flush=True)
+        if given.exact:
+            return has_same_bits(job, given.exact)
         trial.grow_and_shrink()
         last = min(record.step for record in job.live().values())
         job.process.send_signal(signal.SIGTERM)
@@ -163,6 +212,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         assert_no_step_lost_or_repeated(job, last)
         print(f"{last} steps, none lost or repeated; exit status {status}; nothing is left")
     return 0
+
+
+def has_same_bits(job: RunningJob, epochs: int) -> int:
+    """Wait for the end of an exact job; return 0 if its fingerprint is that of one worker."""
+    status = job.wait(600)
+    job.assert_nothing_left()
+    assert status == 0, job.describe()
+    env = {"MODE": "fixed", "STEP_MS": "0", "EPOCHS": str(epochs)}
+    with elasticrun("-np", "1", "--", EXACT, env=env) as calm:
+        assert calm.wait(600) == 0, calm.describe()
+        found, expected = result_of(job.stdout), result_of(calm.stdout)
+    print(f"{epochs} epochs: {found}; one worker without failures: {expected}")
+    return int(found != expected)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def test_a_driver_that_was_killed_is_recognised(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["nonsense"], "is no command"),
-        (["scale", "many"], "argument N: needs a whole number of at least 0, got 'many'"),
+        (["scale", "many"], "argument N: needs a whole number of at least 0 or auto, got 'many'"),
         (["drain"], "required: HOST"),
         (["status", "--nonsense"], "--nonsense"),
         (["events", "--since", "-1"], "--since"),

@@ -16,7 +16,7 @@ from elastic_driver.core.events import HostLeaving, WorkerExited, WorkerReady
 from elastic_driver.runtime.run_dir import read_endpoint
 from rendezvous.auth import agent_token, read_token_file, worker_token
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import RequestError, UnauthorizedError
+from rendezvous.errors import RefusedError, RequestError, UnauthorizedError
 from rendezvous.wire import EVENTS_PATH, Count, Delete, DeletePrefix, Get, Operation, Set
 from tests.support.job import JOBS, RunningJob, elasticrun
 
@@ -28,7 +28,8 @@ NOTICE = documents.encode(documents.Notice(1, None, "a worker says so"))
 def job() -> Iterator[RunningJob]:
     """Two workers that train until they are stopped."""
     train = str(JOBS / "train.py")
-    with elasticrun("-np", "2", "--", train, env={"STEPS": "100000"}) as running:
+    bound = ("--limit", "users_bytes=20000")
+    with elasticrun("-np", "2", *bound, "--", train, env={"STEPS": "100000"}) as running:
         running.until_size(2)
         yield running
 
@@ -114,6 +115,9 @@ def test_readers_look_and_operators_steer(job: RunningJob) -> None:
         operator.post_json(contract.STACKS_PATH, b"{}")
         with pytest.raises(RequestError, match="403 forbidden"):
             operator.set(contract.JOB_NOTICE, b"")
+        operator.set("mine/small", bytes(1000))
+        with pytest.raises(RefusedError, match="users' keys have taken all their room"):
+            operator.set("mine/large", bytes(20_000))
     endpoint = read_endpoint(job.run_dir)
     assert endpoint is not None
     stranger = RendezvousClient(endpoint.url, "no such token", repeats=False)

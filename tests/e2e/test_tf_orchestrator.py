@@ -16,6 +16,7 @@ from elastic_driver.worker.tf import TfNode
 from launcher import cli, ctl
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
+from rendezvous.tls import ServerCertificate, make_certificate
 from tests.support.job import eventually
 from tests.support.nodes import Node, Nodes
 
@@ -27,12 +28,19 @@ SECRET = "a-secret-of-so-many-characters"
 class Service:
     """A running service, and TensorFlow nodes that know its secret."""
 
-    def __init__(self, folder: Path, nodes: Nodes) -> None:
+    def __init__(self, folder: Path, nodes: Nodes, *, secure: bool = False) -> None:
         self.state, self.secret = folder / "state", write_token_file(folder / "secret", SECRET)
+        self.known_by = ""
         where = ("--state-dir", str(self.state), "--run-id", "tf")
-        flags = ("--token-file", str(self.secret), "--heartbeat-timeout", "5", "--debug")
+        flags = ["--token-file", str(self.secret), "--heartbeat-timeout", "5", "--debug"]
+        if secure:
+            made = ServerCertificate(folder / "cert.pem", folder / "key.pem")
+            make_certificate(made)
+            flags += ["--tls-cert", str(made.cert), "--tls-key", str(made.key)]
+            self.known_by = made.fingerprint()
         self.process: Node = nodes.start("--tf-orchestrator", *where, *flags)
-        self.process.said("serving TensorFlow nodes at http://127.0.0.1:")
+        self.process.said(f"serving TensorFlow nodes at http{'s' * secure}://127.0.0.1:")
+        write_token_file(self.secret, SECRET, self.known_by)  # as its nodes have it
         found = read_endpoint(self.state / "tf")
         assert found is not None
         self.url = found.url
@@ -48,7 +56,7 @@ class Service:
         )
 
     def read(self, path: str) -> str:
-        with RendezvousClient(self.url, SECRET) as client:
+        with RendezvousClient(self.url, SECRET, fingerprint=self.known_by) as client:
             return client.get_bytes(path).decode()
 
     def ctl(self, *words: str) -> int:
@@ -61,9 +69,17 @@ def service(tmp_path: Path) -> Iterator[Service]:
         yield Service(tmp_path, nodes)
 
 
+@pytest.fixture
+def secure_service(tmp_path: Path) -> Iterator[Service]:
+    """It speaks TLS, as one does that listens beyond this machine."""
+    with Nodes(tmp_path) as nodes:
+        yield Service(tmp_path, nodes, secure=True)
+
+
 def test_nodes_form_a_cluster_and_members_waiting_and_lost_nodes_are_shown(
-    service: Service, capsys: pytest.CaptureFixture[str]
+    secure_service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    service = secure_service
     with ThreadPoolExecutor(3) as pool:
         nodes = [service.node("10.0.0.1:5000", 2), service.node("10.0.0.2:5000", 2)]
         first = pool.submit(nodes[0].cluster_spec, 20.0)

@@ -29,7 +29,7 @@ from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
-from elastic_driver.runtime import run_dir
+from elastic_driver.runtime import page_routes, run_dir
 from elastic_driver.runtime.host_lists import (
     MAX_HOSTS,
     MAX_SLOTS,
@@ -47,9 +47,10 @@ from launcher.agent.lines import LineSplitter
 from launcher.backends.slurm_allocation import read_allocation
 from launcher.options.values import resolve
 from rendezvous import wire
-from rendezvous.auth import Tokens, read_credentials, read_token_file
+from rendezvous.auth import Caller, Role, Tokens, read_credentials, read_token_file
 from rendezvous.errors import TokenError
 from rendezvous.fast_path import MAX_BODY_BYTES, may_be_plain, read_head
+from rendezvous.sessions import Sessions
 from rendezvous.store import Answered, KVStore
 from tests.fuzz.documents import ANYTHING, TEXTS, damaged, nearly, nearly_packed
 
@@ -152,6 +153,19 @@ TOKEN_FILES = st.one_of(
 def identify(header: str) -> None:
     """Nobody guesses a token."""
     assert Tokens("the driver's").identify(header) is None
+
+
+def find_session(cookie: str) -> None:
+    """Nobody guesses a session."""
+    sessions = Sessions()
+    assert sessions.begin(Caller(Role.DRIVER), 0.0)
+    assert sessions.caller({sessions.cookie: cookie}, 1.0) is None
+    assert sessions.redeem(cookie, 1.0) is None
+    sessions.end({sessions.cookie: cookie})
+
+
+FORMS = st.one_of(st.binary(max_size=200), st.builds(b"token=%b&x=%b".__mod__, st.tuples(
+    st.binary(max_size=50), st.binary(max_size=50))))  # fmt: skip
 
 
 def read_token(content: bytes) -> None:
@@ -491,6 +505,9 @@ PARSERS = (
     Parser("hello", nearly(join.Hello), _decoder(join.Hello), NOT_JSON),
     Parser("proof", nearly(join.NodeProof), _decoder(join.NodeProof), NOT_JSON),
     Parser("token", HEADER_VALUES, identify),
+    Parser("session", HEADER_VALUES, find_session),
+    Parser("login", nearly(page_routes.Login), _decoder(page_routes.Login), NOT_JSON),
+    Parser("login form", FORMS, page_routes.decode_form, NOT_JSON, (b"token=a&code=b", b"a=1")),
     Parser("token file", TOKEN_FILES, read_token, (TokenError,)),
     Parser("world", nearly(documents.WorldDocument), read_world, (ValueError, RecursionError)),
     Parser("order", nearly(documents.Order), documents.decode_order, NOT_JSON),

@@ -12,12 +12,10 @@ from elastic_driver.core.snapshots import SnapshotError, pack
 from elastic_driver.policies.goodput import (
     CLASSES,
     Ledger,
-    LogLine,
-    line_of,
     read_ledger,
-    read_line,
     restored_ledger,
 )
+from elastic_driver.policies.log_lines import LogLine, line_of, read_line
 
 
 class Log:

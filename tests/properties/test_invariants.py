@@ -37,7 +37,8 @@ def usual(random: Random) -> list[ev.Event]:
         ev.ProgressReported(number, (ev.ProgressReading(number, 0.1, answered=True),)),
         ev.RankSlow(worker, number, 2.0),
         ev.RankRecovered(worker, number),
-        ev.ScaleRequested(random.randint(-1, 9)),
+        ev.ScaleRequested(random.choice([None, random.randint(-1, 9)])),
+        ev.SizeProposed(random.randint(-1, 9), WHY),
         ev.DiscoveryFailed(WHY),
         ev.EventBatch(
             (ev.AgentReady(host, 1, 1, "x", ()), ev.WorkerStepped(worker, number, number))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rendezvous.limits import KEY_BYTES, Hits, Limits
+from rendezvous.limits import KEY_BYTES, Hits, Limits, read_limits
 from rendezvous.store import Answered, KVStore
 from rendezvous.wire import (
     Add,
@@ -53,6 +53,32 @@ class Client:
 
 def refused(result: Result, code: str) -> bool:
     return isinstance(result, StoreRefusal) and result.code == code and ";" in result.message
+
+
+# ---- what users write -------------------------------------------------------------------
+
+
+def test_bounds_are_set_by_the_names_of_their_fields() -> None:
+    assert read_limits() == Limits()
+    found = read_limits("store_bytes=8589934592", "head_s=0.5", "unproven=7", "unproven=8")
+    assert found == Limits(store_bytes=8 * 1024**3, head_s=0.5, unproven=8)
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("stor_bytes=1", "knows .*store_bytes.*; got 'stor_bytes'"),
+        ("store_bytes", "needs store_bytes=N with a whole number above 0, got 'store_bytes'"),
+        ("store_bytes=1.5", "a whole number above 0"),
+        ("store_bytes=0", "a whole number above 0"),
+        ("store_bytes=-1", "a whole number above 0"),
+        ("store_bytes=1_000", "a whole number above 0"),
+        ("head_s=nan", "needs head_s=N with a number of seconds above 0, got 'head_s=nan'"),
+    ],
+)
+def test_a_bound_that_is_none_is_named(word: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_limits(word)
 
 
 # ---- keys and bytes --------------------------------------------------------------------

@@ -48,33 +48,35 @@ class SayingBackend:
         return None
 
 
+def setup(folder: Path, listed: str, *, resume: bool) -> DriverSetup:
+    """A driver of the run in this folder, or the next one."""
+    hosts = tuple((name, int(slots)) for name, slots in (h.split(":") for h in listed.split(",")))
+    run_dir = RunDir(folder, RUN)
+    return DriverSetup(
+        settings=Settings(
+            start_np=sum(slots for _, slots in hosts),
+            stop_grace=1.0,
+            heartbeat_timeout=120.0,  # the machine may be slow, and nobody renews leases
+        ),
+        spec=JobSpec(RUN, ("true",), "/", {}, 30.0, 3),
+        discovery=FixedDiscovery(hosts),
+        starter=SayingBackend,  # type: ignore[arg-type]
+        run_dir=run_dir,
+        reporter=Reporter(sys.stderr),
+        options=DriverOptions(debug=True),
+        argv=("elasticrun", "true"),
+        cwd="/home",
+        resumed=load_run(run_dir.journal_file) if resume else None,
+    )
+
+
 def main() -> int:
     # What a driver does that is not in the journal yet is lost with it. That has tests of its own:
     # here a disk that is busy with other tests must not make the journal late.
     writer.WAIT_S = 30.0
     folder, listed, *flags = sys.argv[1:]
-    hosts = tuple((name, int(slots)) for name, slots in (h.split(":") for h in listed.split(",")))
-    run_dir = RunDir(Path(folder), RUN)
     try:
-        driver = ElasticDriver(
-            DriverSetup(
-                settings=Settings(
-                    start_np=sum(slots for _, slots in hosts),
-                    stop_grace=1.0,
-                    heartbeat_timeout=120.0,  # the machine may be slow, and nobody renews leases
-                ),
-                spec=JobSpec(RUN, ("true",), "/", {}, 30.0, 3),
-                discovery=FixedDiscovery(hosts),
-                starter=SayingBackend,  # type: ignore[arg-type]
-                run_dir=run_dir,
-                reporter=Reporter(sys.stderr),
-                options=DriverOptions(debug=True),
-                argv=("elasticrun", "true"),
-                cwd="/home",
-                resumed=load_run(run_dir.journal_file) if flags else None,
-            )
-        )
-        return driver.run().exit_code
+        return ElasticDriver(setup(Path(folder), listed, resume=bool(flags))).run().exit_code
     except ElasticError as error:
         print(f"elasticrun: {error}", file=sys.stderr)
         return error.exit_code

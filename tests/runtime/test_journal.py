@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -26,12 +27,14 @@ from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.runtime import loop
 from elastic_driver.runtime.journal import file_system, store, writer
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
-from elastic_driver.runtime.journal.writer import Journal
+from elastic_driver.runtime.journal.writer import WAIT_S, Journal
 from elastic_driver.runtime.machine_api import SHARDS_PATH
+from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError
 from rendezvous.wire import EVENTS_PATH
 from tests.runtime.jobs import JobUnderTest, StartJob
@@ -181,7 +184,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
 mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c '
 from pathlib import Path
 from elastic_driver.core.events import Tick
-from elastic_driver.runtime.journal.writer import Journal
+from elastic_driver.runtime.journal.writer import WAIT_S, Journal
 journal = Journal(Path("{tmp_path}/journal.db"), "run")
 journal.open()
 found = []
@@ -320,6 +323,83 @@ def test_answers_that_wait_for_a_disk_that_hangs_are_given_all_the_same(
     assert journal.deadline is None
     fifo.write_bytes(b"")
     journal.close()
+
+
+def test_an_answer_that_hands_out_data_waits_longer_for_a_disk_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, hangs, write = [0.0], threading.Event(), SqliteStore.write
+
+    def hang(self: SqliteStore, batches: Sequence[Batch]) -> None:
+        assert hangs.wait(30.0)
+        write(self, batches)
+
+    monkeypatch.setattr(SqliteStore, "write", hang)
+    journal = Journal(tmp_path / "journal.db", "run", clock=lambda: now[0])
+    journal.open()
+    journal.snapshot(0, 0.0, {"shards": DataSets().snapshot()})
+    given: list[str] = []
+    numbers = itertools.count(1)
+
+    def ask(answer: str, wait: float | None = None) -> None:
+        journal.note(next(numbers), now[0], "shards", Tick())
+        journal.then(partial(given.append, answer), wait)
+
+    ask("a shard", 10.0)
+    ask("a report")
+    assert journal.deadline == WAIT_S
+    now[0] = WAIT_S
+    assert [news.event for news in journal.overdue()] == ["journal_late"]
+    assert given == ["a report"]
+    ask("another report")
+    assert given == ["a report", "another report"]
+    assert journal.deadline == 10.0
+    now[0] = 9.9
+    ask("the next shard", 10.0)
+    assert journal.overdue() == []
+    assert len(given) == 2
+    now[0] = 10.0
+    assert journal.overdue() == []
+    assert given[2:] == ["a shard", "the next shard"], "a disk that hangs delays only once"
+    ask("one more", 10.0)
+    assert given[4:] == ["one more"]
+    hangs.set()
+    until(lambda: journal._written == journal._handed, "the writer catches up")
+    assert [news.event for news in journal.overdue()] == ["journal_caught_up"]
+    journal.close()
+
+
+def test_a_shard_is_handed_out_when_a_late_journal_has_it(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "DATA_WAIT_S", 60.0)
+    job = start_job((), start_np=1)
+    hanging, goes_on, write = threading.Event(), threading.Event(), SqliteStore.write
+
+    def hang(self: SqliteStore, batches: Sequence[Batch]) -> None:
+        hanging.set()
+        assert goes_on.wait(30.0)
+        write(self, batches)
+
+    monkeypatch.setattr(SqliteStore, "write", hang)
+    request = NextRequest("a", RangeDescription(30, 10, 1))
+    answered = threading.Event()
+
+    def ask() -> None:
+        with RendezvousClient(job.driver.endpoint, job.cluster.token) as client:
+            client.post_json("/v1/shards/d:next", msgspec.json.encode(request), 60.0)
+        answered.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert hanging.wait(30.0)
+    job.cluster.until_event("journal_late")
+    assert not answered.is_set()
+    goes_on.set()
+    asking.join(30.0)
+    assert answered.is_set()
+    shards = load_run(job.run_dir.journal_file).machines["shards"]
+    assert shards._ledgers["d"].counts().doing == 1
 
 
 def test_answers_are_given_when_their_events_are_written_and_when_the_journal_fails(

@@ -85,7 +85,8 @@ def test_bounds_of_the_code_are_in_the_document(routes: Routes) -> None:
     scale = document["paths"]["/v1/scale"]["post"]
     reference = scale["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     body = schemas[reference.rpartition("/")[2]]
-    assert body["properties"] == {"num_proc": {"type": "integer", "minimum": 1, "maximum": 10**6}}
+    count = {"type": "integer", "minimum": 1, "maximum": 10**6}
+    assert body["properties"] == {"num_proc": {"anyOf": [count, {"type": "null"}]}}
     drain = document["paths"]["/v1/hosts/{host}:drain"]["post"]
     assert [p["name"] for p in drain["parameters"]] == ["host"]
     reference = drain["requestBody"]["content"]["application/json"]["schema"]["$ref"]

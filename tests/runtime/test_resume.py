@@ -38,14 +38,15 @@ from elastic_driver.core.events import (
     WorkerStarted,
     WorkerStepped,
 )
+from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.journal.resume import load_run
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import RunDir, read_endpoint
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import SealedError
+from rendezvous.errors import RendezvousError, SealedError
 from rendezvous.wire import EVENTS_PATH, Delete, Number
-from tests.runtime.driver_process import RUN
+from tests.runtime.driver_process import RUN, setup
 from tests.runtime.waiting import until
 
 A0, B0 = "a.0.1", "b.0.1"
@@ -292,6 +293,26 @@ def world_of(driver: DriverProcess, round_id: int) -> list[str]:
     entry = driver.client.get(contract.JOB_WORLD)
     world = None if entry is None else decode_world(entry.value)
     return [] if world is None or world.round < round_id else [m.worker for m in world.members]
+
+
+def test_no_shard_is_handed_out_by_a_driver_that_does_not_know_its_job_yet(tmp_path: Path) -> None:
+    dataset = {"type": "range", "records": 30, "shard_records": 10, "shuffle": False}
+    asked = msgspec.json.encode({"worker": "a.0.1", "dataset": dataset, "wait": 0.0})
+    first = DriverProcess(tmp_path)
+    granted = [json.loads(first.client.post_json("/v1/shards/d:next", asked))]
+    token = read_token_file(first.run_dir.token_file)
+    first.kill()
+    driver = ElasticDriver(setup(tmp_path, "a:1,b:1", resume=True))
+    driver.open()
+    try:
+        with RendezvousClient(driver.endpoint, token) as client:
+            with pytest.raises(RendezvousError):
+                client.post_json("/v1/shards/d:next", asked, 0.3)
+            driver.start()
+            granted.append(json.loads(client.post_json("/v1/shards/d:next", asked, 20.0)))
+    finally:
+        driver.abandon()
+    assert [each["shard"]["start"] for each in granted] == [0, 10]
 
 
 def test_a_job_whose_end_was_decided_ends_with_the_next_driver(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class RunningJob:
     def live(self) -> dict[int, StepRecord]:
         """The newest record of each process that still lives."""
         newest = {r.pid: r for r in self.steps()}
-        return {pid: r for pid, r in newest.items() if is_running(pid)}
+        return {pid: r for pid, r in newest.items() if self._is_ours(pid)}
 
     def describe(self) -> str:
         """Enough of everything to understand a failed wait."""
@@ -196,20 +196,20 @@ class RunningJob:
 
     def processes(self) -> list[psutil.Process]:
         """Every process on this machine that carries this job's run id."""
-        marks = {f"{name}={self.run_id}".encode() for name in ("ELASTIC_RUN_ID", "TEST_RUN_ID")}
-        found = []
-        for pid in psutil.pids():
-            try:
-                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if marks & set(environ) and is_running(pid):
-                found.append(psutil.Process(pid))
-        return found
+        return processes_with(f"ELASTIC_RUN_ID={self.run_id}", f"TEST_RUN_ID={self.run_id}")
 
     def agents(self) -> list[int]:
         """Pids of this job's agents that live."""
-        return [e["pid"] for e in self.events("agent_started") if is_running(e["pid"])]
+        return [
+            pid
+            for pid in (e["pid"] for e in self.events("agent_started"))
+            if "launcher.agent" in _read_words(pid, "cmdline") and self._is_ours(pid)
+        ]
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether a process of this job lives; a stranger may have the number of a dead one."""
+        mark = f"TEST_RUN_ID={self.run_id}"
+        return mark in _read_words(pid, "environ") and is_running(pid)
 
     def assert_nothing_left(self, within: float = 10.0) -> None:
         """No process, file with a token, or endpoint file of this job is left."""
@@ -227,12 +227,35 @@ class RunningJob:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
-        deadline = time.monotonic() + 10
-        while (left := self.processes()) and time.monotonic() < deadline:
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            time.sleep(0.02)
+        kill_all(self.processes)
+
+
+def processes_with(*variables: str) -> list[psutil.Process]:
+    """Every process on this machine that has one of these variables, written `NAME=VALUE`."""
+    marks = set(variables)
+    return [
+        psutil.Process(pid)
+        for pid in psutil.pids()
+        if marks & set(_read_words(pid, "environ")) and is_running(pid)
+    ]
+
+
+def _read_words(pid: int, name: str) -> list[str]:
+    """The words of `environ` or `cmdline` of a process; none if it is gone, or not ours."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
+    """Kill the processes that `find` returns, until there are none or 10 s are over."""
+    deadline = time.monotonic() + 10
+    while (left := find()) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:

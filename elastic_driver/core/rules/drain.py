@@ -271,7 +271,7 @@ class Drains(Rule):
     def _last_change(self) -> bool:
         """Return whether the reset limit leaves one change at most, which a failure may need."""
         limit = self.settings.reset_limit
-        return limit is not None and self.rounds.current.number >= limit
+        return limit is not None and self.rounds.resets + 1 >= limit
 
     def _makes_a_world(self, worker: Worker, target: str) -> bool:
         """Return whether the workers that stay and the replacement are on whole units of hosts."""

@@ -121,9 +121,9 @@ class Budget:
             failures = f"{self.failures} failures are more than the limit of {limit} restarts"
             return f"{failures}; raise --max-restarts"
         if limit is None and self.fruitless > row:
-            failures = f"{self.fruitless} failures in a row without a finished step in between"
+            in_a_row = f"{self.fruitless} failures in a row without a finished step in between"
             hint = "mend the script, or allow more with --max-restarts"
-            return f"{failures}, the limit is {row} restarts; {hint}"
+            return f"{in_a_row}, the limit is {row} restarts; {hint}"
         return None
 
 

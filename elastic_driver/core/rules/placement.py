@@ -222,11 +222,15 @@ class Placement(Rule):
     def founding_slots(self, *, anew: bool = False) -> list[Where]:
         """Return the free slots for a round that is founded on them: hosts in whole units.
 
-        `anew`: as if no worker were there.
+        If only some hosts can be in a world, those of the last round come first. `anew`: as if no
+        worker were there.
         """
         where = self.free_slots(self.capacity.wanted if anew else self.room_left(), anew=anew)
         used = (w.host for w in self.workers.having(*ACTIVE) if not (anew or w.leaving))
-        hosts = units.whole([*dict.fromkeys([*used, *(host for host, _ in where)])], self.settings)
+        free = {host for host, _ in where}
+        last = (host for host in self.rounds.last_hosts if host in free)
+        in_order = dict.fromkeys([*used, *last, *(host for host, _ in where)])
+        hosts = units.whole([*in_order], self.settings)
         return [(host, slot) for host, slot in where if host in hosts]
 
     def grows_anew(self) -> bool:

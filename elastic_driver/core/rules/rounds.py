@@ -92,7 +92,9 @@ class Capacity:
 
     settings: Settings
     effects: Effects
-    target: int | None = None  # a user's wish; None: max_np
+    target: int | None = None  # a user's wish; None: there is none
+    proposed: int | None = None  # what --auto-scale has found so far; None: start_np
+    proposals: int = 0  # that changed the number of workers; they do not count as resets
     changed: bool = True  # leavers and agents are out of date
     placement_due: bool = False  # there may be slots for more workers
     spares_due: bool = False  # spares may be missing, or too many
@@ -101,7 +103,11 @@ class Capacity:
     @property
     def wanted(self) -> int | None:
         """The number of workers wanted; None: as many as there are slots."""
-        return self.settings.max_np if self.target is None else self.target
+        if self.target is not None:
+            return self.target
+        if self.settings.auto_scale:
+            return self.settings.start_np if self.proposed is None else self.proposed
+        return self.settings.max_np
 
     def at_most_wanted(self, need: int) -> int:
         """Return `need`, or the number wanted if that is less."""
@@ -109,12 +115,28 @@ class Capacity:
 
     def on_scale_requested(self, event: ev.ScaleRequested, now: float) -> None:
         """Aim at another number of workers, within the limits."""
-        settings = self.settings
-        wish = max(event.num_proc, settings.min_np, units.width(settings))
-        self.target = wish if settings.max_np is None else min(wish, settings.max_np)
+        asked, self.changed = event.num_proc, True
+        if asked is None:
+            self.target = None
+            what = "the number of workers is left to the job again"
+        else:
+            self.target = self._within_limits(asked)
+            what = f"{self.target} workers (asked for {asked})"
+        self.effects.announce("scale_requested", what, wanted=self.wanted)
+
+    def on_size_proposed(self, event: ev.SizeProposed) -> None:
+        """Aim at the number of workers that `--auto-scale` proposes, unless a user has chosen."""
+        before, self.proposed = self.wanted, self._within_limits(event.num_proc)
+        if self.wanted == before:
+            return
         self.changed = True
-        what = f"{self.target} workers (asked for {event.num_proc})"
-        self.effects.announce("scale_requested", what, wanted=self.target)
+        self.proposals += 1
+        what = f"{self.proposed} workers: {event.reason}"
+        self.effects.announce("size_proposed", what, wanted=self.proposed)
+
+    def _within_limits(self, size: int) -> int:
+        least = max(size, self.settings.min_np, units.width(self.settings))
+        return least if self.settings.max_np is None else min(least, self.settings.max_np)
 
     def note_change(self, vacated: tuple[str, int] | None = None) -> None:
         """Have leavers, agents and free slots updated; refill the slot `vacated` first."""
@@ -150,6 +172,7 @@ class Rounds:
     capacity: Capacity
     outcome: JobOutcome
     current: Round = field(default_factory=lambda: Round(1, 0.0))
+    last_hosts: tuple[str, ...] = ()  # of the newest round that was complete, by node rank
     _outrun_by: int = 0  # a round that workers have been in, though the books do not have it
     _own: dict[str, Any] = field(default_factory=dict)  # of rules, by the name of the class
 
@@ -158,6 +181,11 @@ class Rounds:
         """The number of the newest round that any worker may have been in."""
         formed = self.current.number - (self.current.state is FORMING)
         return max(formed, self._outrun_by)
+
+    @property
+    def resets(self) -> int:
+        """The membership changes so far that count towards `--reset-limit`."""
+        return max(0, self.current.number - 1 - self.capacity.proposals)
 
     def own(self, kind: type[Own]) -> Own:
         """Return a rule's own state of the present round; it is made anew for each round."""
@@ -196,6 +224,7 @@ class Rounds:
         current.enter(COMPLETE, now)
         self.effects.decide(PublishWorld(World(current.number, tuple(members), reason), reason))
         current.hosts, current.standings = tuple(ranks), standings_of(members)
+        self.last_hosts = current.hosts
         for node, (host, ranks_there) in enumerate(ranks.items()):
             order = RanksOrder(current.number, ranks_there, self._peers(node))
             self.effects.give(host, order, reason)
@@ -263,7 +292,7 @@ class Rounds:
         a round that cannot come.
         """
         limit = self.settings.reset_limit
-        if limit is not None and self.current.number > limit and not self.outcome.finishing:
+        if limit is not None and self.resets >= limit and not self.outcome.finishing:
             over = f"round {self.current.number + 1} would exceed the reset limit of {limit}"
             self.outcome.fail(f"{over} ({reason}); raise --reset-limit")
             return False

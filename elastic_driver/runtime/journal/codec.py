@@ -12,11 +12,13 @@ from msgspec import Struct
 from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import MachineName
+from elastic_driver.policies.scaling.messages import SpeedSeen
 from elastic_driver.policies.stragglers import RoundPublished
 from elastic_driver.runtime.mailbox import MachineEvent
 
 # The watch over slow ranks is not journalled: what it has seen is seconds old, and its verdicts
 # are events of the job. It reads every worker's progress four times a second.
+# Nor is the search for the best size, which measures anew; its proposals are events of the job.
 JOURNALLED: tuple[MachineName, ...] = ("job", "check", "shards", "tf")
 AnyEvent: TypeAlias = MachineEvent | shards.ShardBatch
 # The ticket of a request, the data set (empty: the TensorFlow cluster), its kind, and itself.
@@ -31,7 +33,7 @@ class _Requests(Struct, frozen=True, tag="requests"):
 
 _KINDS = {kind.__name__: kind for kind in get_args(shards.Request)}
 _TF_KINDS = {kind.__name__: kind for kind in get_args(tf.TfRequest.__annotations__["request"])}
-_OTHERS = (shards.ShardRequest, tf.TfRequest, RoundPublished)
+_OTHERS = (shards.ShardRequest, tf.TfRequest, RoundPublished, SpeedSeen)
 _TAGGED = (_Requests, *(kind for kind in get_args(MachineEvent) if kind not in _OTHERS))
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Union[_TAGGED]).decode  # noqa: UP007 - known at run time

@@ -3,9 +3,9 @@
 The driver's thread notes each event, and waits until it is written before the decisions that follow
 from it act. "Written" means handed to the kernel: the journal survives the driver's death at any
 moment, and loses the last moments when the host loses power. A disk that does not answer delays
-nothing for long: after `WAIT_S` the driver acts without waiting, until the writer has caught up. A
-journal that fails (full disk, read-only, too far behind) is given up, and the job goes on
-(docs/journal.md).
+nothing for long: after `WAIT_S` the driver acts without waiting, until the writer has caught up.
+Only answers that hand out data wait longer, `DATA_WAIT_S`. A journal that fails (full disk,
+read-only, too far behind) is given up, and the job goes on (docs/journal.md).
 """
 
 import collections
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from elastic_driver.core.decisions import Announce
 from elastic_driver.errors import ClusterError, TakenOverError
@@ -26,6 +27,8 @@ from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row,
 from elastic_driver.runtime.library_logs import described
 
 WAIT_S = 0.25  # for a write; a page cache takes far less than a millisecond
+# The same, for an answer that hands out data: if it is lost, the next driver hands them out again.
+DATA_WAIT_S = 10.0
 UNREACHABLE_S = 2.0  # after which the user is told that a store which must be written is not
 MAX_KEPT_KEYS = 16 * 1024 * 1024  # bytes of keys of users, with their values
 MAX_BEHIND = 64 * 1024 * 1024  # bytes that wait for a disk
@@ -33,6 +36,15 @@ SNAPSHOT_BYTES = 256 * 1024  # of events between two snapshots, or …
 SNAPSHOT_TIMES = 2  # … as many times the size of a snapshot, if that is more
 _CLOSE_S = 5.0  # for the writer to end
 OPEN_S = 10.0  # for the file of an earlier driver to be opened
+
+
+class _Waiting(NamedTuple):
+    """Something to do once a batch is written."""
+
+    batch: int
+    since: float
+    wait: float  # seconds, the longest for a disk that does not answer
+    act: Callable[[], None]
 
 
 @dataclass
@@ -59,6 +71,7 @@ class Journal:
     _handed_bytes: int = 0
     _end: tuple[int, str] | None = None
     _late: bool = False  # the driver does not wait for the disk, or the user knows that it waits
+    _late_from: float = 0.0  # when that began
     _held_since: float | None = None  # nothing may act since then
     _given_up: bool = False
 
@@ -73,10 +86,7 @@ class Journal:
         self._failure = ""
         self._taken_over: TakenOverError | None = None
         self._where = str(self.path)  # for the user; with its file system, if that is a network's
-        # Guarded by `_moved`: the batch that each waits for, since when, and what is done then.
-        self._waiting: collections.deque[tuple[int, float, Callable[[], None]]] = (
-            collections.deque()
-        )
+        self._waiting: collections.deque[_Waiting] = collections.deque()  # guarded by `_moved`
         self._writer = threading.Thread(target=self._write, name="journal", daemon=True)
 
     # ---- the driver's thread -------------------------------------------------------------
@@ -194,19 +204,24 @@ class Journal:
         if was is self._late:
             return []
         if self._late:
+            self._late_from = self.clock()
             slow = (
                 f"{self._where}: the disk has not answered for {WAIT_S:g} s; the job does not wait"
             )
             return [Announce("journal_late", slow)]
         return [Announce("journal_caught_up", f"{self.path}: every event is written again")]
 
-    def then(self, act: Callable[[], None]) -> list[Announce]:
+    def then(self, act: Callable[[], None], wait: float | None = None) -> list[Announce]:
         """Have `act` called, by any thread, once everything noted is written; do not wait for it.
 
-        So one transaction serves many requests. Returns what the user has to know. Raises
+        So one transaction serves many requests. `wait`: the seconds that a disk which does not
+        answer may delay it (default: `WAIT_S`). Returns what the user has to know. Raises
         `TakenOverError` as `settle` does.
         """
-        if self._given_up or (self._late and not self._place.must_be_written):
+        now = self.clock()
+        waiting = _Waiting(0, now, WAIT_S if wait is None else wait, act)
+        over = self._late and self._ends(waiting) <= now
+        if self._given_up or (over and not self._place.must_be_written):
             news = self.settle()
             act()
             return news
@@ -215,7 +230,7 @@ class Journal:
             if self._taken_over is not None:
                 raise self._taken_over
             if not self._has_settled():
-                self._waiting.append((self._handed, self.clock(), act))
+                self._waiting.append(waiting._replace(batch=self._handed))
                 return []
         act()
         return []
@@ -224,23 +239,40 @@ class Journal:
     def deadline(self) -> float | None:
         """The time at which `overdue` is to be called; None: nothing waits."""
         with self._moved:
-            since = self._waiting[0][1] if self._waiting else None
-        if since is not None and self._place.must_be_written:  # `overdue` only has news then
-            since = max(since, self.clock())
-        return None if since is None else since + WAIT_S
+            if not self._waiting:
+                return None
+            if self._place.must_be_written:  # `overdue` only has news then
+                return max(self._waiting[0].since, self.clock()) + WAIT_S
+            if not self._late:
+                return self._waiting[0].since + WAIT_S
+            return min(map(self._ends, self._waiting))
 
     def overdue(self) -> list[Announce]:
         """Do what waits for a disk that does not answer; return what the user has to know."""
         with self._moved:
-            late = self._waiting and self.clock() >= self._waiting[0][1] + WAIT_S
+            late = self._waiting and self.clock() >= self._waiting[0].since + WAIT_S
             if self._given_up or not (late or self._late or self._failure):
                 return []
             if self._place.must_be_written and not self._failure:
                 return self._held_news(done=self._has_settled())
-            acts = self._due_acts(self._handed)
-        for act in acts:
-            act()
-        return self.settle()
+        self._end_waits()
+        news = self.settle()
+        self._end_waits()
+        return news
+
+    def _ends(self, waiting: _Waiting) -> float:
+        """Return when this has waited long enough for a disk that does not answer."""
+        end = waiting.since + waiting.wait
+        return min(end, self._late_from + (waiting.wait - WAIT_S)) if self._late else end
+
+    def _end_waits(self) -> None:
+        """Do what has waited long enough."""
+        with self._moved:
+            now, left = self.clock(), self._waiting
+            over = [each for each in left if self._ends(each) <= now]
+            self._waiting = collections.deque(each for each in left if self._ends(each) > now)
+        for each in over:
+            each.act()
 
     def close(self) -> None:
         """Write what was noted, and close the file; a disk that does not answer is left alone."""
@@ -279,8 +311,8 @@ class Journal:
     def _due_acts(self, written: int) -> list[Callable[[], None]]:
         """Take out what waits for batches up to this one; the caller holds `_moved`."""
         acts = []
-        while self._waiting and self._waiting[0][0] <= written:
-            acts.append(self._waiting.popleft()[2])
+        while self._waiting and self._waiting[0].batch <= written:
+            acts.append(self._waiting.popleft().act)
         return acts
 
     # ---- the writer's thread -------------------------------------------------------------

@@ -379,6 +379,7 @@ class DriverConnection:
             total=progress.total,
             times=progress.times,
             reported=None if progress.steps else progress.reported_step,
+            micro_batches=progress.micro_batches,
         )
         return (Set(contract.worker_progress(self.born.worker), documents.encode(found)),)
 

@@ -63,7 +63,8 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return torch's dtype; raises `UsageError` where this version of torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"no torch.{name} here; use the version of torch that wrote it")
+        problem = f"the state has a torch.{name}, which torch {torch.__version__} does not know"
+        raise UsageError(f"{problem}; use the version of torch that wrote it")
     return dtype
 
 

@@ -28,7 +28,7 @@ _OWN_PACKAGES = ("elastic_driver", "rendezvous", "launcher")
 # Variables in which workers may differ from their warm parent, because libraries read them when
 # they are used. (OMP_NUM_THREADS is read at the import, so a worker sets torch's threads again.)
 _LATE = frozenset((*TORCHRUN_NAMES, _THREADS, "TF_CONFIG", *VISIBLE_DEVICES))
-_LATE_PREFIXES = ("ELASTIC_", "TORCHELASTIC_", "GLOO_", "NCCL_")
+_LATE_PREFIXES = ("ELASTIC_", "TORCHELASTIC_", "HOROVOD_", "GLOO_", "NCCL_")
 
 
 @dataclass(frozen=True)

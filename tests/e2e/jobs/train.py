@@ -1,7 +1,9 @@
 """A small elastic job that writes down every finished step; knobs come from the environment.
 
 STEPS steps of about STEP_MS milliseconds, of a model of about 80 WIDTH bytes; FAIL_STEP,
-FAIL_RANK and FAIL_HOW make a worker fail.
+FAIL_RANK and FAIL_HOW make a worker fail. CURVE: steps of STEP_MS that the job does at once with
+1, 2, … workers, for example `1 1.8 2.4`. With TALK, every step is a line of
+output.
 """
 
 import json
@@ -22,6 +24,7 @@ STEP_S = float(os.environ.get("STEP_MS", "10")) / 1000
 FAIL_STEP = int(os.environ.get("FAIL_STEP", "-1"))
 FAIL_RANK = int(os.environ.get("FAIL_RANK", "-1"))
 FAIL_HOW = os.environ.get("FAIL_HOW", "raise")
+CURVE = [float(word) for word in os.environ.get("CURVE", "").split()]
 RECORDS = Path(os.environ["STEP_RECORDS"])
 
 torch.manual_seed(1)
@@ -55,6 +58,7 @@ def maybe_fail() -> None:
 @elastic.run
 def train(state):
     ddp = elastic.wrap(state.model)
+    step_s = STEP_S * elastic.size() / CURVE[elastic.size() - 1] if CURVE else STEP_S
     path = RECORDS / f"{os.environ['ELASTIC_WORKER_ID']}.jsonl"
     with path.open("a") as file:
         while state.step < STEPS:
@@ -65,10 +69,12 @@ def train(state):
             loss = (ddp(x) - x.sum(1, keepdim=True)).pow(2).mean()
             state.optimizer.zero_grad()
             loss.backward()
-            time.sleep(max(0.0, STEP_S - (time.perf_counter() - started)))
+            time.sleep(max(0.0, step_s - (time.perf_counter() - started)))
             state.optimizer.step()
             state.step += 1
             note(file, began)
+            if "TALK" in os.environ:
+                print(f"step {state.step} of rank {elastic.rank()} {'-' * 40}", flush=True)
             elastic.report_progress(samples=len(x), total=STEPS, loss=loss.item())
             state.commit()
 

@@ -15,8 +15,11 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerStarted
+from launcher.agent.processes import children
+from launcher.backends import local
 from launcher.backends.local import LocalBackend
 from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually, lives
+from tests.launcher.backends.machine import command
 
 OTHER = "127.0.0.2"
 
@@ -146,6 +149,22 @@ def test_close_ends_an_agent_that_never_reported_to_this_driver(driver: Orphans)
     backend.adopt("localhost", 1, agents[0], lambda _reason: None)
     backend.close(0)
     eventually(lambda: not with_mark(driver), 5)
+
+
+def test_with_agents_of_several_hosts_it_imports_before_one_of_them_is_lost(
+    driver: Orphans, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "CALM_S", 0.1)
+    driver.python(WAIT, preload=("json",))
+    for host in ("localhost", OTHER):
+        backend.adopt(host, 1, driver.leave_agent(host), lambda _reason: None)
+    warm = eventually(lambda: [pid for pid in children() if "script.py" in command(pid)], 30)
+    backend.start(OTHER, 2, lambda _reason: None)
+    newer = eventually(
+        lambda: next((e.pid for e in driver.told(AgentReady) if e.incarnation == 2), 0), 30
+    )
+    assert "ELASTIC_BORN_WARM" in psutil.Process(newer).environ()
+    assert lives(warm[0])
 
 
 def test_a_host_of_an_adopted_agent_gets_a_new_one_that_stays(

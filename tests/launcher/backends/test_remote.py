@@ -214,6 +214,27 @@ def test_a_host_that_cannot_be_reached_any_more_is_given_up_once(
     eventually(lambda: not lives(agent.pid), within=15, what="the agent has ended by itself")
 
 
+def test_an_agent_that_a_bug_lets_nobody_kill_is_told_and_close_goes_on(
+    driver: Driver, backend: RemoteBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: object) -> None:
+        raise ValueError("a word that nobody expected")
+
+    driver.python(WAIT, heartbeat_timeout=2.0)
+    reasons: list[str] = []
+    backend.start(HOST, 1, reasons.append)
+    _, agent = keeper_and_agent(driver)
+    monkeypatch.setattr(RemoteBackend, "_run", broken)
+    backend.kill(HOST, 1)
+    eventually(lambda: reasons)
+    assert len(reasons) == 1
+    assert "(a bug): ValueError('a word that nobody expected'), which ends by itself" in reasons[0]
+    backend.kill("-oProxyCommand=x", 1)  # fails, too, and holds up nothing
+    backend.close(0)
+    driver.close()
+    eventually(lambda: not lives(agent.pid), within=15, what="the agent has ended by itself")
+
+
 def test_what_cannot_be_started_is_told_with_what_to_try(
     driver: Driver, backend: RemoteBackend, tmp: Path
 ) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.ctl_commands.report import World, picture, read_story, report
+from elastic_driver.policies.story import read_story
+from launcher.ctl_commands.report import report
 
 
 def log(folder: Path, *events: dict[str, object]) -> Path:
@@ -16,13 +17,6 @@ def log(folder: Path, *events: dict[str, object]) -> Path:
     path = folder / "events.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     return path
-
-
-def test_the_picture_shows_the_mean_of_each_part_and_leaves_empty_only_what_had_no_worker() -> None:
-    worlds = [World(10.0, 4), World(20.0, 1), World(25.0, 0), World(30.0, 4)]
-    assert picture(worlds, 0.0, 40.0, width=8) == "  ██▂ ██"
-    assert picture([World(0.0, 100), World(1.0, 1)], 0.0, 4.0, width=4) == "█▁▁▁"
-    assert picture([], 0.0, 40.0) == ""
 
 
 def test_a_report_tells_of_the_last_run_in_a_log(

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from elastic_driver.core import events as ev
+from launcher import figures
 from launcher.ctl_commands import show
 from tests.core.scenario import Scenario
 
@@ -73,7 +74,7 @@ def test_columns_are_aligned_and_carry_no_trailing_spaces() -> None:
     ],
 )
 def test_durations_are_said_as_people_say_them(seconds: float, words: str) -> None:
-    assert show.duration(seconds) == words
+    assert figures.duration(seconds) == words
 
 
 def test_an_event_is_a_sentence_in_one_line_whatever_its_reason() -> None:

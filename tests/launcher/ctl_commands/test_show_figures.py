@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher.ctl_commands import figures, show
+from launcher import figures
+from launcher.ctl_commands import show
 from tests.core.scenario import Scenario
 
 GIB = 2**30

@@ -96,7 +96,7 @@ def test_torchruns_long_word_for_a_module() -> None:
         (["--xyzzy"], "unknown option --xyzzy; see elasticrun --help"),
         (["--rdzv-conf=x"], "--rdzv-conf needs KEY=VALUE,…, got 'x'"),
         (["--rdzv-conf=timeout=x"], "--start-timeout needs a number of seconds, more than 0"),
-        (["--mpi"], "--mpi does not exist here; use --backend mpi"),
+        (["--jsrun"], "--jsrun does not exist here; it starts processes by MPI"),
         (["--rdzv-backend="], "--rdzv-backend needs a value that is not empty"),
         (["--min-np"], "--min-np needs a whole number of at least 1, got 'train.py'"),
         (["--min-np", "--max-np", "4"], "--min-np needs a value: --min-np N"),
@@ -116,6 +116,8 @@ def test_torchruns_long_word_for_a_module() -> None:
         (["--nproc-per-node", "all"], "--nproc-per-node needs a whole number of at least 1, auto"),
         (["--blacklist-cooldown-range", "9", "3"], "needs MIN <= MAX, got 9 3"),
         (["--blacklist-cooldown-range", "9"], "needs a number of seconds, more than 0, got 'train"),
+        (["--limit", "keys=1"], "--limit knows reserve, unproven, "),
+        (["--limit", "head_s=0"], "--limit needs head_s=N with a number of seconds above 0, got"),
         (["--env", "1A"], "--env needs NAME=VALUE or NAME, got '1A'"),
         (["--env", "1A=2"], "--env needs NAME=VALUE or NAME, got '1A=2'"),
         (["--log-format", "xml"], "--log-format is one of text, json, got 'xml'"),
@@ -284,6 +286,8 @@ def test_secret_variables_are_shown_by_name_only() -> None:
         (["-np", "4", "train.py"], {"PET_NNODES": "1", "ELASTICRUN_ENV": "A='1 2' B"}),
         (["--rdzv-conf", "timeout=9", "--", "-strange"], {"PET_RDZV_CONF": "join_timeout=7"}),
         (["-H", "a:1,b:2", "--version"], {"ELASTICRUN_QUIET": "yes"}),
+        (["--limit", "store_keys=5", "--limit=head_s=2", "a.py"], {}),
+        (["a.py"], {"ELASTICRUN_LIMIT": "store_keys=5 users_keys=4"}),
     ],
 )
 def test_a_command_line_is_the_same_when_its_words_are_read_in_another_environment(

@@ -148,4 +148,5 @@ def test_only_nccls_own_file_calls_cuda_by_name() -> None:
     files = {
         str(f.relative_to(package)) for f in package.rglob("*.py") if naming.search(f.read_text())
     }
-    assert files == {"worker/world/nccl.py"}
+    of_horovods_api = {"horovod/common/util.py", "horovod/torch/mpi_ops.py"}  # `cuda_built`, …
+    assert files - of_horovods_api == {"worker/world/nccl.py"}

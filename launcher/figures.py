@@ -44,6 +44,17 @@ def size(number: float | None) -> str:
     return f"{number:.1f} {_UNITS[unit]}" if unit else f"{number:.0f} B"
 
 
+def duration(seconds: float) -> str:
+    """Return seconds as people say them: `12 s`, `3 min`, `5 h 20 min`, `2 d 4 h`."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
 def percent(part: float | None) -> str:
     """Return a part of 1 in per cent."""
     return UNKNOWN if part is None else f"{part:.0%}"

@@ -1,0 +1,1 @@
+"""The parts of Horovod's API that know no framework: the world, process sets, exceptions."""

@@ -1,0 +1,62 @@
+"""The engine of this process: one for each world."""
+
+import atexit
+import os
+
+from elastic_driver.errors import UsageError
+from elastic_driver.horovod.engine.engine import Engine
+from elastic_driver.horovod.engine.environment import (
+    cycles_are_marked,
+    limits_from_environment,
+    timeline_from_environment,
+)
+from elastic_driver.horovod.engine.timeline import Timeline
+from elastic_driver.horovod.engine.world import EngineWorld
+from elastic_driver.worker import current as current_world
+from elastic_driver.worker.worker_log import say
+
+
+class _Running:
+    """The mutable field of this module."""
+
+    engine: Engine | None = None
+
+
+def start(world: EngineWorld) -> None:
+    """Start the engine of a world; a collective of all its ranks, on the training thread."""
+    stop()
+    engine = _Running.engine = Engine(world, limits_from_environment(), say)
+    path = timeline_from_environment()
+    if path is not None and world.rank == 0:
+        # Each world has its own file: the present one stays as it is.
+        round_id = current_world.round_id()
+        try:
+            engine.start_timeline(
+                Timeline(path if round_id == 1 else f"{path}.{round_id}", cycles_are_marked())
+            )
+        except UsageError as error:
+            say(str(error))
+
+
+def stop() -> None:
+    """End the engine within seconds, whatever the peers do.
+
+    Pending operations fail with `HorovodInternalError`. Called before the world's groups are taken
+    down, when it is healthy as well as when it is broken. A second call does nothing.
+    """
+    engine, _Running.engine = _Running.engine, None
+    if engine is not None:
+        engine.close()
+
+
+def current() -> Engine | None:
+    """Return the engine of this process; None where there is none."""
+    return _Running.engine
+
+
+def _forget_in_child() -> None:
+    _Running.engine = None  # its threads are the parent's
+
+
+atexit.register(stop)  # before the world is left, which `session` does at exit
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,313 @@
+"""Moves tensors between the ranks of a process set, once all have agreed; one thread calls it.
+
+Tensors of a batch are copied into one buffer and moved at once. What is only moved, not computed
+with, goes as bytes, so every dtype works.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from elastic_driver.horovod.engine.agreement import OPERATIONS
+from elastic_driver.horovod.engine.messages import Agreement, Request
+from elastic_driver.horovod.engine.operation import Operation, SetPlace
+
+_GLOO_OP = {
+    "Average": dist.ReduceOp.SUM,
+    "Sum": dist.ReduceOp.SUM,
+    "Min": dist.ReduceOp.MIN,
+    "Max": dist.ReduceOp.MAX,
+    "Product": dist.ReduceOp.PRODUCT,
+}
+_CARRIED_AS = {torch.int16: torch.int32, torch.bool: torch.int32}  # gloo refuses these
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    )
+}
+_ADASUM_TAG = 3
+Item = tuple[Agreement, Operation | None]  # None: this rank has joined
+Pair = tuple[torch.Tensor, torch.Tensor]  # an input and its output
+
+
+class Transfers:
+    """Carries out batches; keeps a buffer of each dtype for fused tensors."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def carry_out(self, batch: Sequence[Item], place: SetPlace) -> None:
+        """Move the tensors of a batch, and set the results of its operations."""
+        kind = batch[0][0].kind
+        if kind == "allreduce":
+            self._allreduce(batch, place)
+        elif kind == "broadcast":
+            self._broadcast([op for _, op in batch if op is not None], place)
+        elif kind == "allgather":
+            self._allgather([(a, op) for a, op in batch if op is not None], place)
+        elif kind == "reducescatter":
+            self._reducescatter([op for _, op in batch if op is not None], place)
+        elif kind == "alltoall":
+            for agreement, operation in batch:
+                if operation is not None:
+                    _alltoall(agreement, operation, place)
+        else:
+            for agreement, operation in batch:
+                if operation is not None:
+                    operation.result = agreement.value
+
+    # ---- reductions ----------------------------------------------------------------------
+
+    def _allreduce(self, batch: Sequence[Item], place: SetPlace) -> None:
+        agreement, operation = batch[0]
+        request = agreement.pattern if operation is None else operation.request
+        assert request is not None  # noqa: S101 - absent ranks get the pattern
+        pairs: list[Pair] = []
+        for agreement, operation in batch:
+            if operation is None:
+                pairs += [(tensor, tensor) for tensor in _neutral(agreement.pattern)]
+            else:
+                pairs += zip(operation.tensors, operation.outputs, strict=True)
+                operation.result = operation.outputs
+        if OPERATIONS[request.op] != "Adasum":
+            self._reduce(pairs, request, place)
+            return
+        for tensor, output in pairs:
+            output.copy_(adasum(_scaled(tensor.clone(), request.prescale), place))
+            _scaled(output, request.postscale)
+
+    def _reducescatter(self, operations: Sequence[Operation], place: SetPlace) -> None:
+        """Reduce, and keep this rank's rows; the first ranks get one more where they differ."""
+        whole = [[torch.empty_like(tensor) for tensor in op.tensors] for op in operations]
+        pairs: list[Pair] = []
+        for operation, outputs in zip(operations, whole, strict=True):
+            pairs += zip(operation.tensors, outputs, strict=True)
+        self._reduce(pairs, operations[0].request, place)
+        for operation, outputs in zip(operations, whole, strict=True):
+            operation.result = [
+                output.narrow(0, *rows_of(len(output), place.size, place.index)).clone()
+                for output in outputs
+            ]
+
+    def _reduce(self, pairs: Sequence[Pair], request: Request, place: SetPlace) -> None:
+        by_dtype: dict[torch.dtype, list[Pair]] = {}
+        for pair in pairs:
+            by_dtype.setdefault(pair[0].dtype, []).append(pair)
+        for dtype, alike in by_dtype.items():
+            self._reduce_alike(dtype, alike, request, place)
+
+    def _reduce_alike(
+        self, dtype: torch.dtype, pairs: Sequence[Pair], request: Request, place: SetPlace
+    ) -> None:
+        """Reduce tensors of one dtype over the ranks, in one transfer."""
+        carried = _CARRIED_AS.get(dtype, dtype)
+        (first, output), operation = pairs[0], OPERATIONS[request.op]
+        if len(pairs) == 1 and carried == dtype and output.is_contiguous():
+            flat = output.view(-1)
+            if output is not first:
+                flat.copy_(first.reshape(-1))
+        else:
+            flat = self._joined([tensor for tensor, _ in pairs], carried)
+        _scaled(flat, request.prescale)
+        if place.group is not None and flat.numel():
+            options = dist.AllreduceOptions()
+            options.reduceOp = _GLOO_OP[operation]
+            place.group.allreduce([flat], options).wait()
+        start = 0
+        for _, output in pairs:
+            part = flat[start : start + output.numel()].view(output.shape)
+            start += output.numel()
+            _put(part, output, place.size if operation == "Average" else 1)
+            _scaled(output, request.postscale)
+
+    # ---- bytes ---------------------------------------------------------------------------
+
+    def _broadcast(self, operations: Sequence[Operation], place: SetPlace) -> None:
+        root = place.ranks.index(operations[0].request.root)
+        inputs = [tensor for op in operations for tensor in op.tensors]
+        outputs = [tensor for op in operations for tensor in op.outputs]
+        if len(inputs) == 1 and outputs[0].is_contiguous():
+            flat = as_bytes(outputs[0])
+            if place.index == root and outputs[0] is not inputs[0]:
+                outputs[0].copy_(inputs[0])
+        else:
+            flat = self._joined([as_bytes(tensor) for tensor in inputs], torch.uint8)
+        if place.group is not None and flat.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            place.group.broadcast([flat], options).wait()
+        sizes = [tensor.numel() * tensor.element_size() for tensor in inputs]
+        if len(inputs) > 1 or not outputs[0].is_contiguous():
+            for start, size, output in zip(
+                accumulate(sizes, initial=0), sizes, outputs, strict=False
+            ):
+                _put_bytes(flat[start : start + size], output)
+        for operation in operations:
+            operation.result = operation.outputs
+
+    def _allgather(self, batch: Sequence[tuple[Agreement, Operation]], place: SetPlace) -> None:
+        inputs = [tensor for _, op in batch for tensor in op.tensors]
+        rows = [  # of each tensor, by rank
+            [agreement.sizes[r][n] for r in range(place.size)]
+            for agreement, op in batch
+            for n in range(len(op.tensors))
+        ]
+        row_bytes = [prod(t.shape[1:]) * t.element_size() for t in inputs]
+        longest = max(
+            sum(n[r] * size for n, size in zip(rows, row_bytes, strict=True))
+            for r in range(place.size)
+        )
+        mine = self._joined([as_bytes(tensor) for tensor in inputs], torch.uint8, longest)
+        parts = [mine] * place.size
+        if place.group is not None and longest:
+            parts = list(mine.new_empty(place.size, longest).unbind())
+            place.group.allgather([parts], [mine]).wait()
+        results = iter(_gathered(inputs, rows, row_bytes, parts))
+        for _, operation in batch:
+            operation.result = [next(results) for _ in operation.tensors]
+
+    def _joined(
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, length: int | None = None
+    ) -> torch.Tensor:
+        """Return the elements of all tensors in a buffer, which the next call uses again."""
+        count = sum(tensor.numel() for tensor in tensors)
+        length = count if length is None else length
+        key = dtype, tensors[0].device
+        buffer = self._buffers.get(key)
+        if buffer is None or len(buffer) < length:
+            buffer = self._buffers[key] = torch.empty(length, dtype=dtype, device=key[1])
+        if all(tensor.dtype == dtype for tensor in tensors):
+            torch.cat([tensor.reshape(-1) for tensor in tensors], out=buffer[:count])
+        else:
+            buffer[:count].copy_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        return buffer[:length]
+
+
+def _gathered(
+    inputs: Sequence[torch.Tensor],
+    rows: Sequence[Sequence[int]],
+    row_bytes: Sequence[int],
+    parts: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Return each tensor with the rows of all ranks, from the bytes of the ranks."""
+    results = [t.new_empty((sum(n), *t.shape[1:])) for t, n in zip(inputs, rows, strict=True)]
+    filled = [0] * len(inputs)
+    targets = [as_bytes(result) for result in results]
+    for rank, part in enumerate(parts):
+        start = 0
+        for number, target in enumerate(targets):
+            size = rows[number][rank] * row_bytes[number]
+            target[filled[number] : filled[number] + size].copy_(part[start : start + size])
+            filled[number] += size
+            start += size
+    return results
+
+
+def _alltoall(agreement: Agreement, operation: Operation, place: SetPlace) -> None:
+    (tensor,) = operation.tensors
+    received = [splits[place.index] for splits in agreement.sizes]
+    output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    row = prod(tensor.shape[1:]) * tensor.element_size()
+    if place.group is None:
+        output.copy_(tensor)
+    else:
+        sent = agreement.sizes[place.index]
+        place.group.alltoall_base(
+            as_bytes(output),
+            as_bytes(tensor),
+            [n * row for n in received],
+            [n * row for n in sent],
+            dist.AllToAllOptions(),
+        ).wait()
+    operation.result = [output, torch.tensor(received, dtype=torch.int32)]
+
+
+def adasum(vector: torch.Tensor, place: SetPlace) -> torch.Tensor:
+    """Return the adaptive sum of the ranks' vectors (Maleki et al., arXiv:2006.02924).
+
+    Pairs of ranks at distance 1, 2, 4, … combine their vectors; the number of ranks is a power of
+    two. Both ranks of a pair compute the same bits.
+    """
+    distance = 1
+    while distance < place.size:
+        peer = place.index ^ distance
+        other = torch.empty_like(vector)
+        send = place.group.send([vector], peer, _ADASUM_TAG)
+        place.group.recv([other], peer, _ADASUM_TAG).wait()
+        send.wait()
+        first, second = (vector, other) if place.index < peer else (other, vector)
+        vector = _adaptive_sum(first, second)
+        distance *= 2
+    return vector
+
+
+def _adaptive_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    x, y = a.double().reshape(-1), b.double().reshape(-1)
+    dot, of_x, of_y = float(x @ y), float(x @ x), float(y @ y)
+    weight_x = 1 - dot / (2 * of_x) if of_x else 1.0
+    weight_y = 1 - dot / (2 * of_y) if of_y else 1.0
+    return (x * weight_x + y * weight_y).to(a.dtype).view(a.shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as a vector of bytes; of the same memory if they are contiguous."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def rows_of(rows: int, size: int, index: int) -> tuple[int, int]:
+    """Return the first row and the number of rows that rank `index` of `size` gets of them."""
+    least, longer = divmod(rows, size)
+    return index * least + min(index, longer), least + (index < longer)
+
+
+def _put(part: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
+    """Set `output` to `part` / `divisor`; integers in double precision, towards zero."""
+    if divisor == 1:
+        if part.data_ptr() != output.data_ptr() or part.dtype != output.dtype:
+            output.copy_(part)
+    elif output.is_floating_point() and part.dtype == output.dtype:
+        torch.div(part, divisor, out=output)
+    else:
+        output.copy_((part.double() / divisor).trunc())
+
+
+def _put_bytes(part: torch.Tensor, output: torch.Tensor) -> None:
+    if output.is_contiguous():
+        as_bytes(output).copy_(part)
+    else:
+        whole = torch.empty(output.shape, dtype=output.dtype)
+        as_bytes(whole).copy_(part)
+        output.copy_(whole)
+
+
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply in place; integers in double precision, towards zero."""
+    if factor == 1.0:
+        return tensor
+    if tensor.is_floating_point():
+        return tensor.mul_(factor)
+    return tensor.copy_((tensor.double() * factor).trunc())
+
+
+def _neutral(pattern: Request | None) -> list[torch.Tensor]:
+    """Return tensors that change nothing in the reduction of the others."""
+    assert pattern is not None  # noqa: S101 - absent ranks get the pattern
+    found = []
+    for name, shape in zip(pattern.dtypes, pattern.shapes, strict=True):
+        dtype = DTYPES[name]
+        info = torch.finfo(dtype) if dtype.is_floating_point else None
+        limits = info or (torch.iinfo(dtype) if dtype != torch.bool else None)
+        value: float = 0
+        operation = OPERATIONS[pattern.op]
+        if operation == "Product":
+            value = 1
+        elif operation in ("Min", "Max") and limits is not None:
+            value = limits.max if operation == "Min" else limits.min
+            value = value if info is None else float("inf" if operation == "Min" else "-inf")
+        found.append(torch.full(shape, value, dtype=dtype))
+    return found

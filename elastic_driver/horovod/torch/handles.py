@@ -1,0 +1,134 @@
+"""Begins operations and waits for them, with Horovod's numbers for those under way."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
+from elastic_driver.horovod.common.process_sets import ProcessSet
+from elastic_driver.horovod.engine import running
+from elastic_driver.horovod.engine.engine import Engine
+from elastic_driver.horovod.engine.messages import Kind, Request
+from elastic_driver.horovod.engine.operation import Operation, SetPlace
+from elastic_driver.horovod.engine.transfer import DTYPES
+
+Pick = Callable[[Any], Any]
+_numbers = itertools.count()
+_under_way: dict[int, tuple[Engine, Operation, Pick]] = {}
+
+
+def engine_now() -> Engine:
+    """Return the engine of the world; raises `NotInYetError` outside of a world."""
+    engine = running.current()
+    if engine is None:
+        raise NotInYetError("Horovod is not initialized; call hvd.init() first")
+    return engine
+
+
+def place_in(process_set: ProcessSet) -> SetPlace:
+    """Return the set as this rank sees it; raises ValueError unless this rank is in it."""
+    engine, number = engine_now(), process_set.process_set_id
+    if number is None:
+        raise HorovodUsageError(
+            f"{process_set} is not part of this world; add it with hvd.add_process_set(), "
+            "after a change of the world in a reset callback"
+        )
+    place = engine.sets[number]
+    if place.index < 0:
+        raise HorovodUsageError(f"rank {engine.world.rank} is not in {process_set}")
+    return place
+
+
+def first(result: Any) -> Any:
+    """Return the only tensor of a result."""
+    return result[0]
+
+
+def begin(
+    kind: Kind,
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    pick: Pick,
+    *,
+    outputs: Sequence[torch.Tensor] = (),
+    gather: bool = True,
+    **more: Any,
+) -> int:
+    """Begin an operation; return its number, for `poll` and `synchronize`.
+
+    Args:
+        kind: of the operation.
+        tensors: the inputs.
+        name: None for the next automatic one, which all ranks count alike.
+        process_set: the ranks that take part.
+        pick: makes what `synchronize` returns of the operation's result.
+        outputs: where the results go, if their sizes are known.
+        gather: whether the request may wait a moment for others.
+        more: further fields of the request.
+    """
+    engine = engine_now()
+    place_in(process_set)
+    number = process_set.process_set_id or 0
+    for tensor in tensors:
+        if tensor.dtype not in _NAMES:
+            raise HorovodUsageError(f"tensors of {tensor.dtype} are not supported")
+    request = Request(
+        kind,
+        name if name is not None else engine.next_name(kind, number),
+        number,
+        tuple(_NAMES[tensor.dtype] for tensor in tensors),
+        tuple(tuple(tensor.shape) for tensor in tensors),
+        device=tensors[0].device.type if tensors else "cpu",
+        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        **more,
+    )
+    inputs = [tensor.detach() for tensor in tensors]
+    targets = [
+        same if output is tensor else output.detach()
+        for tensor, same, output in zip(tensors, inputs, outputs, strict=bool(outputs))
+    ]
+    operation = Operation(request, inputs, targets)
+    engine.submit(operation, gather=gather)
+    handle = next(_numbers)
+    _under_way[handle] = engine, operation, pick
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Return whether the operation is done, so that `synchronize` does not wait."""
+    engine, operation, _ = _find(handle)
+    if not operation.done:
+        engine.flush()
+    return operation.done
+
+
+def synchronize(handle: Any) -> Any:
+    """Wait until the operation is done and return its result.
+
+    Raises `HorovodInternalError` where ranks disagree about it, or where the world breaks.
+    """
+    engine, operation, pick = _find(handle)
+    try:
+        return pick(engine.wait(operation))
+    finally:
+        del _under_way[handle]
+
+
+def forget() -> None:
+    """Drop operations that no one has waited for; their world has ended."""
+    _under_way.clear()
+
+
+def _find(handle: int) -> tuple[Engine, Operation, Pick]:
+    try:
+        return _under_way[handle]
+    except KeyError:
+        raise HorovodUsageError(
+            f"handle {handle} is unknown: it was synchronized already, or its world has ended"
+        ) from None
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}

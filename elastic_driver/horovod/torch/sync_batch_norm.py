@@ -1,0 +1,69 @@
+"""Batch normalisation over the batches of all ranks, on any device."""
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from elastic_driver.horovod.common.basics import size
+from elastic_driver.horovod.torch.reductions import Sum, allreduce
+
+
+class SyncBatchNorm(_BatchNorm):  # type: ignore[misc] # torch has no types
+    """Normalises with mean and variance of the batches of all ranks while it trains.
+
+    Arguments, parameters and buffers are those of `torch.nn.BatchNorm2d`; the input has two
+    dimensions or more. Batches of the ranks may have different lengths. The gradients of weight
+    and bias are this rank's, for `DistributedOptimizer` to reduce.
+    """
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's name
+        if input.dim() < 2:
+            raise ValueError(f"expected two dimensions or more, found {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """Return the normalised input."""
+        self._check_input_dim(input)
+        over_ranks = (self.training or self.running_mean is None) and size() > 1
+        if not over_ranks:
+            return super().forward(input)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        mean, variance, count = self._statistics(input)
+        if self.training and self.running_mean is not None:
+            self._update(mean.detach(), variance.detach(), count)
+        return self._normalised(input, mean, variance)
+
+    def _statistics(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Return mean and variance of each channel over all ranks, and the number of values.
+
+        Sums are taken of the distance from the running mean, which all ranks share, so that the
+        difference of squares keeps its precision.
+        """
+        channels = batch.transpose(0, 1).flatten(1).float()
+        zero = channels.new_zeros(len(channels))
+        shift = zero if self.running_mean is None else self.running_mean.float()
+        distance = channels - shift[:, None]
+        count = distance.new_tensor([distance.shape[1]])
+        mine = torch.cat([distance.sum(1), distance.square().sum(1), count])
+        total = allreduce(mine, op=Sum)
+        number = float(total[-1].detach())
+        average, squares = total[:-1].view(2, -1) / number
+        variance = (squares - average.square()).clamp(min=0)
+        return average + shift, variance, number
+
+    def _update(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
+        """Move the running statistics towards those of this step."""
+        momentum = self.momentum
+        weight = 1.0 / float(self.num_batches_tracked) if momentum is None else momentum
+        unbiased = variance * (count / max(count - 1, 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
+
+    def _normalised(
+        self, batch: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor
+    ) -> torch.Tensor:
+        shape = (1, -1, *[1] * (batch.dim() - 2))
+        scale = torch.rsqrt(variance + self.eps)
+        result = (batch.float() - mean.view(shape)) * scale.view(shape)
+        if self.weight is not None:
+            result = result * self.weight.view(shape) + self.bias.view(shape)
+        return result.to(batch.dtype)

@@ -1,0 +1,34 @@
+"""The event of the machine that searches the best number of workers."""
+
+from typing import ClassVar
+
+from msgspec import Struct
+
+from elastic_driver.policies.messages import MachineName
+
+
+class SpeedSeen(Struct, frozen=True, kw_only=True, tag="speed_seen"):
+    """The speed of a job that trains now.
+
+    `steps` were done until `at`, by the clock of the worker that is rank 0. `slots` are those of
+    each usable host, in the order in which hosts are used. `unit`: a world has a multiple of so
+    many hosts. `most`: the most workers; None: no limit. `held`: a user has asked for a size.
+    `rest`: the steps until the end, if the script says so. `micro_batches`: into which it divides
+    a step, if it does.
+    """
+
+    machine: ClassVar[MachineName] = "scaling"
+
+    round: int
+    size: int
+    wanted: int | None
+    worker: str
+    steps: int
+    at: float
+    slots: tuple[int, ...]
+    least: int
+    most: int | None = None
+    unit: int = 1
+    held: bool = False
+    rest: int | None = None
+    micro_batches: int | None = None

@@ -1,0 +1,160 @@
+"""The search for the size at which a job trains fastest, one measured size after the other. Pure.
+
+First the size doubles as long as that makes the job faster; where a second host joins, it doubles
+once more even if that costs speed. If the first size is not the smallest allowed, half of the best
+size is tried, too. Then the model (`speed_model`) names the best size that was not tried. When it
+names none, sizes beside the fastest one are tried whose speed may be better by a rule of thumb:
+between two measured sizes, a curve of speed lies below the lines through its neighbours. The
+smallest size within 5 % of the fastest one wins.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastic_driver.policies.scaling.speed_model import Layout, fit
+
+CLOSE = 0.95  # a size this near to the fastest one is as good
+GAIN = 1.02  # doubling has to make the job this many times as fast
+MOVES_BESIDE_DOUBLING = 3  # moves of one search, the return to the best size included
+LIKELY = 0.8  # of the highest bound: of such sizes the one in the middle is tried
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The size to have next, and why. `last`: the search is over."""
+
+    size: int
+    reason: str
+    last: bool = False
+
+
+@dataclass
+class Search:
+    """One search. `rates` is the work per second (`Layout.work`) at each size that was measured."""
+
+    layout: Layout
+    rates: dict[int, float] = field(default_factory=dict)
+    moves: int = 0  # changes of the size so far
+    order: list[int] = field(default_factory=list)  # the sizes as they were measured
+
+    def measured(self, size: int, step_time: float) -> None:
+        """Take in the seconds of a step at a size."""
+        self.rates[size] = self.layout.work(size) / step_time
+        self.order.append(size)
+
+    def winner(self) -> int:
+        """Return the smallest measured size within 5 % of the fastest one."""
+        fastest = max(self.rates.values())
+        return min(size for size, rate in self.rates.items() if rate >= CLOSE * fastest)
+
+    def next(self) -> Proposal:
+        """Return the size to have next, after the present one was measured."""
+        proposal = self._explore()
+        # A try costs this move, and perhaps one back.
+        if proposal is not None and self.moves + 2 <= self._most_moves():
+            return proposal
+        best = self.winner()
+        others = ", ".join(f"{size}: {self.rates[size]:.3g}" for size in sorted(self.rates))
+        return Proposal(best, f"{best} workers are best (work per second of {others})", last=True)
+
+    def _most_moves(self) -> int:
+        return MOVES_BESIDE_DOUBLING + max(self.layout.hosts).bit_length() - 1
+
+    def _explore(self) -> Proposal | None:
+        return self._double() or self._halve() or self._ask_model() or self._doubt()
+
+    def _double(self) -> Proposal | None:
+        """Return the next size of the doublings, None if they are over."""
+        candidates = self.layout.candidates()
+        tried = sorted(self.rates)
+        largest = tried[-1]
+        larger = [size for size in candidates if largest < size <= 2 * largest]
+        if not larger:  # the next allowed size may be further away
+            larger = [size for size in candidates if size > largest][:1]
+        if not larger:
+            return None
+        if len(tried) > 1:
+            before = tried[-2]
+            slower = self.rates[largest] < GAIN * self.rates[before]
+            joined = self._hosts(before) == 1 < self._hosts(largest)
+            if slower and not joined:
+                return None
+            if largest < max(self.order[:-1], default=0):
+                return None
+        return Proposal(larger[-1], f"doubled: {largest} workers are the most tried so far")
+
+    def _hosts(self, size: int) -> int:
+        return self.layout.hosts.get(size, 1)
+
+    def _halve(self) -> Proposal | None:
+        """Return a smaller size, if the smallest measured one is the best so far."""
+        smallest = min(self.rates)
+        if self.winner() != smallest:
+            return None
+        smaller = [size for size in self.layout.candidates() if size < smallest]
+        if not smaller:
+            return None
+        half = [size for size in smaller if 2 * size >= smallest]
+        return Proposal((half or smaller[-1:])[0], f"halved: {smallest} workers may be too many")
+
+    def _ask_model(self) -> Proposal | None:
+        """Return the best size that was not tried, None if the model sees no better one."""
+        untried = self._untried(2 * max(self.rates))
+        if not untried:
+            return None
+        promised = self._promised(untried)
+        fastest = max(self.rates.values())
+        size = max(untried, key=lambda each: (promised[each], -each))
+        if promised[size] * CLOSE >= fastest:
+            gain = promised[size] / fastest - 1
+            return Proposal(size, f"{size} workers promise {gain:.0%} more speed")
+        # A smaller size that is as good saves slots.
+        cheaper = [s for s in untried if s < self.winner() and promised[s] >= CLOSE * fastest]
+        if cheaper:
+            return Proposal(cheaper[0], f"{cheaper[0]} workers promise about the same speed")
+        return None
+
+    def _untried(self, most: int) -> list[int]:
+        return [n for n in self.layout.candidates() if n not in self.rates and n <= most]
+
+    def _doubt(self) -> Proposal | None:
+        """Return the size between measured ones that may be the fastest, None if none can be."""
+        fastest = max(self.rates.values())
+        bounds = {size: self._bound(size) for size in self._untried(max(self.rates))}
+        highest = max(bounds.values(), default=0.0)
+        if highest * CLOSE < fastest:
+            return None
+        likely = [size for size in bounds if bounds[size] >= max(LIKELY * highest, fastest)]
+        size = likely[(len(likely) - 1) // 2]
+        return Proposal(size, f"{size} workers are near the fastest size, and may be faster")
+
+    def _bound(self, size: int) -> float:
+        """Return the most speed a size can have if the curve bends downwards everywhere."""
+        tried = sorted(self.rates)
+        below = [each for each in tried if each < size][-2:]
+        above = [each for each in tried if each > size][:2]
+        lines = [pair for pair in (below, above) if len(pair) == 2]
+        if len(below) == 1:  # speed grows at most with the number of workers
+            lines.append([0, below[0]])
+        return min((self._on_line(first, second, size) for first, second in lines), default=0.0)
+
+    def _on_line(self, first: int, second: int, size: int) -> float:
+        low, high = self.rates.get(first, 0.0), self.rates[second]
+        return low + (high - low) * (size - first) / (second - first)
+
+    def _promised(self, untried: list[int]) -> Mapping[int, float]:
+        """Return the speed the model expects of each size, pulled towards its measured neighbours.
+
+        The error of the model at the nearest measured sizes is interpolated.
+        """
+        times = {size: self.layout.work(size) / rate for size, rate in self.rates.items()}
+        model = fit(self.layout, times)
+        wrong = {size: rate / model.rate(size) for size, rate in self.rates.items()}
+        promised = {}
+        for size in untried:
+            below = max((s for s in wrong if s < size), default=min(wrong))
+            above = min((s for s in wrong if s > size), default=max(wrong))
+            share = (size - below) / (above - below) if above > below else 0.0
+            error = (1 - share) * wrong[below] + share * wrong[above]
+            promised[size] = model.rate(size) * error
+        return promised

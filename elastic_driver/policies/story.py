@@ -1,0 +1,83 @@
+"""The story of a job, as its event log tells it: its ledger, its worlds over time, its end. Pure.
+
+`elasticctl report` reads it from a log, and a driver tells the end of it to the user. Times are
+unix seconds.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from elastic_driver.policies.goodput import Ledger
+from elastic_driver.policies.log_lines import LogLine, read_line
+
+WIDTH = 60  # columns of the picture
+MOST_WORLDS = 10_000  # beyond that, every other one is left out
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+class World(NamedTuple):
+    """From `t` on (unix seconds), the world had so many workers."""
+
+    t: float
+    size: int
+
+
+@dataclass
+class Story:
+    """A job, as its event log tells it."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    worlds: list[World] = field(default_factory=list)
+    rounds: int = 0
+    resumed: int = 0  # how often another driver went on
+    end: LogLine | None = None  # of the job; None: it runs, or its driver has died
+
+    def feed(self, line: LogLine) -> None:
+        """Take in the next line of the log."""
+        self.ledger.feed(line)
+        self.rounds += line.event == "round_completed"
+        self.resumed += line.event == "driver_resumed"
+        if line.event in ("job_succeeded", "job_failed"):
+            self.end = line
+        size = 0 if self.end else self.ledger.workers
+        if size != (self.worlds[-1].size if self.worlds else 0):
+            self.worlds.append(World(line.t, size))
+            if len(self.worlds) > MOST_WORLDS:
+                del self.worlds[1:-1:2]
+
+
+def read_story(lines: Iterable[bytes]) -> Story:
+    """Return the story of the last run in an event log."""
+    story = Story()
+    for line in lines:
+        read = read_line(line)
+        if read is None:
+            continue
+        if read.event == "job_started":  # the run id was used again
+            story = Story()
+        story.feed(read)
+    return story
+
+
+def picture(worlds: Sequence[World], began: float, ended: float, width: int = WIDTH) -> str:
+    """Return the size of the world over time, one block for each of `width` equal parts.
+
+    A part shows the mean of its time; only one without any worker is empty.
+    """
+    most = max((world.size for world in worlds), default=0)
+    if not most or ended <= began:
+        return ""
+    part = (ended - began) / width
+    sums = [0.0] * width
+    for world, until in zip(worlds, [*(w.t for w in worlds[1:]), ended], strict=True):
+        first = min(width - 1, max(0, int((world.t - began) / part)))
+        last = min(width - 1, max(0, int((until - began) / part)))
+        for n in range(first, last + 1):
+            begin, end = began + n * part, began + (n + 1) * part
+            sums[n] += world.size * max(0.0, min(until, end) - max(world.t, begin))
+    return "".join(_block(total / part / most) for total in sums)
+
+
+def _block(share: float) -> str:
+    return _BLOCKS[max(1, round(share * 8))] if share > 0 else _BLOCKS[0]

@@ -1,0 +1,154 @@
+"""A line that stays at the bottom of a terminal while many processes write above it.
+
+Driver, agents and workers' output share the terminal, and none of them waits for another. So the
+terminal itself keeps the line in its place: everybody else scrolls in a region that ends one row
+above (DECSTBM, as apt does it), and the line is drawn by one short write that saves and restores
+the cursor. The live display of `rich` would have to pass on every byte of every process.
+
+A thread of its own draws the line, and only while our process group is in the foreground. If the
+terminal takes nothing at the moment, the line is not drawn.
+"""
+
+import contextlib
+import os
+import select
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from elastic_driver.console import Outlet, open_outlet
+
+LOOK_S = 0.5  # between two looks at the job and at the terminal
+FIRST_S = 2.0  # a job that is over sooner gets no line
+LATE_S = 3.0  # without a look, we were stopped, and others may have changed the terminal
+ROOM_S = 0.2  # for a terminal to take the line
+JOIN_S = 2.0  # for the thread to end
+LEAST_COLUMNS, LEAST_ROWS = 20, 4
+_SAVE, _RESTORE, _CLEAR_BELOW = "\x1b7", "\x1b8", "\x1b[J"
+_REVERSE, _PLAIN = "\x1b[7m", "\x1b[0m"
+
+
+def has_room_for_line(environ: Mapping[str, str]) -> bool:
+    """Return whether people look at our stderr on a terminal, and no program reads our stdout."""
+    if environ.get("TERM", "dumb") == "dumb":
+        return False
+    with contextlib.suppress(OSError):
+        return os.isatty(2) and not stat.S_ISFIFO(os.fstat(1).st_mode)
+    return False
+
+
+class BottomLine:
+    """A context manager that keeps the line, and leaves the terminal as it was.
+
+    Args:
+        fd: the terminal; it is left as it is.
+        text: returns the line for a number of columns, "" for none; called by a thread.
+        plain: the line is not set off by colors (https://no-color.org).
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        text: Callable[[int], str],
+        *,
+        plain: bool = False,
+        first: float = FIRST_S,
+        look: float = LOOK_S,
+    ) -> None:
+        self._text, self._plain, self._first, self._pause = text, plain, first, look
+        self._fd = fd
+        self._outlet: Outlet | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bottom-line", daemon=True)
+        self._up = False  # the last row is ours
+        self._drawn: tuple[os.terminal_size, str] | None = None  # None: not known
+        self._looked = 0.0  # the time of the last look
+
+    def __enter__(self) -> "BottomLine":
+        self._outlet = open_outlet(self._fd)
+        if self._outlet is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        if self._outlet is not None:
+            self._thread.join(JOIN_S)
+            if not self._thread.is_alive():
+                self._outlet.close()
+
+    def _run(self) -> None:
+        pause = self._first
+        while not self._over.wait(pause):
+            self._look()
+            pause = self._pause
+        self._leave()
+
+    def _look(self) -> None:
+        """Draw the line if it has changed, or if the terminal has."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        size = self._size()
+        text = "" if size is None else self._text(size.columns)[: size.columns]
+        if size is None or not text:
+            self._leave()
+            return
+        known = self._drawn if now < before + LATE_S else None
+        if known == (size, text):
+            return
+        frame = _line(text, size, plain=self._plain)
+        if known is None or known[0] != size:
+            frame, self._up = _region(size) + frame, True
+        self._drawn = (size, text) if self._write(frame) else None
+
+    def _size(self) -> os.terminal_size | None:
+        """Return the size of the terminal; None if it has no room for the line, or for us."""
+        try:
+            size = os.get_terminal_size(self._fd)
+        except OSError:  # it has gone
+            return None
+        if size.columns < LEAST_COLUMNS or size.lines < LEAST_ROWS:
+            return None
+        with contextlib.suppress(OSError):  # it is not the one that controls us
+            if os.tcgetpgrp(self._fd) != os.getpgrp():
+                return None
+        return size
+
+    def _leave(self) -> None:
+        """Give the whole terminal back."""
+        if self._up:
+            self._up, self._drawn = not self._write(f"{_SAVE}\x1b[r{_RESTORE}{_CLEAR_BELOW}"), None
+
+    def _write(self, frame: str) -> bool:
+        """Write all of it; return False if the terminal does not take it now."""
+        assert self._outlet is not None  # noqa: S101 - `__enter__` has opened it
+        rest, room = frame.encode(), select.poll()
+        room.register(self._outlet.fd, select.POLLOUT)
+        with contextlib.suppress(OSError):  # it has gone
+            while rest and room.poll(ROOM_S * 1000):
+                with contextlib.suppress(BlockingIOError):
+                    rest = rest[self._outlet.write(rest[: self._outlet.piece]) :]
+        return not rest
+
+
+def _region(size: os.terminal_size) -> str:
+    """Return what lets everybody write in all rows but the last.
+
+    The cursor is at the beginning of an empty line, maybe in the last row: a line feed makes room.
+    Below the cursor there is at most an old line of ours.
+    """
+    return f"\n{_SAVE}\x1b[1;{size.lines - 1}r{_RESTORE}\x1b[A{_CLEAR_BELOW}"
+
+
+def _line(text: str, size: os.terminal_size, *, plain: bool) -> str:
+    """Return what draws the line in the last row; nothing wraps there."""
+    shown = text if plain else f"{_REVERSE}{text.ljust(size.columns)}{_PLAIN}"
+    go = f"\x1b[{size.lines};1H{_PLAIN}\x1b[2K"
+    return f"{_SAVE}\x1b[?7l{go}{shown}\x1b[?7h{_RESTORE}"

@@ -1,0 +1,204 @@
+"""A job with a given speed curve, on a clock of its own, and the machine that scales it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from elastic_driver.core.decisions import Announce
+from elastic_driver.core.events import SizeProposed, Tick
+from elastic_driver.core.snapshots import unpack
+from elastic_driver.policies.messages import SendEvent
+from elastic_driver.policies.scaling.autoscaler import GIVE_UP_S, AutoScaler
+from elastic_driver.policies.scaling.messages import SpeedSeen
+from tests.policies.scaling.curves import CURVES, Curve
+
+LOOK_S = 1.0
+
+
+@dataclass
+class SimulatedJob:
+    """Trains with `size` workers; a change of the size takes `change` seconds."""
+
+    curve: Curve
+    size: int = 1
+    base: float = 0.1
+    noise: float = 0.0
+    change: float = 0.3
+    least: int = 1
+    most: int | None = None
+    held: bool = False
+    rest: int | None = None
+    available: int = 99  # workers that can be had
+    now: float = 100.0
+    steps: int = 0
+    at: float = 100.0
+    round: int = 1
+    machine: AutoScaler = field(default_factory=AutoScaler)
+    proposals: list[SizeProposed] = field(default_factory=list)
+    announced: list[Announce] = field(default_factory=list)
+    chance: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def __post_init__(self) -> None:
+        self.wanted = self.size
+
+    def run(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += LOOK_S
+            while (took := self._step_time()) + self.at <= self.now:
+                self.at, self.steps = self.at + took, self.steps + 1
+            self._look()
+
+    def until_found(self, within: float = 60.0) -> float:
+        began = self.now
+        while not self.machine.found:
+            assert self.now - began < within, self.machine.search
+            self.run(LOOK_S)
+        return self.now - began
+
+    def _step_time(self) -> float:
+        factor = max(0.2, 1 + self.noise * self.chance.gauss(0, 1))
+        return self.curve.step_time(self.size, self.base) * factor
+
+    def _look(self) -> None:
+        seen = SpeedSeen(
+            round=self.round,
+            size=self.size,
+            wanted=self.wanted,
+            worker="a.0.1",
+            steps=self.steps,
+            at=self.at,
+            slots=self.curve.slots,
+            least=self.least,
+            most=self.most,
+            held=self.held,
+            rest=self.rest,
+            micro_batches=self.curve.micro_batches,
+        )
+        for decision in self.machine.handle(seen, self.now):
+            if isinstance(decision, Announce):
+                self.announced.append(decision)
+                continue
+            assert isinstance(decision, SendEvent)
+            assert isinstance(decision.event, SizeProposed)
+            self.proposals.append(decision.event)
+            self.go_to(decision.event.num_proc)
+        assert self.machine.check() == []
+        assert self.machine.deadline() is None
+
+    def go_to(self, size: int) -> None:
+        self.wanted = size
+        if min(size, self.available) != self.size:
+            self.size, self.round = min(size, self.available), self.round + 1
+            self.at += self.change
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("name", CURVES)
+def test_it_finds_the_best_size_within_a_minute_and_stays(name: str, noise: float) -> None:
+    job = SimulatedJob(CURVES[name], noise=noise)
+    job.until_found(within=60)
+    assert job.curve.speed(job.wanted) >= (0.95 if not noise else 0.92) * max(job.curve.speeds)
+    assert len(job.proposals) <= 6
+    changes = len(job.proposals)
+    job.run(600)
+    assert len(job.proposals) <= changes + 1
+
+
+def test_long_steps_take_as_many_looks_as_they_need() -> None:
+    job = SimulatedJob(CURVES["peak at 3"], base=3.0)
+    job.until_found(within=1500)
+    assert job.wanted == 3
+
+
+def test_a_changed_speed_reopens_the_search() -> None:
+    job = SimulatedJob(CURVES["linear"])
+    job.until_found()
+    assert job.wanted == 8
+    job.curve = CURVES["peak at 3"]
+    job.run(200)
+    assert [a.event for a in job.announced] == ["size_found", "size_search_reopened", "size_found"]
+    assert job.wanted == 3
+
+
+def test_a_change_of_10_percent_does_not() -> None:
+    job = SimulatedJob(CURVES["linear"])
+    job.until_found()
+    job.base *= 1.1
+    changes = len(job.proposals)
+    job.run(600)
+    assert len(job.proposals) == changes
+
+
+def test_the_limits_of_the_job_hold() -> None:
+    job = SimulatedJob(CURVES["linear"], size=2, least=2, most=5)
+    job.until_found()
+    assert job.wanted == 5
+    job = SimulatedJob(CURVES["falling"], size=4, least=3)
+    job.until_found(within=200)
+    assert job.wanted == 3
+    assert all(3 <= each.num_proc <= 8 for each in job.proposals)
+
+
+def test_only_whole_units_of_hosts_are_tried() -> None:
+    machine, slots = AutoScaler(), (2, 2, 2, 2)
+    seen = SpeedSeen(
+        round=1, size=4, wanted=4, worker="a", steps=0, at=0.0, slots=slots, least=1, unit=2
+    )
+    machine.handle(seen, 1.0)
+    assert machine.search is not None
+    assert set(machine.search.layout.hosts) == {3, 4, 7, 8}
+
+
+def test_a_size_that_a_user_asked_for_holds_until_it_is_released() -> None:
+    job = SimulatedJob(CURVES["linear"], held=True)
+    job.run(120)
+    assert job.proposals == []
+    job.held = False
+    job.until_found()
+    assert job.wanted == 8
+
+
+def test_a_size_that_cannot_be_had_is_given_up() -> None:
+    job = SimulatedJob(CURVES["linear"], available=3)
+    job.until_found(within=4 * GIVE_UP_S)
+    assert job.size == job.wanted <= 3
+
+
+def test_moves_that_do_not_repay_themselves_are_not_made() -> None:
+    short = SimulatedJob(CURVES["linear"], change=20.0, rest=400)
+    short.run(300)
+    assert len(short.proposals) == 1  # the first move tells what a move costs
+    long = SimulatedJob(CURVES["linear"], change=20.0, rest=400_000)
+    long.run(300)
+    assert long.wanted == 8
+
+
+def test_hosts_that_come_reopen_the_search_and_measured_sizes_are_not_tried_again() -> None:
+    job = SimulatedJob(Curve((1, 2, 3, 4, 5, 6, 7, 8), (4,)))
+    job.until_found()
+    assert job.wanted == 4
+    before = len(job.proposals)
+    job.curve = Curve((1, 2, 3, 4, 5, 6, 7, 8), (4, 4))
+    job.run(60)
+    assert [each.num_proc for each in job.proposals[before:]] == [8]
+    job.curve = Curve((1, 2, 3, 4, 5, 6, 7, 8), (4,))
+    job.go_to(4)
+    before = len(job.proposals)
+    job.run(60)
+    assert len(job.proposals) == before
+
+
+def test_it_comes_back_from_a_snapshot() -> None:
+    job = SimulatedJob(CURVES["peak at 5"])
+    job.run(20)
+    job.machine.handle(Tick(), job.now)
+    again = AutoScaler.restored(job.machine.snapshot())
+    assert again.snapshot() == job.machine.snapshot()
+    assert type(unpack(job.machine.snapshot())) is AutoScaler
+    job.machine = again
+    job.until_found()
+    assert job.wanted == 5

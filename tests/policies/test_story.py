@@ -1,0 +1,33 @@
+"""The story of a job: its worlds over time, and their picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_driver.policies.log_lines import line_of
+from elastic_driver.policies.story import MOST_WORLDS, Story, World, picture
+
+
+def test_the_picture_shows_the_mean_of_each_part_and_leaves_empty_only_what_had_no_worker() -> None:
+    worlds = [World(10.0, 4), World(20.0, 1), World(25.0, 0), World(30.0, 4)]
+    assert picture(worlds, 0.0, 40.0, width=8) == "  ██▂ ██"
+    assert picture([World(0.0, 100), World(1.0, 1)], 0.0, 4.0, width=4) == "█▁▁▁"
+    assert picture([], 0.0, 40.0) == ""
+
+
+def test_the_worlds_of_a_job_that_changes_for_weeks_are_bounded() -> None:
+    story = Story()
+    started: dict[str, Any] = {"host": "a", "slot": 0, "worker": "a.0.1"}
+    events: list[tuple[str, dict[str, Any]]] = [
+        ("worker_ready", started),
+        ("round_completed", {"size": 1}),
+        ("worker_exited", started),
+    ]
+    for n in range(2 * MOST_WORLDS):
+        name, facts = events[n % 3]
+        line = line_of(name, float(n), facts)
+        assert line is not None
+        story.feed(line)
+    assert 1000 < len(story.worlds) <= MOST_WORLDS
+    assert story.worlds[0].t == 1.0
+    assert story.worlds == sorted(story.worlds)
