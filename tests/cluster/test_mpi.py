@@ -54,7 +54,7 @@ def test_agents_outlive_the_driver_and_the_next_one_adopts_them() -> None:
         job.train_on(2)
         job.resume()
         job.train_on(2)
-        assert job.newest_round() == before, "the world has not changed"
+        assert job.newest_round() == before, f"the world has changed: {job.describe()}"
         cluster.node("node1").running(f"-m {AGENT} ")[0].kill()
         job.wait_event("agent_lost", "node1")
         job.together(2, above=before)
