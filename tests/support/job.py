@@ -53,6 +53,7 @@ class StepRecord:
     pid: int
     worker: str
     began: float = 0.0  # where the script tells it
+    held_up: float = 0.0  # time it took over the time of its work; where the script tells it
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 STEPS steps of about WORK_MS milliseconds of one processor, a part IDLE of which is asleep; JITTER
 is the sigma of the lognormal factor by which that varies, and one step in a hundred takes five
-times as long.
+times as long. Each record says how many times as long as its work the step took (`held_up`).
 """
 
 import json
@@ -54,15 +54,17 @@ def train(state) -> None:
         while state.step < STEPS:
             pause = 5.0 if JITTER and chance.random() < 0.01 else 1.0
             factor = pause * chance.lognormvariate(0.0, JITTER)
+            began = time.perf_counter()
             time.sleep(IDLE * WORK_S * factor)
             for _ in range(int((1 - IDLE) * PRODUCTS * factor)):
                 matrix @ matrix
+            held_up = (time.perf_counter() - began) / (WORK_S * factor)
             state.optimizer.zero_grad()
             ddp(torch.rand(4, 20)).sum().backward()
             state.optimizer.step()
             state.step += 1
             place = {"round": elastic.round_id(), "rank": elastic.rank(), "size": elastic.size()}
-            note = {"t": time.time(), "step": state.step, **place}
+            note = {"t": time.time(), "step": state.step, "held_up": held_up, **place}
             file.write(json.dumps({**note, "pid": os.getpid(), "worker": worker}) + "\n")
             file.flush()
             state.commit()
