@@ -50,6 +50,7 @@ def test_agents_outlive_the_driver_and_the_next_one_adopts_them() -> None:
     args = ("--backend", "mpi", "-H", "node0:1,node1:1", "--min-np", "1")
     with Cluster(2) as cluster, elasticrun_on(cluster, *args, env=mpi.ENVIRON) as job:
         before = job.together(2)[0].round
+        job.known_to_train()
         job.kill_driver()
         job.train_on(2)
         job.resume()

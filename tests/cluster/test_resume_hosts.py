@@ -36,8 +36,7 @@ def test_agents_on_four_hosts_outlive_their_driver_and_the_next_one_adopts_them(
 ) -> None:
     with elasticrun_on(cluster, *FOUR) as job:
         first = job.together(4)
-        # Before that the round is young for the next driver, and is left.
-        job.until(lambda: job.events("state_synced"), "the driver knows of the first step")
+        job.known_to_train()
         for _ in range(3):
             job.kill_driver()
             job.train_on(4)

@@ -86,6 +86,7 @@ def test_steps_outlive_the_driver_and_the_next_one_in_the_allocation_adopts_them
     inside = (*ALLOCATION, "sh", "-c", AND_AGAIN, "sh")
     with elasticrun_on(slurm.cluster, inside=inside, env=slurm.environ) as job:
         before = job.together(2)[0].round
+        job.known_to_train()
         job.kill_driver()
         job.until(lambda: job.events("driver_resumed"), "the next driver begins")
         job.train_on(2)

@@ -47,6 +47,12 @@ class ClusterJob(RunningJob):
 
         return self.until(look, f"{size} workers train together after round {above}", within)
 
+    def known_to_train(self) -> None:
+        """Wait until the driver knows of the first step; until then, a resumed one ends the round,
+        because it may never have begun.
+        """
+        self.until(lambda: self.events("state_synced"), "the driver knows of the first step")
+
     def newest_round(self) -> int:
         """The newest round in which a step was finished."""
         return max((r.round for r in self.steps()), default=0)
