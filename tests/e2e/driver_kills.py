@@ -12,7 +12,8 @@ worker without failures.
 
 A line for each part tells the largest gaps between two steps of one process: in one world, between
 two worlds, and between two if a driver was missing, as the survivors of a loss wait for it. Fails
-if a step was lost or repeated.
+as soon as the job goes back to earlier steps, or if a step was lost or repeated; then its folder is
+kept.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import argparse
 import contextlib
 import itertools
 import math
+import shutil
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -36,6 +38,7 @@ from tests.e2e.test_exact import EXACT, result_of
 from tests.support.job import JOBS, Hosts, RunningJob, assert_no_step_lost_or_repeated, elasticrun
 
 RESUMED_S = 60.0
+WENT_BACK = 100  # steps
 STEPS_OF_EPOCH = 50  # of the exact job
 
 
@@ -104,6 +107,13 @@ class Trial:
         """Return whether the job is near its end."""
         return max((record.step for record in self.job.live().values()), default=0) > self.last
 
+    def check_progress(self) -> None:
+        """Fail if the newest step is far below the highest one: its state was lost."""
+        steps = self.job.steps()
+        highest = max((record.step for record in steps), default=0)
+        newest = max((record.step for record in steps[-4 * self.workers :]), default=0)
+        assert newest > highest - WENT_BACK, f"step {newest} after step {highest}"
+
     def kill_a_worker(self, part: Part) -> None:
         """Kill one of at least two workers that train."""
         if len(live := sorted(self.job.live())) > 1:
@@ -146,6 +156,7 @@ class Trial:
             if self.random.random() < 0.3 and not self.is_late():
                 self.job.until_size(self.size)
             time.sleep(self.random.uniform(0.0, 2.0))
+            self.check_progress()
         self.until_resumed(resumed)
         self.job.until_size(self.size)
         part.ended = time.time()
@@ -182,6 +193,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return try_job(given, seed, Hosts(Path(folder), f"localhost:{given.workers}"))
 
 
+@contextlib.contextmanager
+def kept_on_failure(folder: Path) -> Iterator[None]:
+    """Keep a copy of a job's folder if the trial fails."""
+    try:
+        yield
+    except AssertionError:
+        kept = shutil.copytree(folder, Path(tempfile.mkdtemp(prefix="driver-kills-"), "job"))
+        print(f"the job's folder is kept: {kept}", flush=True)
+        raise
+
+
 def try_job(given: argparse.Namespace, seed: int, hosts: Hosts) -> int:
     """Run the job of the trial; return the exit status."""
     steps = given.exact * STEPS_OF_EPOCH or 1_000_000
@@ -192,7 +214,7 @@ def try_job(given: argparse.Namespace, seed: int, hosts: Hosts) -> int:
         *("-np", str(given.workers), "--min-np", "1", "--max-np", str(given.workers + 1)),
         *("--max-restarts", "100000", "--", script),
     )
-    with elasticrun(*args, env=env) as job:
+    with elasticrun(*args, env=env) as job, kept_on_failure(job.folder):
         trial = Trial(job, Random(seed), given.workers, hosts, int(0.9 * steps))
         job.until_size(given.workers)
         for part in (
