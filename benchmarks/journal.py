@@ -7,8 +7,8 @@ default on the disk of /tmp.
     python -m benchmarks.journal [--members 10,1000,10000] [--rounds 20] [--folder DIR]
                                  [--etcd etcd://h1:2379,h2:2379,h3:2379]
 
-With --etcd it also measures how long the driver waits until an event, or a round of READYs, is in
-that etcd, and in the file.
+Last is the time until an event, or a round of READYs, is in the file; with --etcd, also until it is
+in that etcd and in the file.
 """
 
 from __future__ import annotations
@@ -175,13 +175,13 @@ def requests(folder: Path, repeats: int) -> list[Figure]:
     return figures
 
 
-def waits(url: str, members: tuple[int, ...], repeats: int, folder: Path) -> list[Figure]:
-    """Measure the time until an event is in the file, or in etcd and in the file."""
+def waits(url: str | None, members: tuple[int, ...], repeats: int, folder: Path) -> list[Figure]:
+    """Measure the time until an event is in the file, or in etcd (if there is one) and the file."""
     figures = []
-    for system in ("journal", "etcd"):
+    for system in ("journal", "etcd") if url else ("journal",):
         path = folder / f"waits-{system}.db"
         with contextlib.ExitStack() as stack:
-            place = None if system == "journal" else stack.enter_context(in_etcd(url, path))
+            place = stack.enter_context(in_etcd(url, path)) if url and system == "etcd" else None
             journal = Journal(path, "bench", store=place)
             journal.open()
             stack.callback(journal.close)
@@ -232,8 +232,7 @@ def main() -> None:
         figures = requests(Path(folder), 5)
         for count in members:
             figures += rounds(count, options.rounds, Path(folder))
-        if options.etcd:
-            figures += waits(options.etcd, members, 50, Path(folder))
+        figures += waits(options.etcd, members, 50, Path(folder))
     report("journal", figures)
 
 
