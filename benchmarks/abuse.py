@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gzip
 import itertools
 import os
 import sys
@@ -67,6 +68,10 @@ def abuses(requests: Requests) -> dict[str, Next]:
     many = tuple(f"never/{n}" for n in range(wire.MAX_KEYS))
     swap = [wire.CompareSet("large/0", b"wrong", b"")] * 100
     wrong = Requests("wrong")
+    packed = gzip.compress(bytes(32 * 1024 * 1024))
+    packed_head = (
+        f"POST /healthz HTTP/1.1\r\nContent-Encoding: gzip\r\nContent-Length: {len(packed)}"
+    )
     return {
         "nothing": lambda _: b"",
         "counts": lambda _: requests.batch(*counts),
@@ -85,6 +90,7 @@ def abuses(requests: Requests) -> dict[str, Next]:
         "pipelined": lambda n: requests.batch(wire.Add(f"n/{n}", 1)) * 1000,
         "wrong_tokens": lambda _: wrong.batch(wire.Count()),
         "page": lambda _: b"GET /assets/app.js HTTP/1.1\r\nHost: x\r\n\r\n",
+        "compressed": lambda _: packed_head.encode() + b"\r\n\r\n" + packed,
         "nonsense": lambda _: b"\0\r\n" * 1000 + b"\r\n\r\n",
         "half_sent": lambda _: requests.batch(*counts)[:-10],
         "connections": lambda _: b"",

@@ -127,6 +127,9 @@ def within(connections: Connections, turns: Turns) -> Middleware:
             _prove(request, connections, connection.client)
         elif size > _OPEN_BODY_BYTES:
             raise Problem(413, "too_large", "a request without a token is short", "send less")
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            problem = "the body is compressed, and this server unpacks none"
+            raise Problem(415, "compressed", problem, "send it without Content-Encoding")
         await turns.wait()
         try:
             if size:

@@ -334,6 +334,7 @@ class RendezvousServer:
         runner = web.AppRunner(
             app,
             access_log=None,
+            auto_decompress=False,  # a few KB may become GB, before a handler knows of the request
             handle_signals=False,
             handler_cancellation=True,  # the wait of a client that goes away ends
             keepalive_timeout=KEEPALIVE_S,

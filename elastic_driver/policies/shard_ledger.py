@@ -90,7 +90,7 @@ class ShardLedger:
                 return m.Wait(f"the last {len(self._doing)} shards are with {self._who_holds()}")
             if not self.source.drained():
                 return m.Wait("the stream has no new records")
-            if not self.source.next_epoch():
+            if self._is_all_poison() or not self.source.next_epoch():
                 return self._end()
             shard = self._take()
         token, self._next_token = self._next_token, self._next_token + 1
@@ -115,6 +115,11 @@ class ShardLedger:
             self._quarantine[shard] = Quarantined(shard, poison.losses, poison.reason)
             shard = self.source.take()
         return shard
+
+    def _is_all_poison(self) -> bool:
+        """Return whether no later epoch can have a shard that is not in quarantine."""
+        source = self.source
+        return isinstance(source, RangeSource) and 0 < source.shards <= len(self._poison)
 
     def _who_holds(self) -> str:
         names = sorted(self._holders)

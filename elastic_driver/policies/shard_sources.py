@@ -29,6 +29,11 @@ class RangeSource:
         self._shards = -(-records // size)  # of one epoch
         self._begin(0, taken=0)
 
+    @property
+    def shards(self) -> int:
+        """The number of shards of one epoch."""
+        return self._shards
+
     def _begin(self, epoch: int, taken: int) -> None:
         self._epoch, self._taken = epoch, taken
         key = mix(self._dataset.seed, epoch)

@@ -10,6 +10,8 @@ import re
 from collections import OrderedDict
 from typing import NamedTuple
 
+import msgspec
+
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.events import (
@@ -29,6 +31,7 @@ from elastic_driver.policies.shard_sources import RangeSource
 
 LEASE_S = 60.0
 MAX_DATASETS = 256
+MAX_BYTES = 32 * 1024 * 1024  # of all descriptions and restored checkpoints together, as JSON
 MAX_HELD = 1024  # shards of one worker; a loop that holds more forgets to report them
 TERM_BITS = 32  # of a token are its number among those of one driver; the term is before them
 MAX_GONE = 65536  # names of ended workers, which get no shard any more
@@ -53,6 +56,7 @@ class DataSets(Restorable):
 
     def __init__(self) -> None:
         self._ledgers: dict[str, ShardLedger] = {}  # by the data set's name
+        self._sizes: dict[str, int] = {}  # bytes of each, see `MAX_BYTES`
         self._waiting: dict[int, _Waiting] = {}  # by ticket
         self._ends: list[tuple[float, int]] = []  # a heap: ends of waits, and their tickets
         self._alive: set[str] = set()  # workers that the job has started
@@ -110,6 +114,8 @@ class DataSets(Restorable):
                 heapq.heappush(self._ends, (waiting.until, ticket))
             if self._due is None:
                 self._due = now + LEASE_S / 4
+        elif isinstance(request, m.ShardCheckpoint) and not self._fits(name, request):
+            self._out.append(Reply(ticket, _TOO_LARGE))
         else:
             self._out.append(Reply(ticket, self._answer(ledger, request, now)))
             if not isinstance(request, m.ReadStatus | m.ReadCheckpoint):
@@ -250,9 +256,26 @@ class DataSets(Restorable):
             return Rejection("bad_name", f"{name[:40]!r} is no name", hint)
         if len(self._ledgers) >= MAX_DATASETS:
             return Rejection("too_many", f"there are {MAX_DATASETS} data sets already")
+        if not self._fits(name, dataset):
+            return _TOO_LARGE
         try:
             ledger = ShardLedger(dataset, lease=LEASE_S, max_held=MAX_HELD)
         except UsageError as error:
             return Rejection("bad_dataset", str(error))
         self._ledgers[name] = ledger
         return ledger
+
+    def _fits(self, name: str, document: m.Description | m.ShardCheckpoint) -> bool:
+        """Return whether there is room for a description or a checkpoint, and take it."""
+        size = len(msgspec.json.encode(document))
+        if sum(self._sizes.values()) - self._sizes.get(name, 0) + size > MAX_BYTES:
+            return False
+        self._sizes[name] = size
+        return True
+
+
+_TOO_LARGE = Rejection(
+    "too_large",
+    f"the data sets take more than {MAX_BYTES >> 20} MiB as JSON",
+    "use larger shards, or fewer partitions and data sets",
+)

@@ -42,7 +42,9 @@ class HostsArena(Arena):
 
 def kill_worker(arena: HostsArena) -> None:
     """A worker dies."""
-    workers = [p for p in arena.node.processes() if "train.py" in " ".join(_words(p))]
+    node = arena.node
+    # A host that an earlier fault has slowed down may be lost late, and has none for a while.
+    workers = arena.job.until(lambda: node.running("train.py"), f"{node.name} has a worker")
     with contextlib.suppress(psutil.NoSuchProcess):
         arena.random.choice(workers).kill()
 

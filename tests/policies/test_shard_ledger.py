@@ -217,6 +217,21 @@ def test_records_in_quarantine_are_not_handed_out_in_later_epochs() -> None:
     assert ledger.counts().quarantined == 2
 
 
+@pytest.mark.parametrize("epochs", [None, 2**62])
+def test_a_data_set_whose_shards_are_all_in_quarantine_ends_though_epochs_are_left(
+    epochs: int | None,
+) -> None:
+    ledger = ShardLedger(in_order(20, max_losses=1, epochs=epochs))
+    for worker in ("a", "b"):
+        grant(ledger, worker)
+        assert ledger.worker_lost(worker, "exit code 1")
+    for _ in range(2):
+        answer = ledger.next("c", 0.0)
+        assert isinstance(answer, End)
+        assert not answer.complete
+        assert answer.quarantined == ("epoch 0, records 0–9", "epoch 0, records 10–19")
+
+
 def test_a_late_done_takes_a_shard_out_of_quarantine() -> None:
     ledger = ShardLedger(in_order(10, epochs=2, max_losses=1))
     granted = grant(ledger, "a")

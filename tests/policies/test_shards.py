@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from elastic_driver.core.events import DriverResumed, Tick
-from elastic_driver.policies.messages import Reply, RequestDropped
+from elastic_driver.policies import shards
+from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
 from elastic_driver.policies.shard_messages import (
     DoneRequest,
     Granted,
@@ -11,7 +15,9 @@ from elastic_driver.policies.shard_messages import (
     RangeDescription,
     ReadStatus,
     ShardAccepted,
+    ShardCheckpoint,
     ShardRequest,
+    StreamDescription,
     Wait,
 )
 from elastic_driver.policies.shards import LEASE_S, DataSets
@@ -56,6 +62,33 @@ def test_the_deadline_is_the_first_end_of_a_wait_that_still_lasts() -> None:
         answered = replies(datasets, done, 4.0)
     assert answered.keys() == {8, 3, 6}, "the end answers all who wait"
     assert datasets.deadline() == LEASE_S / 4
+
+
+# ---- room -------------------------------------------------------------------------------------
+
+
+def test_all_data_sets_have_a_bounded_size_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "MAX_BYTES", 20_000)
+    datasets = DataSets()
+    partitions = {f"{number:0100d}": 0 for number in range(100)}
+    large = NextRequest("a", StreamDescription(partitions, 1))  # 10 KB
+
+    def answer(name: str, request: NextRequest | ShardCheckpoint) -> object:
+        return replies(datasets, ShardRequest(1, name, request), 0.0)[1]
+
+    assert isinstance(answer("one", large), Wait)
+    refused = answer("two", large)
+    assert isinstance(refused, Rejection)
+    assert refused.code == "too_large"
+    assert isinstance(answer("two", NextRequest("a", TWENTY)), Granted)
+    saved = datasets._ledgers["two"].checkpoint()
+    assert answer("two", saved) is None
+    shard = saved.state.outstanding[0]
+    state = msgspec.structs.replace(saved.state, outstanding=(shard,) * 1000)
+    refused = answer("two", msgspec.structs.replace(saved, state=state))
+    assert isinstance(refused, Rejection)
+    assert refused.code == "too_large"
+    assert isinstance(answer("two", NextRequest("a", TWENTY)), Granted), "it is as it was"
 
 
 # ---- answers that are lost, and drivers that die ----------------------------------------------

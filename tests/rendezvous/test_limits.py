@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import socket
 import subprocess
@@ -177,6 +178,21 @@ def test_a_half_sent_head_or_body_is_cut_off_also_by_the_general_server() -> Non
         assert (status, error_of(answer)["code"]) == (408, "timed_out")
         assert calls[2].answer()[0] == 408  # its wait ended; it was not cut off
         assert server.hits.snapshot()["request_time"] == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/kv:batch", "/healthz"])
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_compressed_body_is_refused_and_never_unpacked(
+    server: RendezvousServer, path: str, token: str | None
+) -> None:
+    bomb = gzip.compress(bytes(32 * 2**20))  # 32 KiB
+    packed = {"Content-Encoding": "gzip"}
+    began = time.process_time()
+    answers = [request(server, "POST", path, bomb, token, **packed) for _ in range(5)]
+    assert time.process_time() - began < 0.15, "to unpack five of them takes 0.3 s"
+    assert {status for status, *_ in answers} <= {401, 405, 413, 415}
+    if token and path == "/v1/kv:batch":
+        assert [error_of(body)["code"] for *_, body in answers] == ["compressed"] * 5
 
 
 def test_requests_that_arrive_slowly_have_a_bounded_size_together() -> None:

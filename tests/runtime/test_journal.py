@@ -730,6 +730,26 @@ def test_old_events_are_dropped_and_the_replay_begins_later(
     replay.close()
 
 
+def test_events_that_are_large_are_dropped_earlier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "KEPT_BYTES", 200_000)
+    path, machine = tmp_path / "journal.db", TfCluster(30.0)
+    journal = Journal(path, "run")
+    journal.open()
+    for n in range(1, 101):
+        journal.note(n, float(n), "tf", ev.WorkerExited("a.0.1", 1, "x" * 10_000))
+        if n % 5 == 0:
+            journal.snapshot(n, float(n), {"tf": machine.snapshot()})
+        assert journal.settle() == []
+    journal.close()
+    assert path.stat().st_size < 400_000, "a hundred of them take 1 MB"
+    with sqlite3.connect(path) as database:
+        numbers = [n for (n,) in database.execute("SELECT n FROM events ORDER BY n")]
+        assert numbers == list(range(81, 101))
+        assert database.execute("SELECT min(n) FROM snapshots").fetchone() == (80,)
+
+
 def test_requests_for_shards_come_back(start_job: StartJob) -> None:
     job = start_job()
     job.cluster.until_workers(A0, A1)

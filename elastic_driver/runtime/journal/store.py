@@ -18,7 +18,9 @@ import msgspec
 from elastic_driver.errors import TakenOverError
 from elastic_driver.runtime.journal import tables
 
-KEPT_EVENTS = 100_000  # before the newest; older ones, and snapshots, are dropped
+# Before the newest event; older ones, and snapshots, are dropped.
+KEPT_EVENTS = 100_000
+KEPT_BYTES = 256 * 1024 * 1024
 CHECKPOINT_BYTES = 4 * 1024 * 1024  # of the write-ahead log, which then goes into the file
 # An event or a state: its number, machine time, the machine, and the bytes.
 Row: TypeAlias = tuple[int, float, str, bytes]
@@ -213,8 +215,24 @@ def _begin_term(database: sqlite3.Connection, head: Head) -> None:
 def drop_old(database: sqlite3.Connection, newest: int) -> None:
     """Drop what is older than the last snapshot before the events that are kept."""
     oldest = "SELECT max(n) FROM snapshots WHERE n <= ?"
-    (first,) = database.execute(oldest, (newest - KEPT_EVENTS,)).fetchone()
+    last = max(newest - KEPT_EVENTS, _last_beyond_bytes(database))
+    (first,) = database.execute(oldest, (last,)).fetchone()
     if first is not None:
         with _transaction(database):
             database.execute("DELETE FROM events WHERE n <= ?", (first,))
             database.execute("DELETE FROM snapshots WHERE n < ?", (first,))
+
+
+def _last_beyond_bytes(database: sqlite3.Connection) -> int:
+    """Return the newest event behind which there are `KEPT_BYTES` of events; 0: there is none."""
+    pages, free, size = (
+        database.execute(f"PRAGMA {name}").fetchone()[0]
+        for name in ("page_count", "freelist_count", "page_size")
+    )
+    if (pages - free) * size <= KEPT_BYTES:
+        return 0  # nearly always, and without a look at each event
+    sums = (
+        "SELECT max(n) FROM (SELECT n, sum(length(event)) OVER (ORDER BY n DESC) AS bytes "
+        "FROM events) WHERE bytes > ?"
+    )
+    return database.execute(sums, (KEPT_BYTES,)).fetchone()[0] or 0
