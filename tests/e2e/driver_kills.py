@@ -115,10 +115,17 @@ class Trial:
         assert newest > highest - WENT_BACK, f"step {newest} after step {highest}"
 
     def kill_a_worker(self, part: Part) -> None:
-        """Kill one of at least two workers that train."""
-        if len(live := sorted(self.job.live())) > 1:
+        """Kill one of at least two workers that hold the newest state.
+
+        A worker that has to leave, or a new one with the process number of a dead one, may live on
+        beside the last one that trains.
+        """
+        live = self.job.live()
+        newest = max((record.step for record in live.values()), default=0)
+        holders = sorted(pid for pid, record in live.items() if record.step >= newest - 1)
+        if len(holders) > 1:
             with contextlib.suppress(ProcessLookupError):
-                part.workers.append(self.job.kill(self.random.choice(live)))
+                part.workers.append(self.job.kill(self.random.choice(holders)))
 
     def without_driver_kills(self, times: int) -> Part:
         """Kill workers alone."""
