@@ -19,6 +19,8 @@ from elastic_driver.runtime.host_lists import Hosts, parse_host_lines
 from elastic_driver.runtime.probe import ProbeError, ScriptProbe
 
 MAX_TEXT_BYTES = 1 << 20  # of a script's output or a hostfile
+FAILURES_AT_ONCE = 10  # are told; then one each `FAILURE_EVERY_S`, as each may have a new reason
+FAILURE_EVERY_S = 60.0
 _SETTLED_AFTER = 0.02  # a file being rewritten looks the same twice only when it is finished
 
 
@@ -148,6 +150,7 @@ class DiscoveryThread:
         self._thread = threading.Thread(target=self._run, name="discovery", daemon=True)
         self._posted: Hosts | None = None
         self._last_reason: str | None = None
+        self._may_tell, self._since = float(FAILURES_AT_ONCE), time.monotonic()
 
     def start(self) -> None:
         """Start the thread; the first answer is always posted, even an empty one."""
@@ -177,8 +180,21 @@ class DiscoveryThread:
             reason = str(error)
             if not isinstance(error, ElasticError):
                 reason = f"{type(self._source).__name__}: {type(error).__name__}: {reason}"
-            before, self._last_reason = self._last_reason, reason
-            return None if reason == before else DiscoveryFailed(reason)
+            if reason == self._last_reason or not self._is_to_tell():
+                return None
+            self._last_reason = reason
+            return DiscoveryFailed(reason)
         self._last_reason = None
         before_hosts, self._posted = self._posted, hosts
         return None if hosts == before_hosts else HostsDiscovered(hosts)
+
+    def _is_to_tell(self) -> bool:
+        """Return whether one more failure is told: few at once, later ones now and then."""
+        now = time.monotonic()
+        earned = (now - self._since) / FAILURE_EVERY_S
+        self._may_tell = min(float(FAILURES_AT_ONCE), self._may_tell + earned)
+        self._since = now
+        if self._may_tell < 1.0:
+            return False
+        self._may_tell -= 1.0
+        return True

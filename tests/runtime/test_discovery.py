@@ -15,6 +15,7 @@ import pytest
 from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.runtime.discovery import (
+    FAILURES_AT_ONCE,
     DiscoveryError,
     DiscoveryThread,
     FixedDiscovery,
@@ -220,6 +221,24 @@ def test_a_failure_is_told_once_for_each_reason_and_the_hosts_stay() -> None:
         assert posted.empty()  # the same hosts as before the failures: no news
         source.answer = DiscoveryError("script exited with status 1")
         assert posted.get(timeout=10) == DiscoveryFailed("script exited with status 1")
+
+
+def test_a_script_that_fails_anew_each_time_fills_neither_terminal_nor_log() -> None:
+    source = Scripted(())
+    with running(source) as posted:
+        assert posted.get(timeout=10) == HostsDiscovered(())
+        for number in range(FAILURES_AT_ONCE + 5):
+            source.answer = DiscoveryError(f"exited with status 1: failed at {number}")
+            source.wait_for_another_answer()
+            source.answer = ()
+            source.wait_for_another_answer()
+        told = [posted.get_nowait() for _ in range(posted.qsize())]
+        assert told == [
+            DiscoveryFailed(f"exited with status 1: failed at {number}")
+            for number in range(FAILURES_AT_ONCE)
+        ]
+        source.answer = (("a", 1),)
+        assert posted.get(timeout=10) == HostsDiscovered((("a", 1),)), "changes are news"
 
 
 def test_two_changes_within_one_second_are_two_events(tmp_path: Path) -> None:
