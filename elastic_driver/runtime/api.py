@@ -36,6 +36,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
+from prometheus_client.core import Metric
 
 from elastic_driver import contract
 from elastic_driver.core import events as ev
@@ -142,11 +143,13 @@ class DriverRoutes:
         self._live = Live(self._status, driver.history, log, self._one_stream)
         self._asking = asyncio.Lock()  # held while the driver is asked for its status
         self._next_status: asyncio.Task[bytes] | None = None
+        self._app: web.Application | None = None
         self._scraped = b"", b""  # the last status that became metrics, and these
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
+        self._app = app
         app.router.add_get(EVENTS_PATH, self.get_events, allow_head=False)
         app.router.add_get(contract.STATUS_PATH, self.get_status, allow_head=False)
         app.router.add_get(contract.HISTORY_PATH, self.get_history, allow_head=False)
@@ -274,17 +277,23 @@ class DriverRoutes:
         body = msgspec.json.encode(self._driver.history(since))
         return web.Response(body=body, content_type=JSON)
 
-    async def get_metrics(self, request: web.Request) -> web.Response:
+    async def get_metrics(self, _request: web.Request) -> web.Response:
         """Answer with the metrics, in Prometheus' text format."""
         status = await self._status()
         if self._scraped[0] is not status:  # others may have got the same
-            app = request.app
-            figures = metrics.ServerFigures(
-                app[HITS].snapshot(), app[REFUSALS].snapshot(), app[REQUEST_TIMES].snapshot()
-            )
-            self._scraped = status, metrics.exposition(status, figures, self._times)
+            self._scraped = status, metrics.exposition(status, self._figures(), self._times)
         body = self._scraped[1]
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    def metric_families(self, status: bytes) -> Iterator[Metric]:
+        """Return the metrics of a status document; any thread may call this."""
+        return metrics.families(status, self._figures(), self._times)
+
+    def _figures(self) -> metrics.ServerFigures:
+        assert self._app is not None  # noqa: S101 - the routes are mounted before they are asked
+        app = self._app
+        counts = app[HITS].snapshot(), app[REFUSALS].snapshot()
+        return metrics.ServerFigures(*counts, app[REQUEST_TIMES].snapshot())
 
     async def _status(self) -> bytes:
         """Return a status from now; all who ask while the driver is asked share the next one."""

@@ -32,6 +32,7 @@ from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.reporter import Change
 from elastic_driver.runtime.resources import DriverResources, DriverSetup
 from elastic_driver.runtime.results import JobResult
+from elastic_driver.runtime.telemetry import Telemetry
 from elastic_driver.settings import Settings
 
 MAX_MAIL = 100_000  # waiting messages; beyond that, requests are refused with 503
@@ -55,6 +56,7 @@ class ElasticDriver:
         self._mailbox = mail.Mailbox()
         self._resources = DriverResources(setup, self._mailbox, self)
         self._loop: DriverLoop | None = None
+        self._telemetry: Telemetry | None = None
         self._thread: threading.Thread | None = None
         self._outcome: JobResult | None = None  # after everything is closed
         self._begun = False  # the job
@@ -116,10 +118,26 @@ class ElasticDriver:
             resources.tell_agents(setup.resumed)
         self._mailbox.put(mail.JobBegins(job, setup.spec.run_id))
         self._takes_events = True
+        self._start_telemetry()
         source, interval = discovery or setup.discovery, setup.options.discovery_interval
         thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
         resources.on_close(thread.stop)
         thread.start()
+
+    def _start_telemetry(self) -> None:
+        """Send the job's trace and metrics to a collector, if OpenTelemetry's variables say so."""
+        setup, resources = self._setup, self._resources
+        if setup.telemetry is not None:
+            self._telemetry = Telemetry(
+                setup.telemetry,
+                run_id=setup.spec.run_id,
+                began=resources.began,
+                log=resources.log,
+                ask_status=self.ask_status,
+                families=resources.routes.metric_families,
+                say=self.reporter.note,
+            )
+            self._telemetry.start()
 
     def serve(self) -> None:
         """Answer TensorFlow's nodes without a job, until `request_stop`.
@@ -227,6 +245,11 @@ class ElasticDriver:
         """Return how the job has trained since then (unix seconds), in the last hour."""
         return History() if self._loop is None else self._loop.measurements.history(since)
 
+    @property
+    def sends_telemetry(self) -> bool:
+        """Return whether something may still be sent to a collector."""
+        return self._telemetry is not None and self._telemetry.busy
+
     def now(self) -> JobNow | None:
         """Return the job in a few numbers; None before it begins. Any thread may ask."""
         loop = self._loop
@@ -275,6 +298,8 @@ class ElasticDriver:
             if self._setup.joined is not None and not replaced:
                 self._setup.joined.job_ends(end.exit_code, end.reason)
             logged = self._resources.close(end, begun=self._begun, replaced=replaced)
+            if self._telemetry is not None:
+                self._telemetry.close(None if replaced else self._status())
         except BaseException:
             reporter.bug(traceback.format_exc())
             end = EndJob(int(ExitCode.BUG), "a bug of the driver showed while it ended")

@@ -92,6 +92,11 @@ def exposition(status: bytes, server: ServerFigures, times: JobTimes) -> bytes:
     return generate_latest(registry)
 
 
+def families(status: bytes, server: ServerFigures, times: JobTimes) -> Iterator[Metric]:
+    """Return the same metrics for another format."""
+    return _Picture(msgspec.json.decode(status), server, times).collect()
+
+
 class _Picture(Collector):
     """The metrics of one document."""
 

@@ -41,6 +41,7 @@ from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.runtime.run_ledger import RunLedger
 from elastic_driver.runtime.successor import tell_agents
 from elastic_driver.runtime.suspects import Suspects
+from elastic_driver.runtime.telemetry import TelemetrySettings
 from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
 from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import Role, make_token, read_credentials, read_token_file
@@ -67,6 +68,7 @@ class DriverSetup:
     cwd: str = ""  # its folder
     resumed: ResumedRun | None = None  # the run of a driver that has died, to go on with
     store: JournalStore | None = None  # of the journal; None: a file in the run's folder
+    telemetry: TelemetrySettings | None = None  # None: nothing is sent to a collector
 
     @property
     def term(self) -> int:

@@ -35,6 +35,7 @@ from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
+from elastic_driver.runtime.telemetry import telemetry_settings
 from launcher.agent.processes import NOTICES
 from launcher.backends.registry import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
@@ -139,6 +140,7 @@ def make_driver(
             cwd=plan.spec.cwd,
             resumed=run,
             store=store,
+            telemetry=telemetry_settings(os.environ),
         )
     )
 

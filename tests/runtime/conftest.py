@@ -19,6 +19,7 @@ from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.telemetry import TelemetrySettings
 from elastic_driver.settings import DriverOptions, Settings
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import ChangingHosts, JobUnderTest, StartJob
@@ -48,6 +49,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
         level: Level = Level.NORMAL,
         node_check: CheckReport | None = None,
         store: Callable[[RunDir], JournalStore] | None = None,
+        telemetry: TelemetrySettings | None = None,
         **settings: object,
     ) -> JobUnderTest:
         values: dict[str, object] = {"start_np": sum(s for _, s in hosts), "stop_grace": 1.0}
@@ -67,6 +69,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
                 options=options or DriverOptions(discovery_interval=0.02, debug=True),
                 checks=checks,
                 store=None if store is None else store(run_dir),
+                telemetry=telemetry,
             )
         )
         jobs.append(JobUnderTest(driver, cluster, source, run_dir, stderr))
