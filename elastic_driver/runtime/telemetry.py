@@ -181,4 +181,6 @@ class Telemetry:
         said, self._failed = self._failed, True
         if not said:
             where = self._settings.endpoints[signal]
-            self._say(f"OpenTelemetry: {where} {answer}; the job goes on, and drops what was to go")
+            self._say(
+                f"OpenTelemetry: {where} {answer}; the job goes on, and what fails is dropped"
+            )
