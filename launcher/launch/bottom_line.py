@@ -6,7 +6,8 @@ above (DECSTBM, as apt does it), and the line is drawn by one short write that s
 the cursor. The live display of `rich` would have to pass on every byte of every process.
 
 A thread of its own draws the line, and only while our process group is in the foreground. If the
-terminal takes nothing at the moment, the line is not drawn.
+terminal takes nothing at the moment, the line is not drawn. If the thread fails, the terminal is
+given back and the job goes on without a line.
 """
 
 import contextlib
@@ -45,6 +46,7 @@ class BottomLine:
     Args:
         fd: the terminal; it is left as it is.
         text: returns the line for a number of columns, "" for none; called by a thread.
+        on_failed: called by the thread with an unexpected error; the terminal is given back.
         plain: the line is not set off by colors (https://no-color.org).
     """
 
@@ -52,13 +54,14 @@ class BottomLine:
         self,
         fd: int,
         text: Callable[[int], str],
+        on_failed: Callable[[Exception], None],
         *,
         plain: bool = False,
         first: float = FIRST_S,
         look: float = LOOK_S,
     ) -> None:
         self._text, self._plain, self._first, self._pause = text, plain, first, look
-        self._fd = fd
+        self._fd, self._on_failed = fd, on_failed
         self._outlet: Outlet | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bottom-line", daemon=True)
@@ -81,15 +84,21 @@ class BottomLine:
         self._over.set()
         if self._outlet is not None:
             self._thread.join(JOIN_S)
-            if not self._thread.is_alive():
+            if self._thread.is_alive():  # `text` does not return
+                self._leave()
+            else:
                 self._outlet.close()
 
     def _run(self) -> None:
-        pause = self._first
-        while not self._over.wait(pause):
-            self._look()
-            pause = self._pause
-        self._leave()
+        try:
+            pause = self._first
+            while not self._over.wait(pause):
+                self._look()
+                pause = self._pause
+            self._leave()
+        except Exception as error:  # a bug of ours; the terminal is not to stay as it is
+            self._leave()
+            self._on_failed(error)
 
     def _look(self) -> None:
         """Draw the line if it has changed, or if the terminal has."""
@@ -97,6 +106,8 @@ class BottomLine:
         self._looked = now
         size = self._size()
         text = "" if size is None else self._text(size.columns)[: size.columns]
+        if self._over.is_set():  # maybe the terminal was given back meanwhile
+            return
         if size is None or not text:
             self._leave()
             return

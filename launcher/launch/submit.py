@@ -31,6 +31,7 @@ from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
+from elastic_driver.runtime.library_logs import described
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.results import JobResult
@@ -152,19 +153,24 @@ def run_driver(driver: ElasticDriver, plan: LaunchPlan, discovery: HostDiscovery
     made with.
     """
     notice = plan.settings.grace_period
-    with stop_on_signals(driver, notice=notice), bottom_line(driver.now, plan.options):
+    line = bottom_line(driver.now, plan.options, driver.reporter.note)
+    with stop_on_signals(driver, notice=notice), line:
         return driver.run(plan.settings, discovery)
 
 
 def bottom_line(
-    now: Callable[[], JobNow | None], options: LaunchOptions
+    now: Callable[[], JobNow | None], options: LaunchOptions, note: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[object]:
     """Return what keeps a status line on the terminal, if there is one and the user wants it."""
     off = options.quiet or options.no_progress or options.log_format == "json"
     if off or not has_room_for_line(os.environ):
         return contextlib.nullcontext()
+
+    def failed(error: Exception) -> None:
+        note(f"the status line is gone ({described(error)}); the job goes on")
+
     plain = bool(os.environ.get("NO_COLOR"))
-    return BottomLine(2, lambda columns: status_line(now(), columns), plain=plain)
+    return BottomLine(2, lambda columns: status_line(now(), columns), failed, plain=plain)
 
 
 def _more(plan: LaunchPlan) -> str:

@@ -28,6 +28,10 @@ def write_lines(terminal: Terminal, first: int, last: int) -> list[str]:
     return lines
 
 
+def never(error: Exception) -> None:
+    raise AssertionError(error)
+
+
 def last_row(terminal: Terminal, text: str) -> None:
     eventually(
         lambda: terminal.rows()[-1] == text,
@@ -46,7 +50,7 @@ def test_lines_of_others_scroll_above_it_and_the_terminal_is_left_as_it_was(plai
     text = "3 workers | step 1"
     with Terminal(columns=70, rows=12) as terminal:
         lines, before = write_lines(terminal, 0, 5), terminal.state()
-        line = BottomLine(terminal.slave, lambda _: text, plain=plain, first=0.0, look=0.005)
+        line = BottomLine(terminal.slave, lambda _: text, never, plain=plain, first=0.0, look=0.005)
         with line:
             last_row(terminal, text)
             lines += write_lines(terminal, 5, 200)
@@ -73,7 +77,7 @@ def test_it_follows_the_size_of_the_window() -> None:
             shown.append(columns)
             return f"{columns} columns {'y' * columns}"
 
-        with BottomLine(terminal.slave, text, first=0.0, look=0.005):
+        with BottomLine(terminal.slave, text, never, first=0.0, look=0.005):
             for columns, rows in ((70, 24), (100, 30), (60, 20), (60, 8)):
                 terminal.resize(columns, rows)
                 last_row(terminal, f"{columns} columns {'y' * columns}"[:columns])
@@ -101,11 +105,72 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up() -> None:
         asked.set()
         return "never seen"
 
-    with BottomLine(slave, text, first=0.0, look=0.005):
+    with BottomLine(slave, text, never, first=0.0, look=0.005):
         assert asked.wait(30.0)
     assert time.monotonic() - began < 20.0
     os.close(slave)
     os.close(master)
+
+
+def test_a_thread_that_fails_gives_the_terminal_back() -> None:
+    problem, said = "", []
+
+    def text(_columns: int) -> str:
+        if problem:
+            raise ValueError(problem)
+        return "3 workers"
+
+    with Terminal() as terminal:
+        before = terminal.state()
+        with BottomLine(terminal.slave, text, said.append, first=0.0, look=0.005):
+            last_row(terminal, "3 workers")
+            problem = "a bug"
+            last_row(terminal, "")
+            eventually(lambda: said, within=30.0, what="it is told")
+            assert terminal.state()[0] in (None, (0, 23)), "everybody may write in all rows"
+            lines = write_lines(terminal, 0, 40)
+            until_shown(terminal, lines[-1])
+        assert [str(error) for error in said] == ["a bug"]
+        assert terminal.state()[1:] == before[1:]
+
+
+def test_a_thread_that_does_not_end_keeps_no_row_of_the_terminal() -> None:
+    hold, held = threading.Event(), threading.Event()
+
+    def text(_columns: int) -> str:
+        if hold.is_set():
+            held.wait(60.0)
+        return "3 workers"
+
+    with Terminal() as terminal:
+        with BottomLine(terminal.slave, text, never, first=0.0, look=0.005):
+            last_row(terminal, "3 workers")
+            drawing = next(t for t in threading.enumerate() if t.name == "bottom-line")
+            hold.set()
+        eventually(
+            lambda: terminal.state()[0] in (None, (0, 23)), within=30.0, what="all rows are free"
+        )
+        held.set()
+        drawing.join(30.0)
+        last_row(terminal, "")
+        assert terminal.state()[0] in (None, (0, 23)), "the line is not drawn again"
+
+
+def test_the_user_hears_of_a_line_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "has_room_for_line", lambda _environ: True)
+    said: list[str] = []
+
+    def now() -> None:
+        raise KeyError("secret")
+
+    with Terminal() as terminal:
+        monkeypatch.setattr(
+            submit, "BottomLine", lambda _fd, *args, **_: BottomLine(terminal.slave, *args, first=0)
+        )
+        with submit.bottom_line(now, LaunchOptions(), said.append):
+            eventually(lambda: said, within=30.0, what="it is told")
+    assert said[0].startswith("the status line is gone (a bug of ours: KeyError at test_bottom")
+    assert said[0].endswith("; the job goes on")
 
 
 def test_a_job_in_the_background_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +178,7 @@ def test_a_job_in_the_background_has_no_line(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "tcgetpgrp", lambda _fd: front)
     with (
         Terminal() as terminal,
-        BottomLine(terminal.slave, lambda _: "here", first=0.0, look=0.005),
+        BottomLine(terminal.slave, lambda _: "here", never, first=0.0, look=0.005),
     ):
         last_row(terminal, "here")
         front = 1  # the user has stopped the job, and lets it go on with `bg`
@@ -149,5 +214,5 @@ def test_nobody_gets_a_line_that_was_not_wanted(
     monkeypatch.setattr(submit, "has_room_for_line", lambda _environ: True)
     values: dict[str, Any] = {unwanted: "json" if unwanted == "log_format" else True}
     options = LaunchOptions(**values)
-    assert isinstance(submit.bottom_line(lambda: None, options), contextlib.nullcontext)
-    assert isinstance(submit.bottom_line(lambda: None, LaunchOptions()), BottomLine)
+    assert isinstance(submit.bottom_line(lambda: None, options, print), contextlib.nullcontext)
+    assert isinstance(submit.bottom_line(lambda: None, LaunchOptions(), print), BottomLine)
