@@ -12,7 +12,7 @@ worker is in, is in one class at every moment:
 - `training`: from that moment, which `state_synced` tells, until the worker leaves the round.
 - `redone`: the same, but the steps were trained before. Ends with `steps_redone`.
 - `slow`: of each second between `rank_slow` and `rank_recovered`, the share for which all ranks
-  wait for the slow one.
+  wait for the slow one: what it takes longer than the others in a step, over the whole step.
 - `lost`: from the last commit before a loss until `worker_ready`, or the end of the worker's
   process; and from the end of a worker after which no other one follows until the job's end.
 
@@ -217,7 +217,8 @@ class Ledger:
             case "spare_promoted":
                 self._put(where, worker, "ready")
             case "rank_slow":
-                self._slow[worker] = 1 - 1 / max(line.ratio, 1.0)
+                share = 1 - 1 / max(line.ratio, 1.0) if line.share is None else line.share
+                self._slow[worker] = min(max(share, 0.0), 1.0)
             case "rank_recovered":
                 self._slow.pop(worker, None)
             case "worker_ready":

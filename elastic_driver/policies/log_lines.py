@@ -29,6 +29,7 @@ class LogLine(msgspec.Struct, frozen=True):
     step: int | None = None
     first_step: int | None = None
     ratio: float = 1.0
+    share: float | None = None  # of a step, for which all ranks wait; older logs have none
 
 
 _decode = msgspec.json.Decoder(LogLine).decode

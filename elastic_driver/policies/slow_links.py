@@ -133,7 +133,7 @@ class LinkWatch:
             if alarm is None:
                 step = min(step for step, _ in self._now.values())
                 rank = self.hosts.index(host)
-                slow = SlowRank(rank, host, Slowness.NETWORK, ratio, step)
+                slow = SlowRank(rank, host, Slowness.NETWORK, ratio, step, own - normal)
                 self._alarms[host] = _Alarm(slow, span, span.looks)
                 changes.append(Change(slow))
             else:

@@ -61,6 +61,16 @@ class SlowRank(Struct, frozen=True):
     kind: Slowness
     ratio: float  # its time over the usual one, when the alarm was raised
     step: int  # the step at which it was raised
+    excess: float = 0.0  # seconds of a step beyond the usual ones, when the alarm was raised
+
+    def share(self, step_time: float) -> float:
+        """Return the part of a step of `step_time` seconds for which all ranks wait for this one.
+
+        It is at most the part that the rank itself is late by: the step time may be that of steps
+        before the rank became slow, and 0 if it is not known.
+        """
+        own = 1 - 1 / max(self.ratio, 1.0)
+        return min(own, self.excess / step_time) if step_time > 0 else own
 
     def describe(self) -> str:
         """Return one line for the event log."""
@@ -153,7 +163,8 @@ class StragglerWatch:
             factor *= factor  # most are not slow; a few are fast, with a processor of their own
         changes = []
         for rank, time in enumerate(times):
-            found = SlowRank(rank, self.hosts[rank], Slowness.COMPUTE, time / normal, step)
+            host, excess = self.hosts[rank], max(time - normal, 0.0)
+            found = SlowRank(rank, host, Slowness.COMPUTE, time / normal, step, excess)
             harms = time - normal > _PART * self.step_time
             change = self._judge(found, factor, harms=harms)
             if change is not None:

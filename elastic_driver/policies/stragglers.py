@@ -167,10 +167,15 @@ class Stragglers(Restorable):
 
     def _announce(self, change: Change) -> Announce:
         slow = change.slow
-        detail = {"kind": slow.kind.value, "ratio": round(slow.ratio, 3), "step": slow.step}
+        detail: dict[str, str | float] = {
+            "kind": slow.kind.value,
+            "ratio": round(slow.ratio, 3),
+            "step": slow.step,
+        }
         if change.over:
             reason = f"rank {slow.rank} on {slow.host} is no longer slow"
             return self._about_rank("rank_recovered", reason, slow.rank, detail)
+        detail["share"] = round(slow.share(self._watch.step_time), 3)
         return self._about_rank("rank_slow", slow.describe(), slow.rank, detail)
 
     def _balance(self) -> list[PublishKey | Announce]:

@@ -28,7 +28,7 @@ INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"  # milliseconds
 INTERVAL_S = 60.0
 SOON_S = 0.5  # events often come together
 STATUS_S = 5.0  # for the driver to answer with its status
-LAST_S = 2.0  # for the collector to take what is left when the job is over
+LAST_S = 5.0  # for the collector to take what is left when the job is over
 
 
 class TelemetrySettings(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_driver.core.snapshots import SnapshotError, pack
@@ -136,6 +136,15 @@ def test_a_slow_rank_takes_its_share_of_the_seconds_of_all() -> None:
     assert (seconds["slow"], seconds["training"]) == pytest.approx((6.0, 20.0))
 
 
+def test_a_slow_rank_tells_its_share_of_a_step() -> None:
+    log = Log(a=2)
+    log.start("a.0.1", "a.1.1")
+    log.say(10.0, "rank_slow", "a.1.1", ratio=4.0, share=0.25)
+    log.say(14.0, "rank_recovered", "a.1.1")
+    seconds = log.seconds(20.0)
+    assert (seconds["slow"], seconds["training"]) == pytest.approx((2.0, 24.0))
+
+
 def test_a_plain_script_trains_from_its_round_on_until_one_of_its_workers_fails() -> None:
     log = Log(a=2)
     log.all(2.0, "worker_started", "a.0.1", "a.1.1")
@@ -231,10 +240,16 @@ def log_lines(draw: st.DrawFn) -> LogLine:
         facts["host"] = draw(st.sampled_from("ab"))
     numbers = ("size", "slots", "wanted", "step", "first_step")
     facts |= {name: draw(few) for name in numbers} | {"exit_code": draw(st.sampled_from((0, 1)))}
-    times = {"undone": draw(_SECONDS), "seconds": draw(_SECONDS), "ratio": draw(_SECONDS)}
+    times: dict[str, Any] = {
+        "undone": draw(_SECONDS),
+        "seconds": draw(_SECONDS),
+        "ratio": draw(_SECONDS),
+    }
+    times |= {"share": draw(st.none() | st.floats(-1.0, 2.0))}
     return LogLine(draw(_SECONDS), event, expected=draw(st.booleans()), **facts, **times)
 
 
+@settings(deadline=None)
 @given(st.lists(log_lines(), max_size=40), st.integers(1, 5), st.none() | st.integers(1, 5))
 def test_any_lines_in_any_order_sum_up(lines: list[LogLine], least: int, most: int | None) -> None:
     ledger, whole, before = Ledger(), 0.0, 0.0

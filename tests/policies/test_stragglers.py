@@ -20,6 +20,7 @@ from elastic_driver.core.documents import (
 from elastic_driver.core.events import Event, RankRecovered, RankSlow, Tick
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent
+from elastic_driver.policies.slow_ranks import Slowness, SlowRank
 from elastic_driver.policies.stragglers import LOOK_S, SHARE, RoundPublished, Stragglers
 
 USUAL, SLOW = 0.1, 0.4
@@ -46,6 +47,7 @@ class Bench:
         self.revision = 0
         self.takes = 0.0
         self.answers = True
+        self.step_time = 0.5
         self.sent: list[Event] = []
         self.published: list[Allocation] = []
         self.machine = Stragglers()
@@ -85,7 +87,7 @@ class Bench:
     ) -> None:
         self.revision += 1
         step = samples[-1].step if samples else step
-        document = Progress(round_id, step, 0.5, tuple(samples), division)
+        document = Progress(round_id, step, self.step_time, tuple(samples), division)
         worker = world().members[rank].worker
         self.entries[contract.worker_progress(worker)] = encode(document), self.revision
 
@@ -98,6 +100,36 @@ class Bench:
                 self.write(rank, [sample(s, seconds) for s in range(step, step + 8)])
             events += [event.event for event in self.look()]
         return events
+
+
+def test_the_share_of_a_slow_rank_is_that_of_a_stopwatch_beside_the_steps() -> None:
+    bench, rest, waited, trained = Bench(), 0.3, 0.0, 0.0  # of a step, 0.3 s is no computing
+    bench.enter(world())
+    bench.step_time = USUAL + rest
+    assert bench.train(1, 81, slow=None) == []
+    (event,) = [
+        event
+        for step in range(81, 121, 8)
+        for event in slowed_beat(bench, step, step_time=SLOW + rest)
+    ]
+    for _ in range(100):  # the stopwatch: every rank waits until the slow one has computed
+        waited, trained = waited + SLOW - USUAL, trained + SLOW + rest
+    assert abs(event.detail["share"] - waited / trained) < 0.01
+    assert 1 - 1 / event.detail["ratio"] > 1.7 * waited / trained, "computing is not all"
+
+
+def slowed_beat(bench: Bench, step: int, *, step_time: float) -> list[Announce]:
+    """Eight steps in which rank 1 is slow, each of this time, and a look."""
+    bench.step_time = step_time
+    for rank in range(3):
+        seconds = SLOW if rank == 1 else USUAL
+        bench.write(rank, [sample(s, seconds) for s in range(step, step + 8)])
+    return bench.look()
+
+
+def test_a_share_is_never_more_than_the_rank_is_late_by() -> None:
+    slow = SlowRank(1, "b", Slowness.COMPUTE, 4.0, 90, 0.3)
+    assert (slow.share(0.6), slow.share(0.1), slow.share(0.0)) == (0.5, 0.75, 0.75)
 
 
 def test_a_slow_rank_is_announced_shown_and_announced_again_when_it_has_recovered() -> None:
