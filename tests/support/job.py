@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from tests.support.json_lines import JsonLines
+
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "tests" / "e2e" / "jobs"
 T = TypeVar("T")
@@ -56,6 +58,10 @@ class StepRecord:
     held_up: float = 0.0  # time it took over the time of its work; where the script tells it
 
 
+def _step_record(line: dict[str, Any]) -> StepRecord:
+    return StepRecord(**line)
+
+
 @dataclass
 class RunningJob:
     """A started `elasticrun`, its files and what it has said so far."""
@@ -67,6 +73,8 @@ class RunningJob:
     environ: dict[str, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
     state_dir: Path = Path()  # of all runs
+    _logs: dict[Path, JsonLines[dict[str, Any]]] = field(default_factory=dict)
+    _records: dict[Path, JsonLines[StepRecord]] = field(default_factory=dict)
 
     # ---- what a user sees ----------------------------------------------------------------
 
@@ -85,11 +93,8 @@ class RunningJob:
     def events(self, *names: str) -> list[dict[str, Any]]:
         """The event log so far, or those events of it that have one of these names."""
         path = self.run_dir / "events.jsonl"
-        if not path.exists():
-            return []
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        read = [json.loads(line) for line in whole]
-        return [e for e in read if not names or e["event"] in names]
+        log = self._logs.setdefault(path, JsonLines(path, dict))
+        return [e for e in log.read() if not names or e["event"] in names]
 
     def rounds(self) -> list[int]:
         """World sizes of the completed rounds, in order."""
@@ -97,11 +102,10 @@ class RunningJob:
 
     def steps(self) -> list[StepRecord]:
         """All step records so far, by time."""
-        found = []
+        found: list[StepRecord] = []
         for path in (self.folder / "steps").glob("*.jsonl"):
-            for line in path.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    found.append(StepRecord(**json.loads(line)))
+            of_worker = self._records.setdefault(path, JsonLines(path, _step_record))
+            found += of_worker.read()
         return sorted(found, key=lambda r: r.t)
 
     def live(self) -> dict[int, StepRecord]:
