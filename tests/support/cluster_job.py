@@ -22,6 +22,7 @@ from tests.support.cluster import Cluster
 from tests.support.job import ROOT, RunningJob, StepRecord
 
 HEARTBEAT_S = 3.0
+BEGINS_S = 150.0  # for several machines that share two processors to import torch
 
 
 class ClusterJob(RunningJob):
@@ -30,7 +31,7 @@ class ClusterJob(RunningJob):
     cluster: Cluster
     inside: tuple[str, ...] = ()  # the command that has started `elasticrun`
 
-    def together(self, size: int, *, above: int = 0, within: float = 60.0) -> list[StepRecord]:
+    def together(self, size: int, *, above: int = 0, within: float = BEGINS_S) -> list[StepRecord]:
         """Wait until `size` workers have each finished two steps of one round above `above`."""
 
         def look() -> list[StepRecord] | None:

@@ -27,6 +27,7 @@ from tests.support.json_lines import JsonLines
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "tests" / "e2e" / "jobs"
 T = TypeVar("T")
+PATIENCE_S = 90.0  # with a job that shares its processors: torch's import takes 4 s of CPU time
 
 
 def eventually(
@@ -121,7 +122,7 @@ class RunningJob:
 
     # ---- waiting and acting --------------------------------------------------------------
 
-    def until(self, look: Callable[[], T | None], what: str, within: float = 40.0) -> T:
+    def until(self, look: Callable[[], T | None], what: str, within: float = PATIENCE_S) -> T:
         """Wait for a condition while the job runs."""
 
         def look_while_running() -> T | None:
@@ -138,9 +139,11 @@ class RunningJob:
 
     def until_without_driver(self, look: Callable[[], T | None], what: str) -> T:
         """Wait for a condition while no driver lives."""
-        return eventually(look, within=40.0, what=what, context=self.describe)
+        return eventually(look, within=PATIENCE_S, what=what, context=self.describe)
 
-    def until_size(self, size: int, within: float = 40.0, steps: int = 2) -> dict[int, StepRecord]:
+    def until_size(
+        self, size: int, within: float = PATIENCE_S, steps: int = 2
+    ) -> dict[int, StepRecord]:
         """Wait until `size` live workers each finished `steps` steps in one world of that size.
 
         Only the newest world counts: one that the event log has, though nobody may have finished
@@ -192,7 +195,7 @@ class RunningJob:
                 cwd=self.folder,
             )
 
-    def wait(self, within: float = 60.0) -> int:
+    def wait(self, within: float = PATIENCE_S) -> int:
         """The exit status of `elasticrun`."""
         try:
             return self.process.wait(within)

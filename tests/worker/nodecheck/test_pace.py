@@ -81,7 +81,7 @@ def test_threads_add_up_and_do_not_wait_for_each_other() -> None:
     slow = pace.in_threads([lambda: time.sleep(0.02), lambda: time.sleep(0.02)])(0.1)
     assert slow == pytest.approx(0.01, rel=0.5)
     uneven = pace.in_threads([lambda: time.sleep(0.02), lambda: time.sleep(1.0)])(0.1)
-    assert uneven < 0.04
+    assert uneven < 0.25, "it would be 0.5 if one waited for the other"
 
 
 def test_what_fails_in_a_thread_fails() -> None:
