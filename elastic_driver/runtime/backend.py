@@ -39,6 +39,7 @@ class BackendJob:
     grows: bool = False  # more hosts are likely to come
     environ: Mapping[str, str] = field(default_factory=dict)  # of elasticrun; may hold secrets
     heartbeat_timeout: float = 30.0  # seconds; a silent connection may be given up after this
+    resumable: bool = False  # another driver may go on with the job, with the same token
     ssh_port: int | None = option(Heading.START, whole("PORT", least=1), None,
         "The port of sshd on every host (ssh and mpi).", aliases=("-p",),
         shown="as in ssh's configuration")

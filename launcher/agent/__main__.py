@@ -33,6 +33,7 @@ def parse(argv: Sequence[str]) -> AgentConfig:
     parser.add_argument("--lifeline", action="store_true")
     parser.add_argument("--kept", action="store_true")
     parser.add_argument("--orphan-file", action="append", default=[], dest="orphan_files")
+    parser.add_argument("--resumable", action="store_true")
     parser.add_argument("--driver-file")
     return AgentConfig(**vars(parser.parse_args(argv)))
 

@@ -71,6 +71,7 @@ class AgentConfig(Struct, frozen=True, kw_only=True):
     lifeline: bool = False  # our stdin is a pipe that closes when the driver dies
     kept: bool = False  # the pipe is that of a process on this host, without which we end
     orphan_files: list[str] = []  # files of the driver, to be removed if it dies
+    resumable: bool = False  # then they are, but only after the wait for the next driver
     driver_file: str | None = None  # for the address of a driver that takes over; our parent's
 
 
@@ -89,6 +90,7 @@ class Agent:
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()  # set with a reason, an exit status, and the driver's state
         self._reason, self._exit_code, self._driver_gone = "", 0, False
+        self._waited_in_vain = False  # for the next driver
         self._signals = 0
         self._notice = 0.0  # seconds to leave in good order; 0: a signal ends this agent at once
         self._leave_timer: asyncio.TimerHandle | None = None  # runs after `_announce`
@@ -138,7 +140,8 @@ class Agent:
             await self._workers.end_strays()
         if self._exit_code != ExitCode.OK:
             self._say(f"{self._reason}; stopped our workers and ended")
-        if self._driver_gone:
+        # An agent that has not joined the job yet cannot wait for the next driver; others do.
+        if self._driver_gone and (self._waited_in_vain or not self._config.resumable):
             remove_orphans(self._config.orphan_files, self._is_of_our_driver)
         return self._exit_code
 
@@ -248,6 +251,7 @@ class Agent:
         except CutOffError as error:  # the others train on without our workers
             self._lose_driver(str(error), grace=0.0)
         except NoDriverError as error:
+            self._waited_in_vain = True
             self._lose_driver(str(error), notice=self._notice)
         except RendezvousError as error:
             self._lose_driver(str(error))

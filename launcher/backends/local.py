@@ -83,6 +83,7 @@ class LocalBackend(Backend):
         address: the address at which other machines reach this one; None: they need not.
         several: there will be agents of more than one host.
         grows: more hosts may come at any time; implies `several`.
+        resumable: another driver may go on with the job, and needs its files.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class LocalBackend(Backend):
         address: str | None = None,
         several: bool = False,
         grows: bool = False,
+        resumable: bool = False,
     ) -> None:
         self._endpoint, self._address = endpoint, address
+        self._resumable = ("--resumable",) if resumable else ()
         self._several, self._grows = several or grows, grows
         self._token_file = token_file.absolute()
         self._env = {contract.JOB_MARK: str(self._token_file)}
@@ -124,6 +127,7 @@ class LocalBackend(Backend):
             *("--token-file", token_file, "--address", self._address or meeting_address(host)),
             *("--lifeline", "--orphan-file", token_file),
             *("--orphan-file", str(self._token_file.with_name("endpoint.json"))),
+            *self._resumable,
         )
         return AgentPlan(host, incarnation, argv, self._env)
 
@@ -403,4 +407,5 @@ def make_backend(job: BackendJob) -> LocalBackend:
         several=len(here) > 1,
         # Hosts that come are names of this machine if all known ones are.
         grows=job.grows and here == named,
+        resumable=job.resumable,
     )

@@ -69,7 +69,7 @@ def check(words: list[str]) -> int:
     plan, job = submit.bound(plan, found)
     with tempfile.TemporaryDirectory(prefix="elasticctl-") as folder:
         run_dir = RunDir(Path(folder), "check")
-        starter = submit.backend_maker(plan.backend, replace(job, grows=False))
+        starter = submit.backend_maker(plan.backend, replace(job, grows=False, resumable=False))
         checks = submit.make_checks(plan, starter, run_dir, _say)
         driver = submit.make_driver(plan, FixedDiscovery(found), starter, run_dir, checks=checks)
         driver.open()

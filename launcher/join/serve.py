@@ -50,7 +50,10 @@ def serve(
     def starter(endpoint: str, token_file: Path) -> Backend:
         if hosts.own:
             address = plan.options.local_addr or own_address(bound)
-            nodes.own_starter = LocalBackend(endpoint, token_file, address=address)
+            resumable = plan.agents.resumable
+            nodes.own_starter = LocalBackend(
+                endpoint, token_file, address=address, resumable=resumable
+            )
         return nodes
 
     plan, checks = replace(plan, driver=replace(plan.driver, bind_host=bound)), None

@@ -133,6 +133,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         environ=facts.environ,
         hosts=hosts.hosts or (),
         grows=hosts.hosts is None,
+        resumable=spec.driver_timeout > 0,
         allocation=None if allocation is None else allocation.job_id,
     )
     notes = (*line.warnings, all_gpus, size_note, *unset, _who_may_join(options, role))

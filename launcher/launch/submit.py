@@ -85,7 +85,7 @@ def submit(
         plan = without(plan, hosts, problems)
     checks = None
     if plan.options.checks_nodes:
-        starter = backend_maker(plan.backend, replace(job, grows=False))
+        starter = backend_maker(plan.backend, replace(job, grows=False, resumable=False))
         checks = make_checks(plan, starter, run_dir)
     backend = backend_maker(plan.backend, job)
     driver = make_driver(plan, discovery, backend, run_dir, checks=checks, run=run, store=store)

@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from elastic_driver.core.events import WorkerExited, WorkerStarted
 from tests.launcher.agent.harness import (
     DAEMON,
@@ -91,6 +93,20 @@ def test_an_agent_notices_its_lifeline_closing_and_removes_the_drivers_files(
         assert agent.wait(8) == 75
         assert not lives(pid)
         assert [Path(p).exists() for p in files] == [False, False, True]
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_an_agent_that_has_not_joined_yet_leaves_the_files_to_the_next_driver(
+    driver: Driver, resumable: bool
+) -> None:
+    read, write = os.pipe2(os.O_CLOEXEC)  # the job's specification never comes
+    extra = ["--lifeline", "--orphan-file", str(driver.token_file)]
+    with agent_of(driver, *extra, *["--resumable"] * resumable, stdin=read) as agent:
+        os.close(read)
+        os.close(write)
+        assert agent.wait(8) == 75
+        assert "its pipe to us has closed" in agent.err
+        assert driver.token_file.exists() == resumable
 
 
 def test_a_refused_token_is_one_clear_line(driver: Driver) -> None:

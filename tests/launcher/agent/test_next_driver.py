@@ -193,7 +193,7 @@ def test_when_no_driver_comes_the_workers_are_told_to_leave_and_what_they_said_i
     driver: Driver,
 ) -> None:
     driver.python(LEAVES, **{**WAITS, "driver_timeout": 2.5, "grace_period": 30.0})
-    extra = ("--orphan-file", str(driver.endpoint_file))
+    extra = ("--orphan-file", str(driver.endpoint_file), "--resumable")
     with agent_of(driver, *extra) as agent:
         driver.wait(WorkerStarted, driver.start_worker())
         eventually(lambda: "up" in agent.out)

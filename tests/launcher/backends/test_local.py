@@ -53,6 +53,8 @@ def test_the_plan_is_pure_and_names_everything_an_agent_needs(tmp_path: Path) ->
         *("--orphan-file", str(tmp_path / "endpoint.json")),
     )
     assert plan.env == {"ELASTIC_JOB_MARK": str(token)}
+    other = LocalBackend("http://127.0.0.1:1", token, resumable=True)
+    assert other.plan("127.0.0.2", 3).argv == (*plan.argv, "--resumable")
 
 
 def test_another_machine_is_a_clear_error_told_and_not_raised(tmp_path: Path) -> None:
