@@ -17,7 +17,7 @@ from torch.distributed import DistError
 from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker.state import State
-from elastic_driver.worker.world import session
+from elastic_driver.worker.world import companions, session
 from elastic_driver.worker.world.collective_waits import current_waits
 from elastic_driver.worker.world.groups import RoundOverError
 from rendezvous.errors import SealedError
@@ -41,16 +41,32 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
     Raises the script's own exceptions, and a broken collective where the same members break three
     times without a step between: no peer was lost then.
     """
+    return training_loop(function, _join)
+
+
+def _join(state: State) -> bool:
+    member = session.start()
+    if member.group is None:
+        member.join("started", state)
+    return False
+
+
+def training_loop(
+    function: Callable[Concatenate[S, P], R], join: Callable[[S], bool]
+) -> Callable[Concatenate[S, P], R]:
+    """Return `function` as `run` does; `join` joins the first world.
+
+    `join` returns whether the reset callbacks are to be called in that world already.
+    """
 
     @functools.wraps(function)
     def train(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        rejoined = join(state)
         member = session.start()
-        if member.group is None:
-            member.join("started", state)
         breaks: deque[object] = deque(maxlen=MAX_EQUAL_BREAKS)
-        rejoined = False
         while True:
             try:
+                companions.start_all()
                 state.sync()
                 if rejoined:
                     state.on_reset()
@@ -63,6 +79,7 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
                     breaks.append((members, state.version))
                     if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
                         raise
+                    companions.stop_all(broken=True)  # it may still write into the state
                 clear_frames(raised)
                 reason = describe(error)
             member.join(reason, state, broken=broken)

@@ -92,6 +92,7 @@ def worker_environment(
         values |= {"LOCAL_RANK": 0, _DEVICES: _device_of(place.slot, values.get(_DEVICES))}
     optional = {
         contract.TF_CONFIG: order.tf_config,
+        contract.NEWCOMER: 1 if order.elastic else None,
         contract.JOB_MARK: inherited.get(contract.JOB_MARK),
         contract.SCRATCH: meeting.scratch,
         contract.DRIVER_FILE: meeting.driver_file,

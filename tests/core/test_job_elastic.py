@@ -16,6 +16,7 @@ def test_a_loss_tells_the_survivors_to_leave_and_replaces_the_worker_in_place(
     assert (s.notice.round, s.notice.after_step) == (1, None)
     assert s.starting == ["a.1.2"]
     assert s.orders(msg.StartWorkerOrder)[-1].round == 2
+    assert [order.elastic for order in s.orders(msg.StartWorkerOrder)] == [False] * 3 + [True]
 
 
 def test_the_next_round_does_not_wait_for_the_replacement(scenario: MakeScenario) -> None:

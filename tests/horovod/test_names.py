@@ -77,9 +77,9 @@ OTHERS = {
 }
 
 
-def rows() -> dict[str, tuple[str, str]]:
+def rows(title: str = "Every name") -> dict[str, tuple[str, str]]:
     """What the page says of each name: same, different or absent, and why."""
-    table = PAGE.read_text().partition("## Every name")[2]
+    table = PAGE.read_text().partition(f"## {title}")[2].partition("\n## ")[0]
     found = {}
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -99,7 +99,7 @@ def test_the_page_lists_every_name_with_a_reason_where_it_differs() -> None:
     for name, (here, why) in listed.items():
         assert here in ("same", "different", "absent"), name
         assert why or here == "same", name
-        assert hasattr(hvd, name) == (here != "absent") or name == "elastic", name
+        assert hasattr(hvd, name) == (here != "absent"), name
 
 
 def test_arguments_and_defaults_are_horovods() -> None:
@@ -114,3 +114,12 @@ def test_arguments_and_defaults_are_horovods() -> None:
         signature = inspect.signature(getattr(hvd, name))
         found = [(p.name, p.default) for p in signature.parameters.values()]
         assert found == expected, name
+
+
+def test_the_page_lists_the_names_of_the_elastic_api() -> None:
+    listed = rows("Names of `hvd.elastic`")
+    assert listed.keys() == {"ElasticSampler", "ObjectState", "TorchState", "run"}
+    for name, (here, why) in listed.items():
+        assert here in ("same", "different"), name
+        assert why or here == "same", name
+        assert hasattr(hvd.elastic, name), name

@@ -281,7 +281,8 @@ class Placement(Rule):
         number = current.number if current.state is FORMING else current.number + 1
         agent = self.fleet.agents[rank0]
         meeting = agent.address, agent.port(number)
-        order = StartWorkerOrder(worker.id, place, number, restarts, *meeting, tf_config)
+        elastic = self.outcome.elastic
+        order = StartWorkerOrder(worker.id, place, number, restarts, *meeting, tf_config, elastic)
         self.workers.ordered(worker, order)
         self.effects.give(worker.host, order, why)
 

@@ -1,18 +1,20 @@
 """The world as Horovod's scripts see it: `init`, `shutdown`, ranks and sizes, what is built."""
 
+import os
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
 import torch.distributed as dist
 
+from elastic_driver import contract
 from elastic_driver.horovod.common import process_sets as sets
 from elastic_driver.horovod.common import util
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.engine import running
 from elastic_driver.horovod.engine.world import EngineWorld
 from elastic_driver.worker import current
-from elastic_driver.worker.world import session
+from elastic_driver.worker.world import companions, session
 
 
 class Reduction(IntEnum):
@@ -27,7 +29,7 @@ class Reduction(IntEnum):
 
 
 def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None = None) -> None:
-    """Join the job and start the engine; does nothing where that is done already.
+    """Meet the other processes and start the engine; does nothing where that is done already.
 
     Args:
         comm: None, or the ranks of the world. MPI's communicators are not taken.
@@ -37,21 +39,36 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
         return
     if comm:
         raise HorovodUsageError("hvd.init(comm=…) needs MPI; add a process set for some ranks")
-    session.init()
-    running.start(_world())
-    sets.added_at_start(() if process_sets is None else process_sets)
+    _engine.given = () if process_sets is None else process_sets
+    companions.add(_engine)
+    if session.membership() is None and os.environ.get(contract.NEWCOMER):
+        # The others train. They are not held up while this process loads its data.
+        session.expect_round()
+        running.await_run()
+        return
+    session.meet_as_started()
+    _engine.start()
 
 
 def shutdown() -> None:
-    """Leave the world; `init` joins it again."""
-    running.stop()
-    sets.forget()
-    session.shutdown()
+    """End the engine in good order with the other ranks; `init` starts it again.
+
+    Nobody counts this as a failure or a change of the world.
+    """
+    companions.remove(_engine)
+    _engine.stop(broken=False)
+    session.leave_initial()
 
 
 def is_initialized() -> bool:
-    """Return whether this process is in a world."""
-    return current.is_initialized()
+    """Return whether `init` was called, and not `shutdown` since."""
+    return running.current() is not None or running.awaits_run()
+
+
+def enter_job() -> None:
+    """Leave the world of `init`, if that is one, and start the engine in each one that follows."""
+    companions.add(_engine)
+    running.stop()
 
 
 def size() -> int:
@@ -148,8 +165,35 @@ def rocm_built() -> bool:
 
 
 def _check() -> None:
-    if not current.is_initialized():
+    if not is_initialized():
         raise NotInYetError("Horovod is not initialized; call hvd.init() first")
+
+
+class _EngineInWorld:
+    """The engine and the process sets, in each world that this process joins.
+
+    `given`: the process sets of `init`.
+    """
+
+    given: Sequence[sets.ProcessSet] | str = ()
+
+    def start(self) -> None:
+        """See `Companion.start`; a set is left out where its ranks are not there."""
+        running.start(_world())
+        there, size = self.given, current.size()
+        if session.is_in_job() and not isinstance(there, str):
+            there = [each for each in there if each.ranks and each.ranks[-1] < size]
+        sets.added_at_start(there)
+
+    def stop(self, *, broken: bool) -> None:
+        """See `Companion.stop`."""
+        if broken:
+            running.abandon("the world is left")
+        running.stop()
+        sets.forget()
+
+
+_engine = _EngineInWorld()
 
 
 def _world() -> EngineWorld:

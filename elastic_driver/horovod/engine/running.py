@@ -20,6 +20,17 @@ class _Running:
     """The mutable field of this module."""
 
     engine: Engine | None = None
+    awaits_run = False  # a newcomer, which joins the job in `hvd.elastic.run`
+
+
+def await_run() -> None:
+    """Record that this process has a rank, and joins the others in `hvd.elastic.run` only."""
+    _Running.awaits_run = True
+
+
+def awaits_run() -> bool:
+    """Return whether this process joins the others in `hvd.elastic.run` only."""
+    return _Running.awaits_run
 
 
 def start(world: EngineWorld) -> None:
@@ -44,9 +55,16 @@ def stop() -> None:
     Pending operations fail with `HorovodInternalError`. Called before the world's groups are taken
     down, when it is healthy as well as when it is broken. A second call does nothing.
     """
+    _Running.awaits_run = False
     engine, _Running.engine = _Running.engine, None
     if engine is not None:
         engine.close()
+
+
+def abandon(reason: str) -> None:
+    """Fail all operations of the engine, so that `stop` waits for no peer."""
+    if _Running.engine is not None:
+        _Running.engine.fail(reason)
 
 
 def current() -> Engine | None:

@@ -1,5 +1,6 @@
 """`import elastic_driver.horovod.torch as hvd`."""
 
+from elastic_driver.horovod.torch import elastic as elastic
 from elastic_driver.horovod.torch import mpi_ops as mpi_ops
 from elastic_driver.horovod.torch.compression import Compression as Compression
 from elastic_driver.horovod.torch.functions import *  # noqa: F403 - the names of its `__all__`

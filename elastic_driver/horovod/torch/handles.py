@@ -1,7 +1,9 @@
 """Begins operations and waits for them, with Horovod's numbers for those under way."""
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from elastic_driver.horovod.engine.messages import Kind, Request
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
 from elastic_driver.horovod.engine.transfer import DTYPES
 
+_OURS = ("elastic_driver.", "torch.")
 Pick = Callable[[Any], Any]
 _numbers = itertools.count()
 _under_way: dict[int, tuple[Engine, Operation, Pick]] = {}
@@ -22,9 +25,24 @@ _under_way: dict[int, tuple[Engine, Operation, Pick]] = {}
 def engine_now() -> Engine:
     """Return the engine of the world; raises `NotInYetError` outside of a world."""
     engine = running.current()
+    if engine is None and running.awaits_run():
+        raise NotInYetError(
+            f"{_place_in_script()}: this worker is new in a job that trains, and is in no world "
+            "before hvd.elastic.run; move operations into the function that it decorates"
+        )
     if engine is None:
         raise NotInYetError("Horovod is not initialized; call hvd.init() first")
     return engine
+
+
+def _place_in_script() -> str:
+    """Return file and line of the script's call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame = frame.f_back
+    if frame is None:
+        return "the script"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def place_in(process_set: ProcessSet) -> SetPlace:

@@ -300,6 +300,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc] # torc
         super().zero_grad(set_to_none=set_to_none)
 
 
+def forget_reductions(optimizer: torch.optim.Optimizer) -> None:
+    """Drop what is under way in an optimizer of `DistributedOptimizer`; for any other, nothing."""
+    if isinstance(optimizer, _DistributedOptimizer):
+        optimizer._reducer.reset()
+        optimizer._synchronized = False
+
+
 class _DistributedAdasumOptimizer(_DistributedOptimizer):
     """Reduces what a step has changed, not the gradients."""
 

@@ -74,7 +74,7 @@ class ModulePart(StatePart):
         self._live: list[Tensor] = []  # the buffers at the last commit
         self._shapes: list[torch.Size] = []
         self._copies: list[Tensor] = []
-        self._large: list[tuple[Tensor, Tensor]] = []  # parameters and their copies
+        self._large = _Snapshot()  # of the parameters
 
     def keep(self, large: bool = False) -> None:
         """Copy the buffers, into the same copies as long as the buffers stay the same objects."""
@@ -86,13 +86,13 @@ class ModulePart(StatePart):
             self._live, self._shapes = live, shapes
             self._copies = [buffer.detach().clone() for buffer in live]
         if large:
-            self._large = [(p, p.detach().clone()) for p in self._thing.parameters()]
+            self._large.take(list(self._thing.parameters()))
 
     def roll_back(self, large: bool = False) -> None:
         """Put the buffers and, with `large`, the parameters back, in place."""
         _copy_all(self._live, self._copies)
         if large:
-            _copy_all([live for live, _ in self._large], [copy for _, copy in self._large])
+            _copy_all(self._large.live, self._large.copies)
 
     def outgoing(self) -> Outgoing:
         """Return parameters and buffers by name, and the extra state of modules."""
@@ -125,6 +125,11 @@ class ModulePart(StatePart):
 class OptimizerPart(StatePart):
     """An optimizer: its state is large; learning rates and other settings of groups are small."""
 
+    def __init__(self, name: str, optimizer: Optimizer) -> None:
+        super().__init__(name, optimizer)
+        self._document: Any = None  # of the state, without its tensors
+        self._large = _Snapshot()  # of these
+
     def keep(self, large: bool = False) -> None:
         """Copy the settings of each parameter group and, with `large`, the state."""
         self._kept = [
@@ -136,14 +141,17 @@ class OptimizerPart(StatePart):
             for group in self._thing.param_groups
         ]
         if large:
-            self._large = copied(self._thing.state_dict())
+            document, tensors = apart(self._thing.state_dict())
+            self._document = copied(document)
+            self._large.take([tensor for _, tensor in tensors])
 
     def roll_back(self, large: bool = False) -> None:
         """Put the settings and, with `large`, the state of every parameter back."""
         for group, kept in zip(self._thing.param_groups, self._kept, strict=True):
             group.update(copied(kept))
         if large:
-            self._load(copied(self._large))
+            copies = [copy.clone() for copy in self._large.copies]  # torch keeps what it loads
+            self._load(join(copied(self._document), copies))
 
     def places(self, document: Any, specs: Sequence[TensorSpec], /) -> list[Tensor]:
         """Return new tensors: this optimizer may not have made its own yet (Adam's are lazy)."""
@@ -170,6 +178,25 @@ class OptimizerPart(StatePart):
             for key, value in values.items():
                 if isinstance(value, Tensor) and mine[key].dtype != value.dtype:
                     mine[key] = value.to(mine[key].device)
+
+
+class _Snapshot:
+    """Copies of tensors, in the same memory as long as the tensors stay of the same kinds."""
+
+    def __init__(self) -> None:
+        self.live: list[Tensor] = []  # at the last `take`
+        self.copies: list[Tensor] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+
+    def take(self, live: list[Tensor]) -> None:
+        """Copy these tensors."""
+        kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in live]
+        if kinds == self._kinds:
+            _copy_all(self.copies, live)
+        else:
+            self._kinds = kinds
+            self.copies = [tensor.detach().clone() for tensor in live]
+        self.live = live
 
 
 def part_for(name: str, thing: Any) -> StatePart | None:

@@ -27,7 +27,7 @@ from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, 
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world import groups
+from elastic_driver.worker.world import companions, groups
 from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.collective_waits import CollectiveWaits
 from elastic_driver.worker.world.connections import link_usage
@@ -68,7 +68,9 @@ class JobMembership:
         self.group: RoundGroup | None = None
         self._choice = choice
         self._driver: DriverConnection | None = None
+        self._port: int | None = None  # of the rendezvous
         if born is not None:
+            self._port = urlsplit(born.endpoint).port
             self._driver = DriverConnection(
                 born,
                 self.progress,
@@ -190,8 +192,7 @@ class JobMembership:
 
     def _enter(self, world: World, me: Member, store: Store, version: int) -> None:
         run = partial(self._run_attempt, world.round, groups.CONNECT_TIMEOUT_S + 1)
-        port = urlsplit(self._driver.born.endpoint).port if self._driver else None
-        build = partial(groups.build, run, device=groups.gloo_device(world), port=port)
+        build = partial(groups.build, run, device=groups.gloo_device(world), port=self._port)
         choice = self._choice
         vote = None  # there is no vote on whether devices take part
         if choice.by_vote:
@@ -327,6 +328,7 @@ class JobMembership:
         A peer that has not got the notice to leave yet finds its group broken. The connections
         themselves stay open until the next round: see `connections`.
         """
+        companions.stop_all()
         # Before `group` is reset: a notice that comes meanwhile has to reach the device.
         problem = self.group.cut_off_device(broken=False) if self.group is not None else None
         with self._lock:

@@ -23,6 +23,7 @@ from elastic_driver.worker import context, current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world.backend import choose_backend
+from elastic_driver.worker.world.initial import InitialMembership, place_at_start
 from elastic_driver.worker.world.membership import JobMembership
 
 BUSY_S = 3600.0  # the default limit of `busy`
@@ -33,6 +34,8 @@ class _Session:
     """The mutable field of this module."""
 
     membership: JobMembership | None = None
+    initial: InitialMembership | None = None  # instead, until the script joins the job
+    alone: bool = False  # no elasticrun has started this process, and that was said
 
 
 def init(backend: str | None = None) -> None:
@@ -62,24 +65,71 @@ def start(backend: str | None = None) -> JobMembership:
     `backend` counts in the first call only; see `init`.
     """
     if _Session.membership is None:
-        born = context.from_environment()
-        if born is None:
-            say("not started by elasticrun: training in this process alone, as a world of one")
-        elif born.scratch:
-            context.use_scratch(born.scratch)
+        leave_initial()
+        born = _context()
         member = JobMembership(born, choose_backend(backend, born.slot if born else 0))
         member.start()
         _Session.membership = member
     return _Session.membership
 
 
+def meet_as_started() -> None:
+    """Join the world that this process was started for, and tell the driver nothing.
+
+    For scripts of which nobody knows yet whether they are elastic; see `initial`. Does nothing in
+    a process that is in a world.
+    """
+    if membership() is not None:
+        return
+    born = _context()
+    member = InitialMembership(born, choose_backend(None, born.slot if born else 0))
+    member.meet()
+    _Session.initial = member
+
+
+def leave_initial() -> None:
+    """Leave the world of `meet_as_started`; does nothing in another one."""
+    member, _Session.initial = _Session.initial, None
+    if member is not None:
+        member.stop()
+
+
+def _context() -> context.WorkerContext | None:
+    """Return the context of this process, and use it; None where elasticrun has not started it."""
+    born = context.from_environment()
+    if born is None:
+        if not _Session.alone:
+            say("not started by elasticrun: training in this process alone, as a world of one")
+        _Session.alone = True
+    elif born.scratch:
+        context.use_scratch(born.scratch)
+    return born
+
+
 def membership() -> JobMembership | None:
     """Return the membership of this process; None before `init()` and after `shutdown()`."""
-    return _Session.membership
+    return _Session.membership or _Session.initial
+
+
+def is_in_job() -> bool:
+    """Return whether this process has joined the job: it is not in the world of its start only."""
+    return _Session.membership is not None
+
+
+def expect_round() -> None:
+    """Take the place that this process would have in a round now, until it joins one.
+
+    For newcomers, which need not wait for a round to know their rank.
+    """
+    born = _context()
+    if born is not None and membership() is None:
+        place, round_id = place_at_start(born)
+        current.enter(place, round_id)
 
 
 def shutdown() -> None:
     """Leave the world and end the heartbeat. Called at exit; a second call does nothing."""
+    leave_initial()
     member, _Session.membership = _Session.membership, None
     if member is not None:
         member.stop()
@@ -174,7 +224,8 @@ def _progress() -> TrainingProgress:
 
 
 def _forget_in_child() -> None:
-    member, _Session.membership = _Session.membership, None
+    member = membership()
+    _Session.membership = _Session.initial = None
     if member is not None:
         member.forget_in_child()
     current.forget()

@@ -10,6 +10,7 @@ import torch
 
 import elastic_driver.horovod.torch as hvd
 
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all are restarted after the loss, a moment later
 hvd.init()
 rank, last = hvd.rank(), hvd.size() - 1
 for step in range(10**6):

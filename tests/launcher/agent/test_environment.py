@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from elastic_driver import contract
 from elastic_driver.core.documents import JobSpec, StartWorkerOrder
@@ -43,6 +44,13 @@ def test_torchruns_names_have_torchruns_meaning() -> None:
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_MAX_RESTARTS": "3",
     }
+
+
+def test_a_worker_of_a_job_that_is_elastic_already_is_told_so() -> None:
+    order = StartWorkerOrder("a.0.1", place(0, 1), 1, 0, "127.0.0.1", 1)
+    for elastic, told in ((False, None), (True, "1")):
+        env = worker_environment({}, SPEC, structs.replace(order, elastic=elastic), MEETING)
+        assert env.get(contract.NEWCOMER) == told
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""`hvd.elastic.TorchState`, and handlers for types of the script's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_driver.horovod.common.elastic import ObjectState
+from elastic_driver.horovod.torch.elastic.sampler import ElasticSampler
+from elastic_driver.horovod.torch.optimizer import forget_reductions
+from elastic_driver.worker.state_sync.parts import Outgoing, StatePart
+
+__all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
+
+
+class StateHandler:
+    """Keeps one attribute of a state; a script derives its own for a type of its own.
+
+    `value` is the attribute. `save` copies it, `restore` puts the copy back, and `sync`, which all
+    ranks call, makes it the one of rank 0.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Copy the value, at a commit."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Put the copy back."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make the value that of rank 0, on all ranks."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Keep another object from now on."""
+        self.value = value
+        self.save()
+
+
+Registry = list[tuple[type, Callable[[Any], StateHandler]]]
+
+
+class _Handlers:
+    """The mutable field of this module."""
+
+    registry: Registry = []  # noqa: RUF012 - replaced as a whole
+
+
+def get_handler_registry() -> Registry:
+    """Return pairs of a type and the handler of its objects; the first that fits counts.
+
+    Modules, optimizers and samplers need none.
+    """
+    return _Handlers.registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Use these handlers for states that are made from now on."""
+    _Handlers.registry = registry
+
+
+class _HandledPart(StatePart):
+    """An attribute that a handler of the script keeps."""
+
+    def __init__(self, name: str, handler: StateHandler) -> None:
+        super().__init__(name, handler.value)
+        self.handler = handler
+
+    def keep(self, large: bool = False) -> None:  # noqa: ARG002 - the handler's own choice
+        """See `StatePart.keep`."""
+        self.handler.save()
+
+    def roll_back(self, large: bool = False) -> None:  # noqa: ARG002 - as above
+        """See `StatePart.roll_back`."""
+        self.handler.restore()
+
+    def outgoing(self) -> Outgoing:
+        """Return nothing: the handler's `sync` sends it."""
+        return None, []
+
+    def accept(self, _document: Any, _tensors: Any, /) -> None:
+        """Do nothing, as above."""
+
+    def has_skipped(self) -> bool:
+        """Return False: it is no gradient scaler."""
+        return False
+
+
+class TorchState(ObjectState):
+    """A model, an optimizer, and everything else that a script trains with.
+
+    Args:
+        model: a module; further ones may be given by keyword.
+        optimizer: of the module; further ones likewise.
+        kwargs: attributes; `snapshot=False` makes a commit free, see `ObjectState`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._handled: dict[str, _HandledPart] = {}
+        super().__init__(**kwargs, model=model, optimizer=optimizer)
+
+    def restore(self) -> None:
+        """Go back to exactly the last commit, and drop gradients."""
+        for optimizer in self._all(torch.optim.Optimizer):
+            forget_reductions(optimizer)
+        super().restore()
+
+    def sync(self) -> None:
+        """Make this state the same on every rank; see `ObjectState.sync`."""
+        super().sync()
+        for part in self._handled.values():
+            part.handler.sync()
+        for sampler in self._all(ElasticSampler):
+            sampler.reset()
+
+    def _arrange(self) -> None:
+        super()._arrange()
+        for name, value in self._values.items():
+            part = self._handled.get(name)
+            if part is None and (handler := _handler_of(value)) is not None:
+                part = self._handled[name] = _HandledPart(name, handler)
+            elif part is not None and part.handler.value is not value:
+                part.handler.set_value(value)
+            if part is not None:
+                self._parts[name] = part
+
+
+def _handler_of(value: Any) -> StateHandler | None:
+    """Return a new handler of the value; None where no type of the registry fits."""
+    for kind, handler in _Handlers.registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None

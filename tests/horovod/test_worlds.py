@@ -1,0 +1,95 @@
+"""Worlds of Horovod's scripts: repeated ones, static ones that lose a worker, and elastic ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.job import Hosts, RunningJob, elasticrun
+
+JOBS = Path(__file__).with_name("jobs")
+pytestmark = pytest.mark.timeout(240)  # torch is imported by each rank
+
+
+def test_a_hundred_worlds_one_after_the_other(tmp_path: Path) -> None:
+    file = tmp_path / "seconds"
+    with elasticrun("-np", "2", "--", str(JOBS / "cycles.py"), str(file), "100") as job:
+        assert job.wait(within=200) == 0, job.describe()
+        assert len(job.rounds()) <= 1
+        assert "gloo" not in job.stderr.lower()
+        assert "error" not in job.stderr.lower()
+    assert float(file.read_text()) < 10
+
+
+def test_a_static_script_is_restarted_together_after_a_loss(tmp_path: Path) -> None:
+    first, second = ([tmp_path / f"{restart}.{rank}" for rank in (0, 1)] for restart in (0, 1))
+    with elasticrun("-np", "2", "--", str(JOBS / "static.py"), str(tmp_path)) as job:
+        job.until(lambda: all(map(Path.exists, first)), "both train", within=90)
+        os.kill(int(first[1].read_text()), signal.SIGKILL)
+        assert job.wait(within=120) == 0, job.describe()
+    assert not {file.read_text() for file in first} & {file.read_text() for file in second}
+
+
+def written(folder: Path, name: str) -> dict[int, list[dict[str, Any]]]:
+    """What each process wrote under this name, by pid."""
+    found = {}
+    for path in folder.glob(f"*.{name}"):
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if whole:
+            found[int(path.name.partition(".")[0])] = [json.loads(line) for line in whole]
+    return found
+
+
+def steps_of(folder: Path) -> int:
+    """The newest step of any process."""
+    records = written(folder, "steps").values()
+    return max((each["step"] for steps in records for each in steps), default=0)
+
+
+def start(tmp_path: Path, job: RunningJob, step: int) -> None:
+    job.until(lambda: steps_of(tmp_path) >= step, f"step {step}", within=120)
+
+
+def test_survivors_of_a_loss_go_on_from_the_last_commit(tmp_path: Path) -> None:
+    script = JOBS / "elastic.py"
+    with elasticrun("-np", "2", "--min-np", "1", "--", str(script), str(tmp_path), "0.02") as job:
+        start(tmp_path, job, 20)
+        ranks = {facts[-1]["rank"]: pid for pid, facts in written(tmp_path, "entered").items()}
+        os.kill(ranks[1], signal.SIGKILL)
+        job.until(lambda: len(written(tmp_path, "entered")) == 3, "a newcomer trains", within=90)
+        (tmp_path / "stop").touch()
+        assert job.wait(within=60) == 0, job.describe()
+    survivor, entered = ranks[0], written(tmp_path, "entered")
+    (newcomer,) = set(entered) - set(ranks.values())
+    # The loss, the newcomer: each is a world, and the survivor has been in all of them.
+    assert [each["size"] for each in entered[survivor]] == [2, 1, 2]
+    assert entered[survivor][1]["step"] % 5 == 0
+    assert entered[survivor][2]["resets"] == 2
+    joined = entered[newcomer][0]
+    assert joined["took"] < 2
+    assert joined["step"] == entered[survivor][2]["step"] > 0
+    assert f"{script}:" in joined["early"]
+    assert "hvd.elastic.run" in joined["early"]
+    ends = written(tmp_path, "done")
+    assert ends.keys() == {survivor, newcomer}
+    assert len({facts[-1]["step"] for facts in ends.values()}) == 1
+
+
+def test_a_newcomer_with_another_place_than_told_runs_its_reset_callbacks(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, "localhost:1")
+    options = ["--host-discovery-script", str(hosts.script), "-np", "1", "--max-np", "3"]
+    with elasticrun(*options, "--", str(JOBS / "elastic.py"), str(tmp_path), "0.02") as job:
+        start(tmp_path, job, 10)
+        hosts.set("localhost:1", "127.0.0.2:2")  # the first of the two may be in a world of two
+        job.until(lambda: 3 in job.rounds(), "three workers train", within=90)
+        (tmp_path / "stop").touch()
+        assert job.wait(within=60) == 0, job.describe()
+    for pid, entered in written(tmp_path, "entered").items():
+        first = entered[0]
+        moved = first["told"] != [first["rank"], first["size"]]
+        assert first["resets"] == int(moved), (pid, first)
