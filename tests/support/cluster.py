@@ -388,6 +388,7 @@ class Cluster:
         (keys / "known_hosts").write_text(known)
         hosts = "".join(f"{n.address} {n.name}\n" for n in nodes)
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        (etc / "bashrc").write_text("")
         (etc / "resolv.conf").write_text("")  # no name server: look-ups fail at once
         given = " ".join(f"{name}={value}" for name, value in self._env.items())
         config = _SSHD_CONFIG.format(keys=keys) + (f"SetEnv {given}\n" if given else "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pwd
 import socket
 import sys
 from pathlib import Path
@@ -51,6 +52,11 @@ def main(node: dict[str, Any]) -> None:
     mount(str(etc / "hosts"), "/etc/hosts", flags=_MS_BIND)
     mount(str(etc / "resolv.conf"), os.path.realpath("/etc/resolv.conf"), flags=_MS_BIND)
     mount(str(etc / "ssh_config.d"), "/etc/ssh/ssh_config.d", flags=_MS_BIND)
+    # What this user's shell does as it starts is no part of a test: a pyenv that is killed there
+    # leaves a lock behind, for which every later shell waits for a minute.
+    start_of_a_shell = Path(pwd.getpwuid(os.getuid()).pw_dir, ".bashrc")
+    if start_of_a_shell.exists():
+        mount(str(etc / "bashrc"), str(start_of_a_shell), flags=_MS_BIND)
     draft = Path(node["pid_file"] + ".new")
     draft.write_text(host_pid)
     draft.rename(node["pid_file"])
