@@ -186,6 +186,12 @@ def test_the_sampler_shares_the_rest_of_an_epoch_among_the_ranks() -> None:
         shares.append(list(other))
     assert [len(share) for share in shares] == [4, 4, 4]
     assert {index for share in shares for index in share} == set(whole[12:])
+    shares = []
+    for rank in range(4):
+        place(rank, 4)
+        other.load_state_dict({"epoch": 0, "processed_num": 23})
+        shares.append(list(other))
+    assert shares == [whole[23:]] * 4, "the last sample is repeated for every rank"
     sampler.set_epoch(1)
     assert sampler.processed_num == 0
     assert sampler.remaining_indices != whole

@@ -4,6 +4,7 @@ Ours of `elastic_driver` counts by itself and holds no list; this one has Horovo
 """
 
 from collections.abc import Iterator, Mapping, Sized
+from itertools import cycle, islice
 
 from torch.utils.data import Sampler
 
@@ -75,9 +76,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc] # torch has no types
 
     def __iter__(self) -> Iterator[int]:
         """Return this rank's share of what is left."""
-        left = self.remaining_indices
-        repeated = left[: self.total_size - len(left)]
-        return iter((left + repeated)[self.rank : self.total_size : self.num_replicas])
+        shared = islice(cycle(self.remaining_indices), self.total_size)
+        return islice(shared, self.rank, None, self.num_replicas)
 
     def __len__(self) -> int:
         return self.num_samples
