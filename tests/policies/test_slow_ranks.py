@@ -10,6 +10,7 @@ import pytest
 from elastic_driver.policies.slow_ranks import (
     Change,
     Slowness,
+    SlowRank,
     StragglerWatch,
 )
 
@@ -160,3 +161,8 @@ def test_a_rank_that_is_not_of_this_round_is_ignored() -> None:
     watch = StragglerWatch(("a",), first_step=10)
     assert watch.report(7, 11, 1.0) == watch.report(-1, 11, 1.0) == watch.report(0, 9, 1.0) == ()
     assert watch._reported == {}
+
+
+def test_a_share_is_never_more_than_the_rank_is_late_by() -> None:
+    slow = SlowRank(1, "b", Slowness.COMPUTE, 4.0, 90, 0.3)
+    assert (slow.share(0.6), slow.share(0.1), slow.share(0.0)) == (0.5, 0.75, 0.75)

@@ -20,7 +20,6 @@ from elastic_driver.core.documents import (
 from elastic_driver.core.events import Event, RankRecovered, RankSlow, Tick
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent
-from elastic_driver.policies.slow_ranks import Slowness, SlowRank
 from elastic_driver.policies.stragglers import LOOK_S, SHARE, RoundPublished, Stragglers
 
 USUAL, SLOW = 0.1, 0.4
@@ -125,11 +124,6 @@ def slowed_beat(bench: Bench, step: int, *, step_time: float) -> list[Announce]:
         seconds = SLOW if rank == 1 else USUAL
         bench.write(rank, [sample(s, seconds) for s in range(step, step + 8)])
     return bench.look()
-
-
-def test_a_share_is_never_more_than_the_rank_is_late_by() -> None:
-    slow = SlowRank(1, "b", Slowness.COMPUTE, 4.0, 90, 0.3)
-    assert (slow.share(0.6), slow.share(0.1), slow.share(0.0)) == (0.5, 0.75, 0.75)
 
 
 def test_a_slow_rank_is_announced_shown_and_announced_again_when_it_has_recovered() -> None:
