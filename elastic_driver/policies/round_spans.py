@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 @dataclass
 class _Change:
-    """What has happened since the round before was complete."""
+    """The events since the round before was complete."""
 
     events: list[SpanEvent] = field(default_factory=list)
     losses: int = 0

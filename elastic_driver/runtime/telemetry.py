@@ -32,7 +32,7 @@ LAST_S = 5.0  # for the collector to take what is left when the job is over
 
 
 class TelemetrySettings(NamedTuple):
-    """Which signals are sent, and where; the exporters read the other variables themselves."""
+    """The signals that are sent, and where; the exporters read the other variables themselves."""
 
     endpoints: dict[str, str]  # by signal; scheme, host and port, to be shown
     interval: float = INTERVAL_S
