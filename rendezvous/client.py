@@ -28,6 +28,7 @@ from rendezvous.client_connections import ClientConnections, arm, readable
 
 DEFAULT_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+BUSY_GROWTH, AWAY_GROWTH = 2.0, 1.25  # of the longest pause, from one attempt to the next
 _CHUNK_BYTES = 1024 * 1024
 # Worth a repeat: the server is over a limit or stopping, and then a successor may take over.
 _AGAIN = (429, 503)
@@ -222,7 +223,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         expected = self.timeout if expected is None else expected
         until = started + (expected if deadline is None else deadline)
         headers = {**self._headers, wire.REQUEST_ID_HEADER: new_request_id()}
-        pauses, refused = _pauses(), None
+        longest, refused = 0.0, None
         while True:
             reused = False
             try:
@@ -246,7 +247,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 self.silent_since = time.monotonic()
             self._connections.read_url_file()
             # The server may just have closed an idle connection: no need to pause.
-            pause = 0.0 if reused else next(pauses)
+            longest = longest if reused else longest_pause(longest, is_busy=refused is not None)
+            pause = 0.0 if reused else longest * random.uniform(0.5, 1.0)
             if time.monotonic() + pause >= until or not (self._repeats or reused):
                 self._connections.check_not_aborted()
                 if refused is not None and not refused.is_stopping:
@@ -349,12 +351,13 @@ def new_request_id() -> str:
     return secrets.token_hex(12)
 
 
-def _pauses() -> Iterator[float]:
-    """Yield the seconds before each next attempt: doubling up to a second, with jitter.
+def longest_pause(before: float, *, is_busy: bool) -> float:
+    """Return the longest time until the next attempt, in seconds; `before`: the one before it.
 
-    The jitter keeps thousands of clients of a restarted server from arriving together.
+    It doubles while the server is there and busy. While nobody answers it grows slowly, so that a
+    driver that comes back is found within about a quarter of its absence; in both cases up to a
+    second. A pause is half of that or more, at random: clients of a driver that comes back do
+    not arrive together.
     """
-    longest = FIRST_PAUSE_S
-    while True:
-        yield longest * random.uniform(0.5, 1.0)
-        longest = min(2 * longest, LONGEST_PAUSE_S)
+    growth = BUSY_GROWTH if is_busy else AWAY_GROWTH
+    return min(max(FIRST_PAUSE_S, growth * before), LONGEST_PAUSE_S)
