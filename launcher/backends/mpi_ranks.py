@@ -21,7 +21,7 @@ _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 def started_ranks(environ: Mapping[str, str]) -> int:
     """Return the number of ranks that mpirun has started; 1 if mpirun did not start us."""
     said = next((environ[name] for name in _SIZES if name in environ), "1")
-    return int(said) if said.isdecimal() else 1
+    return int(said) if said.isdecimal() and len(said) < 10 else 1
 
 
 def meet_ranks() -> Hosts | None:

@@ -24,6 +24,7 @@ EVERY_S = 10.0  # between two questions
 _ANSWER_S = 10.0
 _OVER = "CANCELLED COMPLETED COMPLETING DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
 _UNKNOWN = "Invalid job id"  # the job ended long ago, and Slurm has deleted its record
+_NUMBER = re.compile(r"[0-9]{1,18}\Z")
 _REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?\Z")
 _GPUS = re.compile(r"(?:[^:,()]+:)*([0-9]{1,6})(?:\([^)]*\))?\Z")
 
@@ -71,7 +72,7 @@ def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
         return None
     step_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     for name, text in (("SLURM_JOB_ID", job_id), ("SLURM_STEP_NUM_TASKS", step_tasks)):
-        if not text.isdecimal():
+        if not _NUMBER.match(text):
             raise UsageError(f"{name} is no number: {text!r}")
     nodes = tuple(name for name, _ in parse_hosts(nodelist, source="SLURM_JOB_NODELIST"))
     cpus = _for_each_node(environ, "SLURM_JOB_CPUS_PER_NODE", nodes)

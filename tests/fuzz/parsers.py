@@ -415,7 +415,7 @@ PACKED_EVENTS = nearly(
 
 def _converts(value: Any) -> bool:
     try:
-        msgspec.convert(value, ev.WireEvent)
+        msgspec.msgpack.encode(msgspec.convert(value, ev.WireEvent))
     except (msgspec.ValidationError, UnicodeEncodeError):
         return False
     return True

@@ -17,6 +17,7 @@ from launcher.backends.mpi_ranks import count_ranks, meet_ranks, started_ranks
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 4),
         ({"PMI_SIZE": "2"}, 2),
         ({"PMI_SIZE": "x"}, 1),
+        ({"PMI_SIZE": "9" * 5000}, 1),
     ],
 )
 def test_the_number_of_ranks_is_what_mpirun_says(environ: dict[str, str], ranks: int) -> None:

@@ -92,6 +92,7 @@ def test_the_smallest_node_says_how_many_cores_there_are() -> None:
         {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "two"},
         {"SLURM_GPUS_ON_NODE": "many"},
         {"SLURM_STEP_NUM_TASKS": "x"},
+        {"SLURM_STEP_NUM_TASKS": "9" * 5000},
     ],
 )
 def test_nonsense_is_a_usage_error(wrong: dict[str, str]) -> None:
