@@ -77,11 +77,22 @@ def test_calls_that_take_long_are_not_repeated_for_long() -> None:
     assert next(calls) == 2, "once to warm up, once to be timed"
 
 
-def test_threads_add_up_and_do_not_wait_for_each_other() -> None:
+def test_threads_add_up() -> None:
     slow = pace.in_threads([lambda: time.sleep(0.02), lambda: time.sleep(0.02)])(0.1)
     assert slow == pytest.approx(0.01, rel=0.5)
-    uneven = pace.in_threads([lambda: time.sleep(0.02), lambda: time.sleep(1.0)])(0.1)
-    assert uneven < 0.25, "it would be 0.5 if one waited for the other"
+
+
+def test_threads_do_not_wait_for_each_other() -> None:
+    calls, third = itertools.count(1), threading.Event()
+    seen: list[bool] = []
+
+    def quick() -> None:
+        time.sleep(0.001)
+        if next(calls) == 3:
+            third.set()
+
+    pace.in_threads([quick, lambda: seen.append(third.wait(10.0))])(0.1)
+    assert seen[0], "one call of a thread lasts as long as three of the other"
 
 
 def test_what_fails_in_a_thread_fails() -> None:
