@@ -28,6 +28,8 @@ from elastic_driver.errors import UsageError
 FORMAT = 1
 _PURE = ("elastic_driver.core.", "elastic_driver.policies.", "elastic_driver.settings")
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+# Errors that reading wrong bytes can raise; the last two by huge numbers and by deep nesting.
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 _AGAIN, _LIST, _TUPLE, _SET, _DICT, _DEQUE = range(-6, 0)
 Restored = TypeVar("Restored", bound="Restorable")
 
@@ -64,14 +66,14 @@ def unpack(snapshot: bytes) -> object:
     """Return the object of a snapshot; raises `SnapshotError` if that is impossible."""
     try:
         found, classes, root = msgspec.msgpack.decode(snapshot)
-    except (ValueError, TypeError) as error:
+    except _DAMAGE as error:
         raise SnapshotError(f"a snapshot is damaged: {error}") from None
     if found != FORMAT:
         hint = "use the version of elastic-driver that wrote it"
         raise SnapshotError(f"a snapshot has format {found}, only {FORMAT} can be read; {hint}")
     try:
         return _Unpacker([_class(name, names) for name, names in classes]).unpack(root)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except _DAMAGE as error:
         raise SnapshotError(f"a snapshot is damaged: {error}") from error
 
 

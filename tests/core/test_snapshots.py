@@ -91,7 +91,11 @@ def test_only_classes_of_machines_come_back(name: str) -> None:
         unpack(msgspec.msgpack.encode((1, [(name, None)], [0])))
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xc1", b"\x01", pack([1, (2, 3)])[:-2]])
+HUGE = b"\x93\x01\x90\x92\xff\xcf\x80" + bytes(7)  # a deque of 2**63 at most
+DEEP = b"\x93\x01\x90" + 2000 * b"\x92\xfc" + b"\xc0"  # a tuple in a tuple in a tuple …
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xc1", b"\x01", pack([1, (2, 3)])[:-2], HUGE, DEEP])
 def test_damaged_bytes_are_refused_in_one_line(damage: bytes) -> None:
     with pytest.raises(SnapshotError, match="a snapshot is damaged"):
         unpack(damage)
