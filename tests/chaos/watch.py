@@ -7,12 +7,15 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from tests.chaos.plan import Objectives
 from tests.support.job import StepRecord
+
+_STATE, _INODE, _ESTABLISHED = 3, 9, "01"  # columns and a value of /proc/PID/net/tcp
 
 
 class Size(NamedTuple):
@@ -32,10 +35,29 @@ class Size(NamedTuple):
         """The size of a process; raises psutil.NoSuchProcess."""
         with process.oneshot():
             memory = process.memory_info().rss // 2**20
-            found = process.net_connections("tcp")
-            open_ones = sum(one.status == psutil.CONN_ESTABLISHED for one in found)
+            try:
+                open_ones = open_connections(process.pid)
+            except FileNotFoundError as error:
+                raise psutil.NoSuchProcess(process.pid) from error
             others = process.num_fds() - open_ones
             return cls(others, open_ones, process.num_threads(), memory)
+
+
+def open_connections(pid: int) -> int:
+    """Return how many TCP connections of a process are open at both ends.
+
+    psutil knows those of our own network namespace only; the process may be in another one.
+    """
+    own = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            own.add(str(descriptor.readlink()))
+    lines = (
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
+    )
+    return sum(line[_STATE] == _ESTABLISHED and f"socket:[{line[_INODE]}]" in own for line in lines)
 
 
 @dataclass
