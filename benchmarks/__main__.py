@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "group_change": ("--ranks 2,8,16 --turns 3", "--turns 10"),
     "exact": ("--blocks 5", ""),
     "journal": ("--rounds 5", ""),
+    "observed": ("--pairs 6", "--pairs 40"),
     "balance": ("--turns 2", "--turns 5"),
 }
 LONGEST_S = 1800.0
