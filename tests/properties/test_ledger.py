@@ -111,7 +111,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.counted += _train(self.ledger)
         named = [entry.shard for entry in self.ledger.quarantined()]
         assert len(self.counted) == len(set(self.counted))
-        expected = [(epoch, start) for epoch in (0, 1) for start in range(0, 35, 5)]
+        starts = range(0, 35, 5)
+        ended_early = len(named) == len(starts) and not any(shard.epoch for shard in named)
+        epochs = (0,) if ended_early else (0, 1)  # with all shards in quarantine nothing is left
+        expected = [(epoch, start) for epoch in epochs for start in starts]
         assert sorted((s.epoch, s.start) for s in self.counted + named) == expected
         answer = self.ledger.next("w", self.now)
         assert isinstance(answer, End)

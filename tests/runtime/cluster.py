@@ -164,8 +164,8 @@ class Cluster:
     def until_workers(self, *names: str) -> None:
         until(lambda: self.workers() == sorted(names), f"workers {names}, not {self.workers()}")
 
-    def post(self, event: WireEvent) -> None:
-        self.client.post_json(EVENTS_PATH, msgspec.json.encode(event))
+    def post(self, event: WireEvent, deadline: float | None = None) -> None:
+        self.client.post_json(EVENTS_PATH, msgspec.json.encode(event), deadline)
 
     def ready(self, *workers: str, left: int = 0, version: int = -1) -> None:
         for worker in workers:
@@ -174,10 +174,18 @@ class Cluster:
     def stepped(self, worker: str, round_id: int, step: int = 1) -> None:
         self.post(WorkerStepped(worker, round_id, step))
 
-    def exits(self, worker: str, code: int, tail: str = "", *, victim: bool = False) -> None:
+    def exits(
+        self,
+        worker: str,
+        code: int,
+        tail: str = "",
+        *,
+        victim: bool = False,
+        deadline: float | None = None,
+    ) -> None:
         agent = self.agent_of(worker)
         agent.workers.discard(worker)
-        self.post(WorkerExited(worker, code, tail, victim))
+        self.post(WorkerExited(worker, code, tail, victim), deadline)
 
     def progress(self, worker: str, round_id: int, step: int, step_time: float) -> None:
         """What a heartbeat does: renew the lease, say how far the worker is."""

@@ -393,7 +393,7 @@ def test_while_etcd_is_away_nothing_changes_and_the_status_goes_on(
         cluster.world(1)
         etcd.kill(0)
         etcd.kill(1)
-        exits = threading.Thread(target=cluster.exits, args=(A1, 1))
+        exits = threading.Thread(target=cluster.exits, args=(A1, 1), kwargs={"deadline": 60.0})
         exits.start()
         cluster.until_event("journal_unreachable")
         assert cluster.status()["run_id"] == "run"
@@ -403,7 +403,7 @@ def test_while_etcd_is_away_nothing_changes_and_the_status_goes_on(
         assert exits.is_alive()  # its event has no answer yet
         etcd.start(0)
         cluster.until_event("journal_reachable")
-        exits.join(10.0)
+        exits.join(30.0)
         assert not exits.is_alive()
         cluster.until_event("worker_exited", worker=A1)
         until(lambda: len(cluster.workers()) == 2, "another worker is started")
