@@ -38,7 +38,7 @@ def agree(
 def disagreement(requests: Mapping[int, Request]) -> str:
     """Return an error that names operation, ranks and values; "" if all ranks agree."""
     first = next(iter(requests.values()))
-    if all(request == first for request in requests.values()):
+    if list(requests.values()).count(first) == len(requests):
         return ""
     for what, value in _COMPARED[first.kind]:
         values: dict[str, list[int]] = {}

@@ -35,7 +35,8 @@ from elastic_driver.horovod.engine.timeline import Timeline
 from elastic_driver.horovod.engine.transfer import Transfers
 from elastic_driver.horovod.engine.world import EngineWorld
 
-GATHER_S = 0.001  # that requests wait for others, unless someone waits for them
+GATHER_S = 0.001  # that requests wait for the next one, unless someone waits for them
+LONGEST_GATHER_S = 0.005
 LINGER_S = 2.0  # the longest wait for the other ranks to leave, too
 READY_TO_END_S = 0.2  # for threads to end, once all ranks have left
 ALL_LEFT = "all ranks called hvd.shutdown()"
@@ -262,13 +263,19 @@ class Engine:
                     if left is not None and left <= 0:
                         break
                     self._work.wait(left)
-                if self._unsent and self.broken is None:
-                    self._work.wait(GATHER_S)
+                self._gather()
                 if self.broken is not None:
                     return
             self.flush()
             if self._office is not None and self._wake_at is not None:
                 self._look_for_stalls(self._office, self._wake_at)
+
+    def _gather(self) -> None:
+        """Wait while requests come one after the other; the lock is held."""
+        until, count = time.monotonic() + LONGEST_GATHER_S, 0
+        while len(self._unsent) > count and self.broken is None and time.monotonic() < until:
+            count = len(self._unsent)
+            self._work.wait(GATHER_S)
 
     def _look_for_stalls(self, office: Office, wake_at: float) -> None:
         now = time.monotonic()

@@ -91,7 +91,9 @@ class Coordinator:
             elif error := self._refusal(rank, request, now):
                 failed.append(_failed(request, error, [rank]))
             elif request.kind != "join":
-                found += self._complete(self._pending[request.key])
+                pending = self._pending[request.key]
+                if self._joined or len(pending.requests) == len(pending.members):
+                    found += self._complete(pending)
         return failed + self._fused(found)
 
     def leave(self, rank: int) -> list[Ordered]:
@@ -146,18 +148,18 @@ class Coordinator:
         members = self._members.get(request.process_set, frozenset())
         if rank not in members:
             return f"{title(request)}: there is no such process set with rank {rank}"
-        pending = self._pending.get(request.key)
+        key = request.key
+        pending = self._pending.get(key)
         if pending is None:
-            pending = self._pending[request.key] = _Pending(members, now)
-        gone = self._left & members
-        if gone and not pending.error:
+            pending = self._pending[key] = _Pending(members, now)
+        if self._left and not pending.error and (gone := self._left & members):
             pending.error = _left_error(request, sorted(gone))
         if not pending.error:
             pending.requests[rank] = request
             return ""
         pending.answered.add(rank)
         error = pending.error
-        self._forget_failed(request.key)
+        self._forget_failed(key)
         return error
 
     def _complete(self, pending: _Pending) -> list[tuple[Agreement, Request]]:

@@ -10,6 +10,7 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch._utils import _unflatten_dense_tensors
 
 from elastic_driver.horovod.engine.agreement import OPERATIONS
 from elastic_driver.horovod.engine.messages import Agreement, Request
@@ -109,7 +110,7 @@ class Transfers:
         (first, output), operation = pairs[0], OPERATIONS[request.op]
         if len(pairs) == 1 and carried == dtype and output.is_contiguous():
             flat = output.view(-1)
-            if output is not first:
+            if output.data_ptr() != first.data_ptr():
                 flat.copy_(first.reshape(-1))
         else:
             flat = self._joined([tensor for tensor, _ in pairs], carried)
@@ -118,11 +119,16 @@ class Transfers:
             options = dist.AllreduceOptions()
             options.reduceOp = _GLOO_OP[operation]
             place.group.allreduce([flat], options).wait()
-        start = 0
-        for _, output in pairs:
-            part = flat[start : start + output.numel()].view(output.shape)
-            start += output.numel()
-            _put(part, output, place.size if operation == "Average" else 1)
+        outputs = [output for _, output in pairs]
+        divisor = place.size if operation == "Average" else 1
+        if carried == dtype:
+            _divided(flat, divisor)
+            _scaled(flat, request.postscale)
+            if len(pairs) > 1 or flat.data_ptr() != output.data_ptr():
+                torch._foreach_copy_(outputs, _unflatten_dense_tensors(flat, outputs))
+            return
+        for part, output in zip(_unflatten_dense_tensors(flat, outputs), outputs, strict=True):
+            output.copy_(_divided(part, divisor))
             _scaled(output, request.postscale)
 
     # ---- bytes ---------------------------------------------------------------------------
@@ -133,7 +139,7 @@ class Transfers:
         outputs = [tensor for op in operations for tensor in op.outputs]
         if len(inputs) == 1 and outputs[0].is_contiguous():
             flat = as_bytes(outputs[0])
-            if place.index == root and outputs[0] is not inputs[0]:
+            if place.index == root and outputs[0].data_ptr() != inputs[0].data_ptr():
                 outputs[0].copy_(inputs[0])
         else:
             flat = self._joined([as_bytes(tensor) for tensor in inputs], torch.uint8)
@@ -265,15 +271,13 @@ def rows_of(rows: int, size: int, index: int) -> tuple[int, int]:
     return index * least + min(index, longer), least + (index < longer)
 
 
-def _put(part: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
-    """Set `output` to `part` / `divisor`; integers in double precision, towards zero."""
+def _divided(tensor: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Divide in place; integers in double precision, towards zero."""
     if divisor == 1:
-        if part.data_ptr() != output.data_ptr() or part.dtype != output.dtype:
-            output.copy_(part)
-    elif output.is_floating_point() and part.dtype == output.dtype:
-        torch.div(part, divisor, out=output)
-    else:
-        output.copy_((part.double() / divisor).trunc())
+        return tensor
+    if tensor.is_floating_point():
+        return tensor.div_(divisor)
+    return tensor.copy_((tensor.double() / divisor).trunc())
 
 
 def _put_bytes(part: torch.Tensor, output: torch.Tensor) -> None:

@@ -90,29 +90,30 @@ def begin(
     engine = engine_now()
     place_in(process_set)
     number = process_set.process_set_id or 0
-    for tensor in tensors:
-        if tensor.dtype not in _NAMES:
-            raise HorovodUsageError(f"tensors of {tensor.dtype} are not supported")
+    try:
+        dtypes = tuple([_NAMES[tensor.dtype] for tensor in tensors])
+    except KeyError as error:
+        raise HorovodUsageError(f"tensors of {error.args[0]} are not supported") from None
     request = Request(
         kind,
         name if name is not None else engine.next_name(kind, number),
         number,
-        tuple(_NAMES[tensor.dtype] for tensor in tensors),
-        tuple(tuple(tensor.shape) for tensor in tensors),
+        dtypes,
+        tuple([tuple(tensor.shape) for tensor in tensors]),
         device=tensors[0].device.type if tensors else "cpu",
-        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        nbytes=sum([tensor.nbytes for tensor in tensors]),
         **more,
     )
-    inputs = [tensor.detach() for tensor in tensors]
-    targets = [
-        same if output is tensor else output.detach()
-        for tensor, same, output in zip(tensors, inputs, outputs, strict=bool(outputs))
-    ]
-    operation = Operation(request, inputs, targets)
+    operation = Operation(request, _detached(tensors), _detached(outputs))
     engine.submit(operation, gather=gather)
     handle = next(_numbers)
     _under_way[handle] = engine, operation, pick
     return handle
+
+
+def _detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors without gradients, of the same memory."""
+    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def poll(handle: int) -> bool:

@@ -51,7 +51,7 @@ def _allreduce(
     **more: Any,
 ) -> int:
     """Begin an allreduce; `scales` are the factors before and after it."""
-    operation = Reduction(op)
+    operation = op if isinstance(op, Reduction) else Reduction(op)
     if operation == Adasum:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum works on all ranks only, not on a process set")
