@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "exact": ("--blocks 5", ""),
     "journal": ("--rounds 5", ""),
     "observed": ("--pairs 6", "--pairs 40"),
+    "horovod": ("--blocks 3", ""),
     "balance": ("--turns 2", "--turns 5"),
 }
 LONGEST_S = 1800.0
