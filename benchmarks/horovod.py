@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import elastic_driver.horovod.torch as hvd
@@ -60,12 +59,12 @@ def shapes() -> list[tuple[int, ...]]:
     return [*found, (CLASSES, inside), (CLASSES,)]
 
 
-class Weights(nn.Module):
+class Weights(torch.nn.Module):  # type: ignore[misc]
     """Parameters alone; the loss is half the sum of their squares, the gradients are themselves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.each = nn.ParameterList(torch.randn(shape) * 0.01 for shape in shapes())
+        self.each = torch.nn.ParameterList(torch.randn(shape) * 0.01 for shape in shapes())
 
     def forward(self) -> torch.Tensor:
         """Return the loss."""
@@ -106,7 +105,7 @@ def step_ways() -> dict[str, Way]:
     ddp = DistributedDataParallel(theirs)
     plain = torch.optim.SGD(theirs.parameters(), lr=1e-3)
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         model().backward()
         optimizer.step()
