@@ -142,7 +142,9 @@ def test_a_failure_before_the_first_step_ends_the_job_after_a_resume() -> None:
 
 
 def test_a_host_that_keeps_failing_is_put_in_cool_down_after_a_resume() -> None:
-    args = ("-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1", "--", TRAIN)
+    hosts = ("-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1")
+    # All failures count, whether or not a worker had finished a step before.
+    args = (*hosts, "--host-failures", "3", "--", TRAIN)
     with elasticrun(*args, env={"STEPS": "100000", "STEP_MS": "20"}) as job:
         job.until_size(2, within=90.0)
         take_over(job)
