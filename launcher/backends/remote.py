@@ -372,8 +372,10 @@ async def _first_of(ended: asyncio.Task[int], up: asyncio.Event) -> bool:
     """Wait until the program has ended or the agent is up; return False after `START_S`."""
     coming = asyncio.create_task(up.wait())
     pending = (ended, coming)
-    done, _ = await asyncio.wait(pending, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-    coming.cancel()
+    try:
+        done, _ = await asyncio.wait(pending, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:  # also where the caller is cancelled: nobody else would end this task
+        coming.cancel()
     return bool(done)
 
 

@@ -6,6 +6,7 @@ tests/cluster, which needs root.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +22,7 @@ import pytest
 from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
 from elastic_driver.runtime.backend import BackendJob, UnreachableReason
 from launcher.agent import folders, remote
-from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote import RemoteBackend, _first_of
 from launcher.backends.ssh import SshShell
 from rendezvous.auth import agent_token, read_token_file
 from tests.launcher.agent.harness import (
@@ -146,6 +148,20 @@ def test_the_agent_survives_its_ssh_connection_and_its_end_is_told_all_the_same(
     eventually(lambda: reasons)
     assert not lives(agent.pid)
     eventually(lambda: list(tmp.iterdir()) == [])
+
+
+def test_a_wait_for_an_agent_that_is_given_up_leaves_no_task() -> None:
+    async def given_up() -> set[asyncio.Task[Any]]:
+        ended = asyncio.create_task(asyncio.sleep(60, 0))
+        waiting = asyncio.create_task(_first_of(ended, asyncio.Event()))
+        await asyncio.sleep(0)
+        for task in (waiting, ended):
+            task.cancel()
+        await asyncio.wait((waiting, ended))
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        return (await asyncio.wait(left, timeout=1.0))[1] if left else left
+
+    assert asyncio.run(given_up()) == set()
 
 
 def test_a_killed_agent_takes_its_workers_and_their_daemons_along(
