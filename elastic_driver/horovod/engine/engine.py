@@ -1,22 +1,23 @@
 """Carries out this rank's operations beside the training thread.
 
 Any thread submits; requests that come within a moment travel together. One thread receives from
-the coordinator (on rank 0: one from each rank), and one carries out what was agreed, in the order
-of the coordinator. Nothing polls: threads wait for a message, or for a call. A broken world fails
+the coordinator (on rank 0: one from each rank), and one carries out what was agreed
+(`transfer_thread`). Nothing polls: threads wait for a message, or for a call. A broken world fails
 everything that is pending. Times are seconds.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from typing import Any
-
-import torch
 
 from elastic_driver.horovod.engine import messages
 from elastic_driver.horovod.engine.channel import Channel
-from elastic_driver.horovod.engine.errors import DuplicateNameError, HorovodInternalError
+from elastic_driver.horovod.engine.errors import (
+    DuplicateNameError,
+    HorovodInternalError,
+    first_line,
+)
 from elastic_driver.horovod.engine.messages import (
     Agreement,
     Broken,
@@ -32,11 +33,11 @@ from elastic_driver.horovod.engine.negotiation import NegotiationLimits
 from elastic_driver.horovod.engine.office import Office
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
 from elastic_driver.horovod.engine.timeline import Timeline
-from elastic_driver.horovod.engine.transfer import Transfers
+from elastic_driver.horovod.engine.transfer_thread import TransferThread
 from elastic_driver.horovod.engine.world import EngineWorld
 
-GATHER_S = 0.001  # that requests wait for the next one, unless someone waits for them
-LONGEST_GATHER_S = 0.005
+GATHER_S = 0.002  # that requests wait for the next one, unless someone waits for them
+LONGEST_GATHER_S = 0.01
 LINGER_S = 2.0  # the longest wait for the other ranks to leave, too
 READY_TO_END_S = 0.2  # for threads to end, once all ranks have left
 ALL_LEFT = "all ranks called hvd.shutdown()"
@@ -71,18 +72,17 @@ class Engine:
         self._wake_at: float | None = None  # to look for stalls
         self.broken: str | None = None
         self._joins = 0
-        self._timeline: Timeline | None = None
         self._unnamed: dict[tuple[str, int], int] = {}
         self._sending = threading.Lock()  # keeps requests in order
         self._sent: Sent[Request] = Sent()
-        self._queue: SimpleQueue[tuple[int, list[Agreement]] | None] = SimpleQueue()
+        self._transfers = TransferThread(self._take, self._place, self._finish, self.fail)
         self._channel = Channel(self.sets[0].group) if world.size > 1 else None
         self._office: Office | None = None
         if world.rank == 0:
             self._office = Office(self._channel, self._enqueue, world.size, limits)
         self._received: dict[int, Received[Agreement]] = {}
         self._threads = [self._thread("hvd-send", self._send_gathered)]
-        self._threads.append(self._thread("hvd-transfer", self._transfer))
+        self._threads.append(self._thread("hvd-transfer", self._transfers.run))
         if self._office is None:
             self._threads.append(self._thread("hvd-receive", self._receive))
         else:
@@ -103,14 +103,16 @@ class Engine:
         Raises `DuplicateNameError`, and `HorovodInternalError` in a world that is broken.
         """
         request = operation.request
+        key = request.key
         with self._lock:
-            self._check()
-            if request.key in self._pending:
+            if self.broken is not None:
+                raise HorovodInternalError(f"the world is broken: {self.broken}")
+            if key in self._pending:
                 raise DuplicateNameError(
                     f"{request.kind} {request.name!r} is pending already; "
                     "synchronize() it first, or use another name"
                 )
-            self._pending[request.key] = operation
+            self._pending[key] = operation
             self._unsent.append(request)
             self._unsent_bytes += request.nbytes
             gather = gather and self._unsent_bytes < self._limits.fusion_bytes
@@ -140,7 +142,7 @@ class Engine:
             try:
                 self._post(requests)
             except Exception as error:
-                self.fail(f"rank 0 cannot be reached: {_line(error)}")
+                self.fail(f"rank 0 cannot be reached: {first_line(error)}")
 
     def add_set(self, number: int, ranks: Sequence[int]) -> None:
         """Connect the ranks of a new process set; all ranks of the world call this."""
@@ -167,7 +169,7 @@ class Engine:
             try:
                 self._leave()
             except Exception as error:
-                self.fail(_line(error))
+                self.fail(first_line(error))
             with self._lock:
                 self._finished.wait_for(lambda: self.broken is not None, LINGER_S)
             self._join(READY_TO_END_S)
@@ -192,25 +194,21 @@ class Engine:
                 operation.done = True
             self._finished.notify_all()
             self._work.notify_all()
-        self._queue.put(None)
+        self._transfers.stop()
         office = self._office
         if office is not None and not self._closing:
             office.tell_broken(reason)
 
-    def _check(self) -> None:
-        if self.broken is not None:
-            raise HorovodInternalError(f"the world is broken: {self.broken}")
-
     def start_timeline(self, timeline: Timeline) -> None:
         """Write a timeline from now on, in place of the present one; on rank 0."""
         self.stop_timeline()
-        self._timeline = timeline
+        self._transfers.timeline = timeline
         if self._office is not None:
             self._office.timeline = timeline
 
     def stop_timeline(self) -> None:
         """End the timeline, if there is one."""
-        timeline, self._timeline = self._timeline, None
+        timeline, self._transfers.timeline = self._transfers.timeline, None
         if self._office is not None:
             self._office.timeline = None
         if timeline is not None:
@@ -234,8 +232,7 @@ class Engine:
             self._office.ready(0, requests)
             self._watch(self._office)
             return
-        shorten, repeated = self._sent.shorten, messages.is_repeated
-        shorts = [shorten(r, repeated=repeated(r.name)) for r in requests]
+        shorts = self._sent.shorten(requests, repeated=messages.is_repeated)
         assert self._channel is not None  # noqa: S101 - more than one rank
         self._channel.send(0, messages.encode(Ready(shorts)))
 
@@ -301,9 +298,9 @@ class Engine:
                     return
                 received = self._received.setdefault(message.process_set, Received())
                 for batch in message.batches:
-                    self._queue.put((message.process_set, [received.expand(a) for a in batch]))
+                    self._transfers.put(message.process_set, [received.expand(a) for a in batch])
         except Exception as error:
-            self.fail(f"the connection to rank 0 has ended: {_line(error)}")
+            self.fail(f"the connection to rank 0 has ended: {first_line(error)}")
             return
         self.fail(ALL_LEFT)
 
@@ -321,7 +318,7 @@ class Engine:
                 office.ready(rank, [received.expand(short) for short in message.requests])
                 self._watch(office)
         except Exception as error:
-            self.fail(f"the connection to rank {rank} has ended: {_line(error)}")
+            self.fail(f"the connection to rank {rank} has ended: {first_line(error)}")
             return
         self._let_go(office, rank)
 
@@ -332,43 +329,17 @@ class Engine:
     def _enqueue(self, process_set: int, batches: list[list[Agreement]]) -> None:
         """Take what the coordinator has ordered, on rank 0."""
         for batch in batches:
-            self._queue.put((process_set, batch))
+            self._transfers.put(process_set, batch)
 
     # ---- transfers -----------------------------------------------------------------------
 
-    def _transfer(self) -> None:
-        transfers = Transfers()
-        torch.set_grad_enabled(False)  # on this thread
-        while (ordered := self._queue.get()) is not None:
-            process_set, batch = ordered
-            try:
-                self._carry_out(transfers, process_set, batch)
-            except Exception as error:
-                self.fail(f"a peer is lost or cannot be reached: {_line(error)}")
-                return
-
-    def _carry_out(self, transfers: Transfers, number: int, batch: list[Agreement]) -> None:
+    def _take(self, batch: Sequence[Agreement]) -> list[Operation | None]:
+        """Return this rank's operations of a batch, which are not pending any more."""
         with self._lock:
-            operations = [self._pending.pop(agreement.key, None) for agreement in batch]
-        here = [operation for operation in operations if operation is not None]
-        if batch[0].error:
-            for operation in here:
-                operation.error = HorovodInternalError(batch[0].error)
-        elif here or batch[0].absent:
-            timeline = self._timeline
-            if timeline is not None:
-                timeline.began(batch)
-            try:
-                items = list(zip(batch, operations, strict=True))
-                transfers.carry_out(items, self.sets.get(number, self.sets[0]))
-            except Exception as error:
-                for operation in here:
-                    operation.error = HorovodInternalError(_line(error))
-                self._finish(here)
-                raise
-            if timeline is not None:
-                timeline.ended(batch)
-        self._finish(here)
+            return [self._pending.pop(agreement.key, None) for agreement in batch]
+
+    def _place(self, process_set: int) -> SetPlace:
+        return self.sets.get(process_set, self.sets[0])
 
     def _finish(self, operations: Sequence[Operation]) -> None:
         with self._lock:
@@ -383,8 +354,3 @@ class Engine:
         until = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-
-
-def _line(error: Exception) -> str:
-    """Return an error in one line."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

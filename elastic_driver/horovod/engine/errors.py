@@ -9,3 +9,8 @@ class HorovodInternalError(WorldBrokenError, RuntimeError):
 
 class DuplicateNameError(HorovodInternalError, ValueError):
     """A tensor was given a name under which another one is pending."""
+
+
+def first_line(error: Exception) -> str:
+    """Return an error in one line."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

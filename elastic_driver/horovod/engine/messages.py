@@ -4,6 +4,7 @@ In the steady state a message holds numbers only: both sides remember what was s
 (`Sent`, `Received`).
 """
 
+from collections.abc import Callable, Sequence
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 from msgspec import Struct
@@ -122,31 +123,40 @@ decode_to_coordinator = Decoder(Ready | Leave).decode
 decode_from_coordinator = Decoder(Orders | Farewell | Broken).decode
 
 
-def is_repeated(name: str) -> bool:
-    """Return whether an operation of this name may come again: automatic names do not."""
-    return ".noname." not in name
+def is_repeated(item: Request | Agreement) -> bool:
+    """Return whether it may come again: with an automatic name, and as an error, it does not."""
+    if isinstance(item, Agreement) and (item.error or item.absent):
+        return False
+    return ".noname." not in item.name
 
 
 class Sent(Generic[T]):
-    """Remembers what was sent on a connection; the item used longest ago is forgotten first."""
+    """Remembers what was sent on a connection; the oldest item is forgotten first."""
 
     def __init__(self, capacity: int = REMEMBERED) -> None:
         self._numbers: dict[T, int] = {}
         self._capacity = capacity
 
-    def shorten(self, item: T, *, repeated: bool) -> int | New[T]:
-        """Return the number of `item`, or `item` with a number where the peer does not know it."""
+    def shorten(self, items: Sequence[T], *, repeated: Callable[[T], bool]) -> list[int | New[T]]:
+        """Return the number of each item, or the item with a number the peer does not know yet.
+
+        Items that are not `repeated` are not remembered.
+        """
+        known = [self._numbers.get(item) for item in items]
+        if None not in known:
+            return known  # type: ignore[return-value]
+        return [self._shorten(item, repeated(item)) for item in items]
+
+    def _shorten(self, item: T, repeated: bool) -> int | New[T]:
         if not repeated:
             return New(FORGOTTEN, item)
-        numbers = self._numbers
-        number = numbers.pop(item, None)
+        number = self._numbers.get(item)
         if number is not None:
-            numbers[item] = number
             return number
-        number = len(numbers)
+        number = len(self._numbers)
         if number >= self._capacity:
-            number = numbers.pop(next(iter(numbers)))
-        numbers[item] = number
+            number = self._numbers.pop(next(iter(self._numbers)))
+        self._numbers[item] = number
         return New(number, item)
 
 

@@ -19,6 +19,7 @@ _REDUCED = frozenset({"allreduce", "reducescatter"})
 ALONE = ("alone",)
 LARGE_BYTES = 4 * 2**20  # tensors from this size on gain nothing by being copied together
 JOIN = Request("join", "join")
+REMEMBERED_LISTS = 256  # combinations of what the ranks have sent
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ class Coordinator:
         self._joined: list[int] = []  # in this order
         self._left: set[int] = set()
         self._next_set = 1
+        # Lists that ranks have sent while nothing else was pending; those of all ranks together
+        # are ordered as they were when the same lists came before.
+        self._lists: dict[int, tuple[float, tuple[Request, ...]]] = {}  # since when
+        self._ordered: dict[tuple[tuple[Request, ...], ...], list[Ordered]] = {}
 
     @property
     def all_left(self) -> bool:
@@ -83,6 +88,34 @@ class Coordinator:
 
     def ready(self, rank: int, requests: Iterable[Request], now: float) -> list[Ordered]:
         """Add what a rank is ready for; return what can be carried out now, in this order."""
+        listed = tuple(requests)
+        idle = not (self._pending or self._joined or self._left or rank in self._lists)
+        if not idle or not all(r.process_set == 0 and r.kind in _FUSED for r in listed):
+            return self._take_lists() + self._take(rank, listed, now)
+        self._lists[rank] = now, listed
+        if len(self._lists) < len(self.sets[0]):
+            return []
+        together = tuple([self._lists[rank][1] for rank in self.sets[0]])
+        if (known := self._ordered.get(together)) is not None:
+            self._lists.clear()
+            return known
+        ordered = self._take_lists()
+        if not self._pending and not any(one.batch[0].error for one in ordered):
+            if len(self._ordered) >= REMEMBERED_LISTS:
+                del self._ordered[next(iter(self._ordered))]
+            self._ordered[together] = ordered
+        return ordered
+
+    def _take_lists(self) -> list[Ordered]:
+        """Take the requests of lists that were kept whole, one by one."""
+        lists, self._lists = self._lists, {}
+        return [
+            one
+            for rank, (since, listed) in lists.items()
+            for one in self._take(rank, listed, since)
+        ]
+
+    def _take(self, rank: int, requests: Iterable[Request], now: float) -> list[Ordered]:
         found: list[tuple[Agreement, Request]] = []
         failed: list[Ordered] = []
         for request in requests:
@@ -98,8 +131,8 @@ class Coordinator:
 
     def leave(self, rank: int) -> list[Ordered]:
         """Let a rank go; what the others wait for with it fails."""
+        failed = self._take_lists()
         self._left.add(rank)
-        failed = []
         for key, pending in list(self._pending.items()):
             if rank not in pending.members:
                 continue
@@ -115,6 +148,9 @@ class Coordinator:
 
     def deadline(self) -> float | None:
         """Return when `stalled` has to be asked next; None: not before the next request."""
+        if self._limits.stall_failure is None and self._limits.stall_warning is None:
+            return None
+        self._take_lists()  # completes nothing, as some rank has sent none
         times = []
         for pending in self._pending.values():
             if pending.error:
@@ -128,7 +164,7 @@ class Coordinator:
 
     def stalled(self, now: float) -> tuple[list[str], list[Ordered]]:
         """Return warnings about operations that ranks lack, each once, and those that fail now."""
-        warnings, failed = [], []
+        warnings, failed = [], self._take_lists()
         warning, failure = self._limits.stall_warning, self._limits.stall_failure
         for pending in list(self._pending.values()):
             waited = now - pending.since

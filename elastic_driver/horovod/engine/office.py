@@ -10,7 +10,6 @@ from elastic_driver.horovod.engine.messages import (
     Agreement,
     Broken,
     Farewell,
-    New,
     Orders,
     Request,
     Sent,
@@ -103,16 +102,9 @@ class Office:
         others = [rank for rank in ranks if rank != 0]
         if others and self._channel is not None:
             sent = self._sent.setdefault(process_set, Sent())
-            shorts: list[list[int | New[Agreement]]] = [
-                [sent.shorten(a, repeated=_is_repeated(a)) for a in batch] for batch in batches
-            ]
+            shorts = [sent.shorten(batch, repeated=messages.is_repeated) for batch in batches]
             data = messages.encode(Orders(process_set, shorts))
             for rank in others:
                 self._channel.send(rank, data)
         if 0 in ranks:
             self._own(process_set, batches)
-
-
-def _is_repeated(agreement: Agreement) -> bool:
-    plain = not agreement.error and not agreement.absent
-    return plain and messages.is_repeated(agreement.name)

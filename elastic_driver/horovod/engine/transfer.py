@@ -4,7 +4,7 @@ Tensors of a batch are copied into one buffer and moved at once. What is only mo
 with, goes as bytes, so every dtype works.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
 
@@ -13,6 +13,15 @@ import torch.distributed as dist
 from torch._utils import _unflatten_dense_tensors
 
 from elastic_driver.horovod.engine.agreement import OPERATIONS
+from elastic_driver.horovod.engine.arithmetic import (
+    adasum,
+    divide_all,
+    divided,
+    neutral,
+    rows_of,
+    scale_all,
+    scaled,
+)
 from elastic_driver.horovod.engine.messages import Agreement, Request
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
 
@@ -24,30 +33,28 @@ _GLOO_OP = {
     "Product": dist.ReduceOp.PRODUCT,
 }
 _CARRIED_AS = {torch.int16: torch.int32, torch.bool: torch.int32}  # gloo refuses these
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
-    )
-}
-_ADASUM_TAG = 3
+COALESCED_BYTES = 2**20  # of a batch that needs no buffer of ours
+ONE_PASS_BYTES = 2**16  # a call for each smaller tensor takes longer than a second pass
 Item = tuple[Agreement, Operation | None]  # None: this rank has joined
 Pair = tuple[torch.Tensor, torch.Tensor]  # an input and its output
+Finish = Callable[[], None]  # waits for a transfer, and sets its results
 
 
 class Transfers:
-    """Carries out batches; keeps a buffer of each dtype for fused tensors."""
+    """Carries out batches; keeps buffers of each dtype for fused tensors."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
 
-    def carry_out(self, batch: Sequence[Item], place: SetPlace) -> None:
-        """Move the tensors of a batch, and set the results of its operations."""
+    def start(self, batch: Sequence[Item], place: SetPlace) -> Finish:
+        """Begin to move the tensors of a batch; the returned call sets the results once they are.
+
+        Batches may overlap; all ranks start them in the same order.
+        """
         kind = batch[0][0].kind
         if kind == "allreduce":
-            self._allreduce(batch, place)
-        elif kind == "broadcast":
+            return self._allreduce(batch, place)
+        if kind == "broadcast":
             self._broadcast([op for _, op in batch if op is not None], place)
         elif kind == "allgather":
             self._allgather([(a, op) for a, op in batch if op is not None], place)
@@ -61,26 +68,32 @@ class Transfers:
             for agreement, operation in batch:
                 if operation is not None:
                     operation.result = agreement.value
+        return _is_finished
 
     # ---- reductions ----------------------------------------------------------------------
 
-    def _allreduce(self, batch: Sequence[Item], place: SetPlace) -> None:
+    def _allreduce(self, batch: Sequence[Item], place: SetPlace) -> Finish:
         agreement, operation = batch[0]
         request = agreement.pattern if operation is None else operation.request
         assert request is not None  # noqa: S101 - absent ranks get the pattern
-        pairs: list[Pair] = []
+        inputs: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         for agreement, operation in batch:
             if operation is None:
-                pairs += [(tensor, tensor) for tensor in _neutral(agreement.pattern)]
+                nothing = neutral(agreement.pattern)
+                inputs += nothing
+                outputs += nothing
             else:
-                pairs += zip(operation.tensors, operation.outputs, strict=True)
+                inputs += operation.tensors
+                outputs += operation.outputs
                 operation.result = operation.outputs
+        pairs = list(zip(inputs, outputs, strict=True))
         if OPERATIONS[request.op] != "Adasum":
-            self._reduce(pairs, request, place)
-            return
+            return self._reduce(pairs, request, place)
         for tensor, output in pairs:
-            output.copy_(adasum(_scaled(tensor.clone(), request.prescale), place))
-            _scaled(output, request.postscale)
+            output.copy_(adasum(scaled(tensor.clone(), request.prescale), place))
+            scaled(output, request.postscale)
+        return _is_finished
 
     def _reducescatter(self, operations: Sequence[Operation], place: SetPlace) -> None:
         """Reduce, and keep this rank's rows; the first ranks get one more where they differ."""
@@ -88,48 +101,63 @@ class Transfers:
         pairs: list[Pair] = []
         for operation, outputs in zip(operations, whole, strict=True):
             pairs += zip(operation.tensors, outputs, strict=True)
-        self._reduce(pairs, operations[0].request, place)
+        self._reduce(pairs, operations[0].request, place)()
         for operation, outputs in zip(operations, whole, strict=True):
             operation.result = [
                 output.narrow(0, *rows_of(len(output), place.size, place.index)).clone()
                 for output in outputs
             ]
 
-    def _reduce(self, pairs: Sequence[Pair], request: Request, place: SetPlace) -> None:
+    def _reduce(self, pairs: Sequence[Pair], request: Request, place: SetPlace) -> Finish:
+        if len(set(request.dtypes)) == 1:  # so it is in each batch of several operations
+            return self._reduce_alike(pairs[0][0].dtype, pairs, request, place)
         by_dtype: dict[torch.dtype, list[Pair]] = {}
         for pair in pairs:
             by_dtype.setdefault(pair[0].dtype, []).append(pair)
-        for dtype, alike in by_dtype.items():
-            self._reduce_alike(dtype, alike, request, place)
+        started = [
+            self._reduce_alike(dtype, alike, request, place) for dtype, alike in by_dtype.items()
+        ]
+
+        def finish() -> None:
+            for each in started:
+                each()
+
+        return finish
 
     def _reduce_alike(
         self, dtype: torch.dtype, pairs: Sequence[Pair], request: Request, place: SetPlace
-    ) -> None:
-        """Reduce tensors of one dtype over the ranks, in one transfer."""
+    ) -> Finish:
+        """Begin to reduce tensors of one dtype over the ranks, in one transfer."""
         carried = _CARRIED_AS.get(dtype, dtype)
+        if carried == dtype and len(pairs) > 1 and _nbytes(pairs) <= COALESCED_BYTES:
+            return _reduce_coalesced(pairs, request, place)
         (first, output), operation = pairs[0], OPERATIONS[request.op]
-        if len(pairs) == 1 and carried == dtype and output.is_contiguous():
+        joined = len(pairs) > 1 or carried != dtype or not output.is_contiguous()
+        if joined:
+            flat = self._joined([tensor for tensor, _ in pairs], carried)
+        else:
             flat = output.view(-1)
             if output.data_ptr() != first.data_ptr():
                 flat.copy_(first.reshape(-1))
-        else:
-            flat = self._joined([tensor for tensor, _ in pairs], carried)
-        _scaled(flat, request.prescale)
+        scaled(flat, request.prescale)
+        work = None
         if place.group is not None and flat.numel():
             options = dist.AllreduceOptions()
             options.reduceOp = _GLOO_OP[operation]
-            place.group.allreduce([flat], options).wait()
-        outputs = [output for _, output in pairs]
+            work = place.group.allreduce([flat], options)
         divisor = place.size if operation == "Average" else 1
-        if carried == dtype:
-            _divided(flat, divisor)
-            _scaled(flat, request.postscale)
-            if len(pairs) > 1 or flat.data_ptr() != output.data_ptr():
-                torch._foreach_copy_(outputs, _unflatten_dense_tensors(flat, outputs))
-            return
-        for part, output in zip(_unflatten_dense_tensors(flat, outputs), outputs, strict=True):
-            output.copy_(_divided(part, divisor))
-            _scaled(output, request.postscale)
+
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+            if not joined:
+                scaled(divided(flat, divisor), request.postscale)
+                return
+            outputs = [output for _, output in pairs]
+            _put_reduced(flat, outputs, divisor, request.postscale)
+            self._give_back(flat)
+
+        return finish
 
     # ---- bytes ---------------------------------------------------------------------------
 
@@ -153,6 +181,7 @@ class Transfers:
                 accumulate(sizes, initial=0), sizes, outputs, strict=False
             ):
                 _put_bytes(flat[start : start + size], output)
+            self._give_back(flat)
         for operation in operations:
             operation.result = operation.outputs
 
@@ -174,24 +203,60 @@ class Transfers:
             parts = list(mine.new_empty(place.size, longest).unbind())
             place.group.allgather([parts], [mine]).wait()
         results = iter(_gathered(inputs, rows, row_bytes, parts))
+        self._give_back(mine)
         for _, operation in batch:
             operation.result = [next(results) for _ in operation.tensors]
 
     def _joined(
         self, tensors: Sequence[torch.Tensor], dtype: torch.dtype, length: int | None = None
     ) -> torch.Tensor:
-        """Return the elements of all tensors in a buffer, which the next call uses again."""
+        """Return the elements of all tensors in a buffer, until `_give_back`."""
         count = sum(tensor.numel() for tensor in tensors)
         length = count if length is None else length
-        key = dtype, tensors[0].device
-        buffer = self._buffers.get(key)
+        free = self._free.setdefault((dtype, tensors[0].device), [])
+        buffer = free.pop() if free else None
         if buffer is None or len(buffer) < length:
-            buffer = self._buffers[key] = torch.empty(length, dtype=dtype, device=key[1])
+            buffer = torch.empty(length, dtype=dtype, device=tensors[0].device)
         if all(tensor.dtype == dtype for tensor in tensors):
             torch.cat([tensor.reshape(-1) for tensor in tensors], out=buffer[:count])
         else:
             buffer[:count].copy_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         return buffer[:length]
+
+    def _give_back(self, part: torch.Tensor) -> None:
+        """Keep a buffer of `_joined` for the next call."""
+        buffer = part if part._base is None else part._base
+        self._free[buffer.dtype, buffer.device].append(buffer)
+
+
+def _is_finished() -> None:
+    """Do nothing: the transfer is over."""
+
+
+def _nbytes(pairs: Sequence[Pair]) -> int:
+    return sum([output.nbytes for _, output in pairs])
+
+
+def _reduce_coalesced(pairs: Sequence[Pair], request: Request, place: SetPlace) -> Finish:
+    """Begin to reduce small tensors in place; torch copies them faster than calls for each."""
+    outputs = [output for _, output in pairs]
+    if moved := [pair for pair in pairs if pair[0] is not pair[1]]:
+        torch._foreach_copy_([output for _, output in moved], [tensor for tensor, _ in moved])
+    operation = OPERATIONS[request.op]
+    scale_all(outputs, request.prescale)
+    work = None
+    if place.group is not None:
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp = _GLOO_OP[operation]
+        work = place.group.allreduce_coalesced(outputs, options)
+
+    def finish() -> None:
+        if work is not None:
+            work.wait()
+        divide_all(outputs, place.size if operation == "Average" else 1)
+        scale_all(outputs, request.postscale)
+
+    return finish
 
 
 def _gathered(
@@ -233,51 +298,26 @@ def _alltoall(agreement: Agreement, operation: Operation, place: SetPlace) -> No
     operation.result = [output, torch.tensor(received, dtype=torch.int32)]
 
 
-def adasum(vector: torch.Tensor, place: SetPlace) -> torch.Tensor:
-    """Return the adaptive sum of the ranks' vectors (Maleki et al., arXiv:2006.02924).
-
-    Pairs of ranks at distance 1, 2, 4, … combine their vectors; the number of ranks is a power of
-    two. Both ranks of a pair compute the same bits.
-    """
-    distance = 1
-    while distance < place.size:
-        peer = place.index ^ distance
-        other = torch.empty_like(vector)
-        send = place.group.send([vector], peer, _ADASUM_TAG)
-        place.group.recv([other], peer, _ADASUM_TAG).wait()
-        send.wait()
-        first, second = (vector, other) if place.index < peer else (other, vector)
-        vector = _adaptive_sum(first, second)
-        distance *= 2
-    return vector
-
-
-def _adaptive_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    x, y = a.double().reshape(-1), b.double().reshape(-1)
-    dot, of_x, of_y = float(x @ y), float(x @ x), float(y @ y)
-    weight_x = 1 - dot / (2 * of_x) if of_x else 1.0
-    weight_y = 1 - dot / (2 * of_y) if of_y else 1.0
-    return (x * weight_x + y * weight_y).to(a.dtype).view(a.shape)
-
-
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as a vector of bytes; of the same memory if they are contiguous."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def rows_of(rows: int, size: int, index: int) -> tuple[int, int]:
-    """Return the first row and the number of rows that rank `index` of `size` gets of them."""
-    least, longer = divmod(rows, size)
-    return index * least + min(index, longer), least + (index < longer)
-
-
-def _divided(tensor: torch.Tensor, divisor: int) -> torch.Tensor:
-    """Divide in place; integers in double precision, towards zero."""
-    if divisor == 1:
-        return tensor
-    if tensor.is_floating_point():
-        return tensor.div_(divisor)
-    return tensor.copy_((tensor.double() / divisor).trunc())
+def _put_reduced(
+    flat: torch.Tensor, outputs: Sequence[torch.Tensor], divisor: int, factor: float
+) -> None:
+    """Copy a buffer to its tensors, divided and scaled; large ones in one pass over memory."""
+    together = list(zip(_unflatten_dense_tensors(flat, outputs), outputs, strict=True))
+    if divisor != 1 and flat.is_floating_point():
+        for part, output in together:
+            if part.nbytes >= ONE_PASS_BYTES:
+                torch.div(part, divisor, out=output)
+        together = [pair for pair in together if pair[0].nbytes < ONE_PASS_BYTES]
+    if together:
+        parts = [part for part, _ in together]
+        divide_all(parts, divisor)
+        torch._foreach_copy_([output for _, output in together], parts)
+    scale_all(outputs, factor)
 
 
 def _put_bytes(part: torch.Tensor, output: torch.Tensor) -> None:
@@ -287,31 +327,3 @@ def _put_bytes(part: torch.Tensor, output: torch.Tensor) -> None:
         whole = torch.empty(output.shape, dtype=output.dtype)
         as_bytes(whole).copy_(part)
         output.copy_(whole)
-
-
-def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply in place; integers in double precision, towards zero."""
-    if factor == 1.0:
-        return tensor
-    if tensor.is_floating_point():
-        return tensor.mul_(factor)
-    return tensor.copy_((tensor.double() * factor).trunc())
-
-
-def _neutral(pattern: Request | None) -> list[torch.Tensor]:
-    """Return tensors that change nothing in the reduction of the others."""
-    assert pattern is not None  # noqa: S101 - absent ranks get the pattern
-    found = []
-    for name, shape in zip(pattern.dtypes, pattern.shapes, strict=True):
-        dtype = DTYPES[name]
-        info = torch.finfo(dtype) if dtype.is_floating_point else None
-        limits = info or (torch.iinfo(dtype) if dtype != torch.bool else None)
-        value: float = 0
-        operation = OPERATIONS[pattern.op]
-        if operation == "Product":
-            value = 1
-        elif operation in ("Min", "Max") and limits is not None:
-            value = limits.max if operation == "Min" else limits.min
-            value = value if info is None else float("inf" if operation == "Min" else "-inf")
-        found.append(torch.full(shape, value, dtype=dtype))
-    return found

@@ -11,10 +11,10 @@ import torch
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.common.process_sets import ProcessSet
 from elastic_driver.horovod.engine import running
+from elastic_driver.horovod.engine.arithmetic import DTYPES
 from elastic_driver.horovod.engine.engine import Engine
 from elastic_driver.horovod.engine.messages import Kind, Request
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
-from elastic_driver.horovod.engine.transfer import DTYPES
 
 _OURS = ("elastic_driver.", "torch.")
 Pick = Callable[[Any], Any]
@@ -47,7 +47,11 @@ def _place_in_script() -> str:
 
 def place_in(process_set: ProcessSet) -> SetPlace:
     """Return the set as this rank sees it; raises ValueError unless this rank is in it."""
-    engine, number = engine_now(), process_set.process_set_id
+    return _place(engine_now(), process_set)
+
+
+def _place(engine: Engine, process_set: ProcessSet) -> SetPlace:
+    number = process_set.process_set_id
     if number is None:
         raise HorovodUsageError(
             f"{process_set} is not part of this world; add it with hvd.add_process_set(), "
@@ -88,7 +92,7 @@ def begin(
         more: further fields of the request.
     """
     engine = engine_now()
-    place_in(process_set)
+    _place(engine, process_set)
     number = process_set.process_set_id or 0
     try:
         dtypes = tuple([_NAMES[tensor.dtype] for tensor in tensors])
@@ -104,7 +108,9 @@ def begin(
         nbytes=sum([tensor.nbytes for tensor in tensors]),
         **more,
     )
-    operation = Operation(request, _detached(tensors), _detached(outputs))
+    inputs = _detached(tensors)
+    in_place = outputs is tensors
+    operation = Operation(request, inputs, inputs if in_place else _detached(outputs))
     engine.submit(operation, gather=gather)
     handle = next(_numbers)
     _under_way[handle] = engine, operation, pick

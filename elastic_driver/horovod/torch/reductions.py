@@ -149,7 +149,8 @@ def allreduce_async_(
     """Begin `allreduce` in place; return a handle."""
     op = handle_average_backwards_compatibility(op, average)
     scales = prescale_factor, postscale_factor
-    return _allreduce([tensor], [tensor], name, op, scales, process_set, pick=lambda _: tensor)
+    tensors = [tensor]
+    return _allreduce(tensors, tensors, name, op, scales, process_set, pick=lambda _: tensor)
 
 
 def allreduce_(

@@ -13,6 +13,7 @@ from elastic_driver.horovod.engine.messages import (
     Sent,
     decode_to_coordinator,
     encode,
+    is_repeated,
 )
 from elastic_driver.horovod.engine.negotiation import Coordinator, NegotiationLimits, Ordered
 
@@ -174,14 +175,61 @@ def test_a_rank_that_leaves_fails_what_the_others_wait_for() -> None:
     assert coordinator.all_left
 
 
+def test_lists_that_come_again_are_ordered_as_before() -> None:
+    coordinator = Coordinator(2)
+    first, second = [allreduce("a", 3), allreduce("b", 3)], [allreduce("b", 3), allreduce("a", 3)]
+    orders = []
+    for _ in range(3):
+        assert coordinator.ready(0, first, 0.0) == []
+        orders.append(coordinator.ready(1, second, 0.0))
+    assert [one.batch for one in orders[0]] == [[Agreement("allreduce", n) for n in ("b", "a")]]
+    assert orders[0] == orders[1] == orders[2]
+    coordinator.ready(0, first[:1], 0.0)
+    assert texts(coordinator.ready(1, [allreduce("a", 4)], 0.0))[0].startswith("allreduce 'a'")
+
+
+def test_a_list_that_one_rank_lacks_stalls_and_fails() -> None:
+    coordinator = Coordinator(2, NegotiationLimits(stall_warning=60.0))
+    coordinator.ready(0, [allreduce("a", 3), allreduce("b", 3)], 10.0)
+    assert coordinator.deadline() == 70.0
+    warnings, _ = coordinator.stalled(70.0)
+    assert [warning.partition(":")[0] for warning in warnings] == ["allreduce 'a'", "allreduce 'b'"]
+    coordinator = Coordinator(2)
+    coordinator.ready(0, [allreduce("a", 3), allreduce("b", 3)], 10.0)
+    assert len(coordinator.leave(1)) == 2
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whole_lists_lead_to_the_same_operations_as_single_requests(seed: int) -> None:
+    random_ = random.Random(seed)
+    size = random_.randint(1, 3)
+    whole, single = Coordinator(size), Coordinator(size)
+    names = [f"t{number}" for number in range(random_.randint(1, 6))]
+    for _ in range(4):
+        of_whole, of_single = [], []
+        lists = [[(rank, name) for name in names] for rank in range(size)]
+        if random_.random() < 0.5:
+            for each in lists:
+                random_.shuffle(each)
+        while any(lists):
+            mine = random_.choice([each for each in lists if each])
+            count = random_.choice([1, len(mine), len(mine)])
+            rank, requests = mine[0][0], [allreduce(name, 3) for _, name in mine[:count]]
+            del mine[:count]
+            of_whole += whole.ready(rank, requests, 0.0)
+            for request in requests:
+                of_single += single.ready(rank, [request], 0.0)
+        done = [sorted(a.name for one in o for a in one.batch) for o in (of_whole, of_single)]
+        assert done == [sorted(names), sorted(names)]
+
+
 def test_what_was_sent_before_is_sent_as_a_number() -> None:
     sent: Sent[Request] = Sent(capacity=2)
     received: Received[Request] = Received()
     sizes = []
     for name in ("a", "b", "a", "b", "c", "a", "x.noname.1", "a"):
         request = allreduce(name, 3)
-        short = sent.shorten(request, repeated=".noname." not in name)
-        data = encode(Ready([short]))
+        data = encode(Ready(sent.shorten([request], repeated=is_repeated)))
         sizes.append(len(data) < 20)
         message = decode_to_coordinator(data)
         assert isinstance(message, Ready)
@@ -201,13 +249,13 @@ class SimulatedRank:
 
     def send(self, count: int) -> bytes:
         """Return a message with up to `count` calls."""
-        shorts = []
+        requests = []
         while self.calls and count and self.calls[0].key not in self.pending:
             request = self.calls.popleft()
             self.pending[request.key] = request
-            shorts.append(self.sent.shorten(request, repeated=True))
+            requests.append(request)
             count -= 1
-        return encode(Ready(shorts))
+        return encode(Ready(self.sent.shorten(requests, repeated=is_repeated)))
 
     def get(self, agreement: Agreement) -> None:
         assert agreement.key in self.pending or agreement.absent
