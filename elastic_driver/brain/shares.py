@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
+from typing import Any
 
 import numpy as np
 
@@ -139,7 +140,7 @@ def _cheapest(costs: Sequence[Mapping[int, float]], slots: int) -> list[int]:
     chosen = []
     for sizes in costs:
         after = np.full(slots + 1, inf)
-        taken = np.zeros(slots + 1, dtype=int)
+        taken: Any = np.zeros(slots + 1, dtype=int)
         for size in sorted(size for size in sizes if size <= slots):
             total = least[: slots + 1 - size] + sizes[size]
             better = total < after[size:] * (1 - _EQUAL)
@@ -147,7 +148,8 @@ def _cheapest(costs: Sequence[Mapping[int, float]], slots: int) -> list[int]:
             taken[size:][better] = size
         least = after
         chosen.append(taken)
-    found, left = [], slots
+    found: list[int] = []
+    left = slots
     for taken in reversed(chosen):
         found.append(int(taken[left]))
         left -= found[-1]
