@@ -5,7 +5,7 @@
 #
 # sshd, iptables, ethtool and iproute2 (clusters of network namespaces), Open MPI, Slurm,
 # Prometheus, etcd, login shells, a C compiler; py-spy and mpi4py in the project's environment
-# (.venv); TensorFlow in one of its own. What is there already is left as it is, so a second run
+# (.venv); TensorFlow in one of its own; axe-core. What is there already is left as it is, so a second run
 # takes a second. No daemon is started: each test starts its own.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,6 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3}
 PARTS=/opt/elastic-test-parts  # where tests/support/tensorflow.py looks
+AXE="axe-playwright-python==0.1.8"  # brings axe-core 4.12.1 along, which is all we take of it
 TENSORFLOW="tensorflow-cpu==2.21.0 tf-keras==2.21.0 scikit-learn>=1.3"
 
 # A command that a test starts, and the Debian package that brings it.
@@ -102,6 +103,16 @@ install_tensorflow() {
     echo "$TENSORFLOW" >"$done"
 }
 
+install_axe() {
+    local done=$PARTS/axe/installed
+    [ "$(cat "$done" 2>/dev/null)" != "$AXE" ] || return 0
+    rm -rf $PARTS/axe
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+        --target $PARTS/axe "$AXE"
+    echo "$AXE" >"$done"
+}
+
 install_packages
 install_into_our_environment
 install_tensorflow
+install_axe

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from rendezvous.auth import read_token_file
+from tests.support import axe
 from tests.support.browser import Tab, needs_chromium, tab
 from tests.support.job import JOBS, ROOT, RunningJob, elasticrun
 
-pytestmark = [needs_chromium, pytest.mark.timeout(300)]
+pytestmark = [needs_chromium, axe.needs_axe, pytest.mark.timeout(300)]
 
 SIZE = "document.querySelector('#tiles dd')?.textContent"
 PROBLEM = "[...document.querySelectorAll('#problem:not([hidden])')].map(e => e.textContent)[0]"
@@ -49,6 +50,7 @@ async def watch(job: RunningJob, folder: Path) -> None:
         assert await page.evaluate("document.querySelector('.uplot canvas') !== null")
         await sees_a_kill(page, job)
         await steers(page, job)
+        await is_accessible(page)
         await works_by_keyboard(page, job)
         await fits_a_phone(page)
         await shows_a_reader_no_buttons(page, job)
@@ -69,6 +71,7 @@ async def log_in(page: Tab, address: str, token: str) -> None:
     assert not await page.evaluate("document.querySelector('#tiles').children.length")
     await submit(page, "login", "token", token[1:])
     assert "no token of this run" in await page.until(PROBLEM, "the refusal")
+    assert await axe.faults(page) == []
     await submit(page, "login", "token", token)
 
 
@@ -109,6 +112,19 @@ async def steers(page: Tab, job: RunningJob) -> None:
     await page.until("!document.querySelector('#confirm').open")
 
 
+async def is_accessible(page: Tab) -> None:
+    """In the light and in the dark, on a desk and on a small phone, axe-core finds no fault."""
+    await page.evaluate("document.querySelector('#numbers').open = true")
+    for colours in ("light", "dark"):
+        features = [{"name": "prefers-color-scheme", "value": colours}]
+        await page.order("Emulation.setEmulatedMedia", features=features)
+        for width in (1280, 360):
+            await show_on(page, width)
+            assert await axe.faults(page) == [], f"{colours}, {width} pixels wide"
+    await page.order("Emulation.setEmulatedMedia", features=[])
+    await page.order("Emulation.clearDeviceMetricsOverride")
+
+
 async def works_by_keyboard(page: Tab, job: RunningJob) -> None:
     """The number is typed, Enter sends it, Tab reaches the button that undoes it."""
     await page.evaluate("document.querySelector('#scale-to').select()")
@@ -147,16 +163,18 @@ async def escapes(page: Tab) -> None:
         }}).then(() => 1)"""
     )
     assert not await page.evaluate("window.seen"), "the policy runs no script in HTML"
+    (fault,) = await axe.faults(page)
+    assert fault.endswith("#hostile"), "an image without words is found"
+
+
+async def show_on(page: Tab, width: int) -> None:
+    """Give the screen a width in pixels; a narrow one is a phone's."""
+    metrics = {"height": 800, "deviceScaleFactor": 2, "mobile": width < 500}
+    await page.order("Emulation.setDeviceMetricsOverride", width=width, **metrics)
 
 
 async def fits_a_phone(page: Tab) -> None:
-    await page.order(
-        "Emulation.setDeviceMetricsOverride",
-        width=390,
-        height=800,
-        deviceScaleFactor=2,
-        mobile=True,
-    )
+    await show_on(page, 360)
     wide = "document.documentElement.scrollWidth <= innerWidth + 1"
     await page.until(wide, "no sideways scrolling on a phone")
 
@@ -169,4 +187,5 @@ async def read_report(report: Path, folder: Path) -> None:
         assert "A report" in await page.text("#link")
         assert await page.evaluate("document.querySelector('#controls').hidden")
         assert "lost" in await page.text("#goodput")
+        assert await axe.faults(page) == []
         assert page.faults == []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import psutil
 import pytest
 
 from elastic_driver.worker.heartbeat.progress import steps_per_sample
+from tests.e2e.test_control import ctl
 from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.slowing import slowed
 
@@ -24,12 +27,26 @@ REPORTED_STEPS = 30
 PRIORITY = -15  # as niceness
 HELD_UP = 1.3  # a rank that others hold up so many times as much as the rest is really slower
 BEFORE_ALARM = 20  # steps
+SLOW_S = 10.0  # for the ledger
 
 
 def step_time(job: RunningJob, rank: int) -> float:
     """The median time of this rank's steps so far, in seconds."""
     times = [r.t for r in job.steps() if r.rank == rank]
     return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+
+def held_up_s(job: RunningJob, since: float, until: float) -> float:
+    """By how many seconds the steps between two moments took longer than those before, as ranks
+    that are not slow have measured it.
+    """
+    found = []
+    for rank in (0, 2):
+        ends = [r.t for r in job.steps() if r.rank == rank and r.size == 3]
+        steps = list(itertools.pairwise(ends))
+        usual = statistics.median(end - begin for begin, end in steps if end < since)
+        found.append(sum(e - b - usual for b, e in steps if since < e < until))
+    return statistics.fmean(found)
 
 
 def before_other_programs(job: RunningJob) -> None:
@@ -78,17 +95,26 @@ def test_a_rank_slowed_twelve_times_is_named_with_its_host_until_it_has_recovere
                 "the slowed rank is named",
                 within=120.0,
             )
+            job.until(lambda: time.time() - event["t"] > SLOW_S, "it is slow for a while", 60.0)
+            ended = time.time()
         took = event["step"] - begun
         print(f"{how}: named after {took} steps, {every} told together before: {event}")
         assert (event["host"], event["worker"]) == ("127.0.0.2", victim.worker)
         assert event["kind"] == "compute"
         assert took <= REPORTED_STEPS * every
         assert without_reason(job, slowed_rank=1) == [], job.describe()
-        job.until(
-            lambda: [e for e in job.events("rank_recovered") if e["rank"] == 1],
+        recovered = job.until(
+            lambda: next((e for e in job.events("rank_recovered") if e["rank"] == 1), None),
             "it has recovered",
             within=120.0,
         )
+        # That it is slow no longer is noticed after some steps, which the ledger counts alike.
+        late = 3 * event["share"] * (recovered["t"] - ended)
+        waited = 3 * held_up_s(job, event["t"], ended)
+        report = json.loads(ctl("report", str(job.run_dir), "--json"))
+        slow = report["goodput"]["seconds"]["slow"]
+        print(f"slow: {slow:.2f} s, {late:.2f} s of it late; by the workers' clocks {waited:.2f} s")
+        assert slow - late == pytest.approx(waited, rel=0.25)
         assert "rank 1 on 127.0.0.2 holds the others up" in job.stderr
 
 
