@@ -1,0 +1,159 @@
+"""Where the workers of several jobs go, once the number of each job's workers is decided.
+
+Three aims, each before the next: the fewest workers move; the jobs take the fewest hosts, each job
+counted by itself; the fewest jobs of several hosts meet on a host, because their exchanges would
+slow each other down. Each is an integer linear program, and its result is a condition of the next.
+The results are exact, except where a program needs more branches than `EFFORT` allows, which takes
+dozens of new jobs at a time: then it is the best placement found until then.
+
+Pure; the same input gives the same placement.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeAlias
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+EFFORT = 200_000  # of one program: branches, times its variables; seconds
+LEAST_BRANCHES = 20
+
+Placement: TypeAlias = Mapping[str, Mapping[str, int]]  # workers by job and host, none of them 0
+_Terms: TypeAlias = dict[int, float]  # the factor of each variable, by its index
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One condition: the sum of the terms is between `low` and `high`."""
+
+    terms: _Terms
+    low: float
+    high: float
+
+
+def place(sizes: Mapping[str, int], hosts: Mapping[str, int], now: Placement) -> Placement:
+    """Return where the workers of each job are to be.
+
+    Args:
+        sizes: the workers of each job; 0 for one that waits.
+        hosts: the slots of each usable host.
+        now: where workers are; also on hosts that are lost, or of jobs that have ended.
+
+    Raises ValueError if there are more workers than slots.
+    """
+    wanted = {job: size for job, size in sizes.items() if size}
+    if sum(wanted.values()) > sum(hosts.values()):
+        total = sum(wanted.values())
+        raise ValueError(f"{total} workers do not fit into {sum(hosts.values())} slots")
+    if not wanted:
+        return {}
+    return _Program(wanted, hosts, now).solved()
+
+
+class _Program:
+    """The integer linear program.
+
+    Its variables, for job j and host h: `at` workers of j on h, `kept` those of them that are there
+    already, `uses` whether there are any, `wide` whether j has several hosts, `meets` whether j is
+    wide and uses h, `crowd` the number of wide jobs on h beyond the first.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], hosts: Mapping[str, int], now: Placement) -> None:
+        self._sizes, self._hosts = sizes, hosts
+        self._low: list[float] = []
+        self._high: list[float] = []
+        self._rows: list[_Row] = []
+        self._pairs = list(product(sizes, hosts))
+        most = {(j, h): min(sizes[j], hosts[h]) for j, h in self._pairs}
+        self._at = {pair: self._variable(most[pair]) for pair in self._pairs}
+        self._kept = {
+            (j, h): self._variable(min(most[j, h], now.get(j, {}).get(h, 0)))
+            for j, h in self._pairs
+        }
+        self._uses = {pair: self._variable(1) for pair in self._pairs}
+        self._require_places(most)
+
+    def solved(self) -> Placement:
+        """Return the best placement."""
+        moves = dict.fromkeys(self._kept.values(), -1.0)
+        found = self._least(moves)
+        if found is None:
+            raise RuntimeError("workers that fit into the slots could not be placed")
+        for aim in (self._hosts_taken(), self._crowds()):
+            better = self._least(aim)
+            if better is None:
+                break
+            found = better
+        placement: dict[str, dict[str, int]] = {job: {} for job in self._sizes}
+        for (job, host), index in self._at.items():
+            if workers := round(float(found[index])):
+                placement[job][host] = workers
+        return placement
+
+    # ---- conditions ----------------------------------------------------------------------
+
+    def _variable(self, most: float) -> int:
+        self._low.append(0.0)
+        self._high.append(most)
+        return len(self._high) - 1
+
+    def _at_most(self, terms: _Terms, high: float) -> None:
+        self._rows.append(_Row(terms, -np.inf, high))
+
+    def _require_places(self, most: Mapping[tuple[str, str], int]) -> None:
+        for job, size in self._sizes.items():
+            there = {self._at[job, host]: 1.0 for host in self._hosts}
+            self._rows.append(_Row(there, size, size))
+        for host, slots in self._hosts.items():
+            self._at_most({self._at[job, host]: 1.0 for job in self._sizes}, slots)
+        for pair in self._pairs:
+            self._at_most({self._kept[pair]: 1.0, self._at[pair]: -1.0}, 0)
+            self._at_most({self._at[pair]: 1.0, self._uses[pair]: -most[pair]}, 0)
+
+    def _hosts_taken(self) -> _Terms:
+        return dict.fromkeys(self._uses.values(), 1.0)
+
+    def _crowds(self) -> _Terms:
+        """Add the conditions of wide jobs; return what is to be least."""
+        wide = {job: self._variable(1) for job in self._sizes}
+        meets = {pair: self._variable(1) for pair in self._pairs}
+        crowd = {host: self._variable(len(self._sizes)) for host in self._hosts}
+        for job in self._sizes:
+            used = {self._uses[job, host]: 1.0 for host in self._hosts}
+            self._at_most({**used, wide[job]: 1.0 - len(self._hosts)}, 1)
+        for (job, host), index in meets.items():
+            self._at_most({self._uses[job, host]: 1.0, wide[job]: 1.0, index: -1.0}, 1)
+        for host in self._hosts:
+            there = {meets[job, host]: 1.0 for job in self._sizes}
+            self._at_most({**there, crowd[host]: -1.0}, 1)
+        return dict.fromkeys(crowd.values(), 1.0)
+
+    # ---- the solver ----------------------------------------------------------------------
+
+    def _least(self, aim: _Terms) -> Any:
+        """Return the variables at which `aim` is least, and keep it there from now on.
+
+        None if nothing was found within `EFFORT`.
+        """
+        count = len(self._high)
+        costs = np.zeros(count)
+        costs[list(aim)] = list(aim.values())
+        entries = [(n, i, f) for n, row in enumerate(self._rows) for i, f in row.terms.items()]
+        numbers, indices, factors = zip(*entries, strict=True)
+        matrix = csr_array((factors, (numbers, indices)), shape=(len(self._rows), count))
+        low, high = [row.low for row in self._rows], [row.high for row in self._rows]
+        branches = max(LEAST_BRANCHES, EFFORT // count)
+        result = milp(
+            costs,
+            integrality=np.ones(count),
+            bounds=Bounds(self._low, self._high),
+            constraints=LinearConstraint(matrix, low, high),
+            options={"node_limit": branches, "mip_rel_gap": 0.0},
+        )
+        if result.x is None:
+            return None
+        self._at_most(aim, round(float(result.fun)))
+        return result.x
