@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-EFFORT = 200_000  # of one program: branches, times its variables; seconds
+EFFORT = 200_000  # of one program: branches, times its variables
 LEAST_BRANCHES = 20
 
 Placement: TypeAlias = Mapping[str, Mapping[str, int]]  # workers by job and host, none of them 0
