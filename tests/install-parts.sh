@@ -4,7 +4,7 @@
 #     tests/install-parts.sh
 #
 # sshd, iptables, ethtool and iproute2 (clusters of network namespaces), Open MPI, Slurm,
-# Prometheus, etcd, login shells, a C compiler; py-spy and mpi4py in the project's environment
+# Prometheus, etcd, PostgreSQL, login shells, a C compiler; py-spy and mpi4py in the project's environment
 # (.venv); TensorFlow in one of its own; axe-core. What is there already is left as it is, so a second run
 # takes a second. No daemon is started: each test starts its own.
 set -euo pipefail
@@ -57,6 +57,8 @@ missing_packages() {
         PATH=$PATH:/usr/sbin:/sbin command -v "${pair%%:*}" >/dev/null || echo "${pair##*:}"
     done
     missing_venv
+    # Its server is on no PATH: /usr/lib/postgresql/VERSION/bin.
+    ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || echo postgresql
     # gcc alone has no headers of the C library.
     [ -e /usr/include/stdio.h ] || echo libc6-dev
 }

@@ -1,0 +1,274 @@
+"""One statistics database: every statement of it, for SQLite and PostgreSQL alike.
+
+A method is one transaction, and raises what SQLAlchemy raises (`DatabaseFailure`). An object
+belongs to one thread at a time. Nothing waits for longer than a few seconds on a server that
+answers. Times are unix seconds.
+"""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from sqlalchemy import Connection, Engine, create_engine, delete, event, func, or_, select, true
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from elastic_driver.brain.store.address import Address
+from elastic_driver.brain.store.migrations import STEPS, Step, migrate
+from elastic_driver.brain.store.rows import (
+    COARSER,
+    KEPT,
+    Row,
+    Series,
+    Summary,
+    begin_of,
+    coarser,
+    expired_before,
+)
+from elastic_driver.brain.store.tables import figures, jobs, series
+
+LOCK_S = 1.0  # for another process to end its transaction
+POSTGRES: dict[str, Any] = {  # a server that is gone is noticed
+    "connect_timeout": 5,
+    "tcp_user_timeout": 10_000,
+    "keepalives_idle": 10,
+    "application_name": "elasticrun",
+    "options": "-c lock_timeout=5s -c statement_timeout=20s",
+}
+_CORRUPT = (11, 26)  # SQLITE_CORRUPT and SQLITE_NOTADB; Python names them since 3.11
+
+DatabaseFailure = (SQLAlchemyError, OSError)
+_Keyed: TypeAlias = tuple[int, int, Summary]  # the number of a series, t, values
+
+
+class JobKey(NamedTuple):
+    """One job: the name of its run, and when that began."""
+
+    run: str
+    began: float
+
+
+class Database:
+    """A database; it is opened by the first call that needs it."""
+
+    def __init__(self, address: Address, steps: Sequence[Step] = STEPS) -> None:
+        self._address, self._steps = address, steps
+        self._engine: Engine | None = None
+        self._file: tuple[int, int] | None = None  # device and inode of the open file
+        self._series: dict[tuple[JobKey, Series], int] = {}  # their numbers
+
+    def close(self) -> None:
+        """Close the connection; the next call opens it again."""
+        self._series.clear()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.dispose()
+
+    def open(self) -> None:
+        """Open the database and renew its schema; raises NewerSchemaError for a newer one."""
+        with self._transaction():
+            pass
+
+    # ---- writing ---------------------------------------------------------------------------
+
+    def write(self, job: JobKey, rows: Sequence[Row]) -> None:
+        """Write rows of the shortest period; a row that is there already is replaced."""
+        with self._transaction() as connection:
+            numbers = self._numbers(connection, job, {row.series for row in rows})
+            keyed = [(numbers[row.series], row.t, row.values) for row in rows]
+            _put(connection, COARSER[0][0], keyed)
+
+    def roll_up(self, job: JobKey, until: float) -> None:
+        """Make the rows of longer periods that end until then from the shorter ones."""
+        with self._transaction() as connection:
+            if (number := _job_number(connection, job)) is not None:
+                _roll_up(connection, number, until)
+
+    def expire(self, now: float) -> None:
+        """Delete what is too old, of all jobs, once it is in the rows of longer periods."""
+        with self._transaction() as connection:
+            for job in list(connection.scalars(_jobs_with_old_rows(now))):
+                _roll_up(connection, job, None)
+            for period in KEPT:
+                old = (figures.c.period == period) & (figures.c.t < expired_before(now, period))
+                connection.execute(delete(figures).where(old))
+            empty = ~select(true()).where(figures.c.series == series.c.id).exists()
+            forgotten = series.c.job.in_(
+                select(jobs.c.id).where(jobs.c.began < now - max(KEPT.values()))
+            )
+            connection.execute(delete(series).where(empty & forgotten))
+        self._series.clear()
+
+    # ---- reading ---------------------------------------------------------------------------
+
+    def rows(self, job: JobKey, period: int, since: float = 0.0) -> list[Row]:
+        """Return the rows of a job from then on, in the order of series and time."""
+        query = (
+            select(
+                *(series.c.subject, series.c.name, figures.c.t, figures.c.n),
+                *(figures.c.least, figures.c.mean, figures.c.most),
+            )
+            .join_from(figures, series)
+            .join(jobs)
+            .where(jobs.c.run == job.run, jobs.c.began == job.began)
+            .where(figures.c.period == period, figures.c.t >= since)
+        )
+        with self._transaction() as connection:
+            found = [
+                Row(Series(subject, name), t, Summary(*values))
+                for subject, name, t, *values in connection.execute(query)
+            ]
+        return sorted(found)  # databases order text in ways of their own
+
+    # ---- connections -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        """Return a transaction of an open database; after an error the connection is closed."""
+        try:
+            if self._engine is not None and self._file != self._file_now():
+                self.close()  # the file has vanished, or is another one
+            if self._engine is None:
+                self._engine = self._connect()
+            with self._engine.begin() as connection:
+                yield connection
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> Engine:
+        engine = self._make_engine()
+        try:
+            with engine.begin() as connection:
+                migrate(connection, self._steps)
+        except BaseException:
+            engine.dispose()
+            raise
+        self._file = self._file_now()
+        return engine
+
+    def _make_engine(self) -> Engine:
+        if self._address.url:
+            url = make_url(self._address.url).set(drivername="postgresql+psycopg")
+            return create_engine(url, pool_size=1, max_overflow=0, connect_args=POSTGRES)
+        # Readable by its owner alone, as everything in the run's folder.
+        os.close(os.open(self._address.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        url = make_url("sqlite+pysqlite://").set(database=self._address.file)
+        arguments = {"timeout": LOCK_S, "check_same_thread": False}
+        engine = create_engine(url, pool_size=1, max_overflow=0, connect_args=arguments)
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+
+    def _file_now(self) -> tuple[int, int] | None:
+        if not self._address.file:
+            return None
+        try:
+            found = os.stat(self._address.file)
+        except FileNotFoundError:
+            return (0, 0)
+        return found.st_dev, found.st_ino
+
+    def _numbers(
+        self, connection: Connection, job: JobKey, wanted: Iterable[Series]
+    ) -> dict[Series, int]:
+        """Return the numbers of series; new ones are made."""
+        known = {each: self._series.get((job, each)) for each in wanted}
+        if None in known.values():
+            _insert_new(connection, jobs, [job._asdict()])
+            number = _job_number(connection, job)
+            new = sorted(each for each, found in known.items() if found is None)
+            _insert_new(connection, series, [{"job": number, **each._asdict()} for each in new])
+            query = select(series.c.subject, series.c.name, series.c.id)
+            for subject, name, found in connection.execute(query.where(series.c.job == number)):
+                self._series[job, Series(subject, name)] = found
+        return {each: self._series[job, each] for each in known}
+
+
+def is_corrupt(error: BaseException) -> bool:
+    """Return whether an error says that a file is no whole database of SQLite."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    code = getattr(cause, "sqlite_errorcode", None)  # since Python 3.11
+    if code is None:
+        words = ("malformed", "not a database")
+        return isinstance(cause, sqlite3.DatabaseError) and any(w in str(cause) for w in words)
+    return code & 0xFF in _CORRUPT
+
+
+def set_aside(file: str) -> str:
+    """Rename a file that is corrupt, so that a new database can begin; return its new name."""
+    new = f"{file}.corrupt"
+    for end in ("-wal", "-shm"):
+        Path(file + end).unlink(missing_ok=True)
+    Path(file).replace(new)
+    return new
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    connection.isolation_level = None  # `_begin_sqlite` begins transactions
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+# ---- statements ----------------------------------------------------------------------------
+
+
+def _insert(connection: Connection, table: Any) -> Any:
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    return dialect.insert(table)
+
+
+def _insert_new(connection: Connection, table: Any, values: list[dict[str, Any]]) -> None:
+    connection.execute(_insert(connection, table).on_conflict_do_nothing(), values)
+
+
+def _put(connection: Connection, period: int, rows: Iterable[_Keyed]) -> None:
+    values = [
+        {"series": number, "period": period, "t": t, **summary._asdict()}
+        for number, t, summary in rows
+    ]
+    if values:
+        insert = _insert(connection, figures)
+        replaced = {name: insert.excluded[name] for name in Summary._fields}
+        key = [figures.c.series, figures.c.period, figures.c.t]
+        connection.execute(insert.on_conflict_do_update(index_elements=key, set_=replaced), values)
+
+
+def _job_number(connection: Connection, job: JobKey) -> int | None:
+    query = select(jobs.c.id).where(jobs.c.run == job.run, jobs.c.began == job.began)
+    return connection.scalar(query)
+
+
+def _jobs_with_old_rows(now: float) -> Any:
+    old = or_(
+        *(
+            (figures.c.period == period) & (figures.c.t < expired_before(now, period))
+            for period, _coarse in COARSER
+        )
+    )
+    return select(series.c.job).join_from(series, figures).where(old).distinct()
+
+
+def _roll_up(connection: Connection, job: int, until: float | None) -> None:
+    """Make a job's rows of longer periods, from the newest one on that there is.
+
+    None: also those of periods that are not over.
+    """
+    ours = figures.c.series.in_(select(series.c.id).where(series.c.job == job))
+    for fine, coarse in COARSER:
+        newest = select(func.max(figures.c.t)).where(ours, figures.c.period == coarse)
+        begin = connection.scalar(newest) or 0
+        query = select(figures).where(ours, figures.c.period == fine, figures.c.t >= begin)
+        if until is not None:
+            query = query.where(figures.c.t < begin_of(until, coarse))
+        found = connection.execute(query.order_by(figures.c.series, figures.c.t))
+        rows = ((number, t, Summary(*values)) for number, _period, t, *values in found)
+        _put(connection, coarse, list(coarser(rows, coarse)))

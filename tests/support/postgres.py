@@ -1,0 +1,96 @@
+"""A real PostgreSQL: a server of its own, in its own folder, behind a Unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from tests.support.job import eventually
+
+SERVERS = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+PASSWORD = "secret"
+FAST = ("-c", "fsync=off", "-c", "listen_addresses=")
+
+
+def why_not() -> str | None:
+    """Why no PostgreSQL can be started here; None where it can."""
+    if not SERVERS:
+        return "PostgreSQL is not installed (postgresql)"
+    return None
+
+
+class Postgres:
+    """One server; `stop` and `start` may be called again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._bin = folder, SERVERS[-1].parent
+        self._process: subprocess.Popen[bytes] | None = None
+        self._user: dict[str, int] = {}
+        if os.geteuid() == 0:  # it refuses to run as root
+            nobody = pwd.getpwnam("nobody")
+            self._user = {"user": nobody.pw_uid, "group": nobody.pw_gid}
+            os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+
+    def create(self) -> None:
+        """Make the data folder; the user `elastic` has the password `PASSWORD`."""
+        password = self.folder / "password"
+        password.write_text(f"{PASSWORD}\n")
+        password.chmod(0o644)
+        words = ("-D", self.folder / "data", "-U", "elastic", "-A", "scram-sha-256")
+        more = ("--pwfile", password, "--no-sync", "-E", "UTF8", "--locale", "C")
+        self._run(self._bin / "initdb", *words, *more)
+
+    def start(self) -> None:
+        """Start the server and wait until it answers."""
+        command = [self._bin / "postgres", "-D", self.folder / "data", "-k", self.folder, *FAST]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=self.folder, **self._user
+            )
+        ready = [self._bin / "pg_isready", "-q", "-h", str(self.folder)]
+        eventually(
+            lambda: subprocess.run(ready, check=False, cwd=self.folder).returncode == 0,
+            within=30,
+            what="PostgreSQL answers",
+            context=(self.folder / "log").read_text,
+        )
+
+    def stop(self) -> None:
+        """End the server, and its connections, at once."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.send_signal(signal.SIGQUIT)
+            process.wait(30)
+
+    def url(self, database: str = "postgres", password: str = PASSWORD) -> str:
+        """The URL of a database, as `--stats-db` takes it."""
+        host = quote(str(self.folder), safe="")
+        return f"postgresql://elastic:{password}@/{database}?host={host}"
+
+    def _run(self, *command: str | Path) -> None:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, cwd=self.folder, **self._user
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def postgres() -> Iterator[Postgres]:
+    """Return a running server; its folder has a short name, as sockets need, and is removed."""
+    folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
+    server = Postgres(folder)
+    try:
+        server.create()
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
