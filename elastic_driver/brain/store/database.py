@@ -244,7 +244,8 @@ def _put(connection: Connection, period: int, rows: Iterable[_Keyed]) -> None:
 
 def _job_number(connection: Connection, job: JobKey) -> int | None:
     query = select(jobs.c.id).where(jobs.c.run == job.run, jobs.c.began == job.began)
-    return connection.scalar(query)
+    number: int | None = connection.scalar(query)
+    return number
 
 
 def _jobs_with_old_rows(now: float) -> Any:

@@ -48,4 +48,5 @@ def migrate(connection: Connection, steps: Sequence[Step] = STEPS) -> None:
 def _number(connection: Connection) -> int:
     if not inspect(connection).has_table(version.name):
         return 0
-    return connection.scalar(select(version.c.number)) or 0
+    number: int | None = connection.scalar(select(version.c.number))
+    return number or 0
