@@ -11,7 +11,7 @@ Readers are pure. They raise `ValueError` with a phrase that completes "--option
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -56,7 +56,8 @@ class ValueKind(Generic[T_co]):
         read: returns the value; takes the words of the option as its arguments.
         metavar: the value's form in `--help`; empty for a flag.
         words: the number of words that follow the option on the command line (0: a flag).
-        repeat: every occurrence adds its words; otherwise the last one wins.
+        repeat: every occurrence adds its words; otherwise, but for a list, the last one wins.
+        listed: a list with commas; every occurrence adds to it.
         private: the words are variables, whose values may be secrets: only their names are shown.
     """
 
@@ -64,7 +65,14 @@ class ValueKind(Generic[T_co]):
     metavar: str = ""
     words: int = 1
     repeat: bool = False
+    listed: bool = False
     private: bool = False
+
+    def added(self, before: tuple[str, ...], words: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the words of the option with one more occurrence on the command line."""
+        if self.listed and before:
+            return (",".join(before + words),)
+        return before + words if self.repeat else words
 
 
 def option(
@@ -147,7 +155,8 @@ def choice(*names: str) -> ValueKind[str]:
 def names(metavar: str) -> ValueKind[tuple[str, ...]]:
     """Return the kind of a list of names with commas between them."""
     pattern, needs = f"{_NAME}(,{_NAME})*", "needs names with commas between them"
-    return matching(metavar, pattern, needs, lambda word: tuple(map(str.strip, word.split(","))))
+    kind = matching(metavar, pattern, needs, lambda word: tuple(map(str.strip, word.split(","))))
+    return replace(kind, listed=True)
 
 
 def _whole(word: str, least: int, alternatives: str = "") -> int:

@@ -98,7 +98,7 @@ class LaunchOptions:
         "slurm inside an allocation without named hosts. NAME: your own (docs/starters.md).")
     network_interfaces: tuple[str, ...] | None = option(START, o.names("eth0,eth1"), None,
         "Interfaces for the workers (sets GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME) and for the "
-        "rendezvous. Default: the interface that leads to the other hosts.",
+        "rendezvous. May be repeated. Default: the interface that leads to the other hosts.",
         aliases=("--network-interface", "--nics"))
     env: tuple[tuple[str, str | None], ...] = option(START, o.VARIABLES, (),
         "A variable for the workers; NAME alone passes on its value here. May be repeated. Workers "

@@ -186,7 +186,7 @@ def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:
         elif spelling in _BY_SPELLING:
             option = _BY_SPELLING[spelling]
             taken = _take(option, spelling, attached, rest)
-            given[option] = given.get(option, ()) + taken if option.kind.repeat else taken
+            given[option] = option.kind.added(given.get(option, ()), taken)
         elif spelling in FOREIGN:
             raise UsageError(f"{spelling} does not exist here; {FOREIGN[spelling]}")
         else:

@@ -56,6 +56,17 @@ def test_variables_add_up_and_a_later_one_replaces_an_earlier() -> None:
     assert dict(line["env"]) == {"A": "2", "B": "x=y", "C": ""}
 
 
+def test_lists_of_names_add_up() -> None:
+    line = read("--network-interface", "eth0", "--network-interfaces=eth1,eth2", "--nics", "ib0")
+    assert line["network_interfaces"] == ("eth0", "eth1", "eth2", "ib0")
+    assert resolve_again(line.words, {})["network_interfaces"] == line["network_interfaces"]
+
+
+def test_a_list_of_names_on_the_command_line_replaces_that_of_the_environment() -> None:
+    line = read("--nics", "eth0", ELASTICRUN_NETWORK_INTERFACES="eth1")
+    assert line["network_interfaces"] == ("eth0",)
+
+
 def test_an_option_of_two_words_takes_both() -> None:
     assert read("--blacklist-cooldown-range", "5", "60", "x")["blacklist_cooldown"] == (5.0, 60.0)
     attached = read("--blacklist-cooldown-range=5,60")
