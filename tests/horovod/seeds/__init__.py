@@ -1,0 +1,1 @@
+"""Random programs of Horovod calls, one for each seed, on every rank of real jobs."""
