@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.support.job import RunningJob, elasticrun
 
-STALL = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+STALL = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
 SIZES = (2, 3, 4)
 
 

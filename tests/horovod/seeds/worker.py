@@ -137,6 +137,7 @@ def play(plan: Plan, rank: int, sets: list[Any]) -> None:
     make(late=True)
     for number in sorted(handles):
         check(plan.planned[number], rank, handles[number])
+    torch.distributed.barrier()  # some ranks wait longer than others for what was forgotten
     if plan.steps:
         train_and_join(plan, rank)
     total = hvd.allreduce(torch.full((3,), rank + 1.0), op=hvd.Sum, name=f"{plan.seed}.end")
