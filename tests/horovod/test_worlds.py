@@ -93,3 +93,16 @@ def test_a_newcomer_with_another_place_than_told_runs_its_reset_callbacks(tmp_pa
         first = entered[0]
         moved = first["told"] != [first["rank"], first["size"]]
         assert first["resets"] == int(moved), (pid, first)
+
+
+def test_a_script_that_waits_for_a_change_is_in_the_next_world_after_one_commit(
+    tmp_path: Path,
+) -> None:
+    hosts = Hosts(tmp_path, "localhost:2")
+    options = ["--host-discovery-script", str(hosts.script), "-np", "2", "--max-np", "3"]
+    with elasticrun(*options, "--", str(JOBS / "waits.py"), str(tmp_path)) as job:
+        job.until((tmp_path / "waits").exists, "rank 0 waits", within=90)
+        hosts.set("localhost:2", "127.0.0.2:1")
+        assert job.wait(within=60) == 0, job.describe()
+    entered = sorted(path.read_text() for path in tmp_path.glob("*.entered"))
+    assert entered == ["0 2\n10 3\n", "0 2\n10 3\n", "10 3\n"]

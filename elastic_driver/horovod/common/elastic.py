@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from elastic_driver.horovod.common import basics
 from elastic_driver.horovod.common.exceptions import NotInYetError
 from elastic_driver.worker import current, state
-from elastic_driver.worker.heartbeat.progress import NEVER
+from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER
 from elastic_driver.worker.run import training_loop
 from elastic_driver.worker.state_sync.sharing import Agreement
 from elastic_driver.worker.world import session
@@ -21,14 +21,23 @@ S = TypeVar("S", bound=state.State)
 
 
 class _HostMessages:
-    """Answers whether the driver has announced a change that this process has not followed yet."""
+    """Answers whether the driver has announced a change that this process has not followed yet.
+
+    A script that asks stands still until there is one, and expects that its next commit follows
+    it. The step that the driver has named lies further ahead: it counts on ranks that train. The
+    others cannot finish a step without this rank, so they go on from the same commit.
+    """
 
     def __init__(self, owner: "ObjectState") -> None:
         self._owner = owner
 
     def empty(self) -> bool:
         """Return whether no change is announced."""
-        return self._owner._progress.leave_after == NEVER
+        progress = self._owner._progress
+        if progress.leave_after == NEVER:
+            return True
+        progress.leave_after = AT_ONCE
+        return False
 
 
 class ObjectState(state.State):
