@@ -135,10 +135,10 @@ def number(metavar: str = "N", *, most: float = math.inf) -> ValueKind[float]:
     return ValueKind(lambda word: _number(word, most), metavar)
 
 
-def whole_or(name: str) -> ValueKind[int | None]:
-    """Return the kind of a whole number from 0, or a word that stands for None."""
+def whole_or(name: str, least: int = 0) -> ValueKind[int | None]:
+    """Return the kind of a whole number from `least`, or a word that stands for None."""
     return ValueKind(
-        lambda word: None if word == name else _whole(word, 0, f" or {name}"), f"N|{name}"
+        lambda word: None if word == name else _whole(word, least, f" or {name}"), f"N|{name}"
     )
 
 

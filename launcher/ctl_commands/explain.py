@@ -12,6 +12,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder, World
 from elastic_driver.core.rules.hangs import name_ranks
 from elastic_driver.policies.shard_messages import ShardBatch
+from elastic_driver.runtime.event_words import sentence
 from elastic_driver.runtime.journal.replay import Step
 from launcher.ctl_commands.show import printable
 
@@ -26,10 +27,24 @@ _EVENTS: dict[type, str] = {
     ev.WorkerReady: "{e.worker} waits for a round (committed steps: {e.version}): {e.reason}",
     ev.WorkerStepped: "{e.worker} has finished step {e.step}, its first in round {e.round}",
     ev.WorkerStalled: "{e.worker} has made no progress for {e.seconds:.1f} s",
+    ev.WorkerResumed: "{e.worker} makes progress again",
+    ev.WorkerStack: "{e.worker} was asked for its stack: {e.where}",
+    ev.WorkerSaved: "{e.worker} has written the state to disk: {e.folder}{e.problem}",
     ev.WorkerExited: "{e.worker} has ended with status {e.exit_code}",
     ev.HostLeaving: "host {e.host} goes away in {e.deadline:g} s: {e.reason}",
     ev.WorkerLeaving: "{e.worker} has to leave in {e.deadline:g} s: {e.reason}",
     ev.DrainRequested: "a drain of {e.host} was requested: {e.reason}",
+    ev.DrainCancelled: "the drain of {e.host} was cancelled: {e.reason}",
+    ev.DiscoveryFailed: "discovery failed: {e.reason}",
+    ev.HostProbed: "host {e.host} was probed; it answered: {e.answered}",
+    ev.AgentSuspected: "the agent {e.host}.{e.incarnation} may be lost: {e.reason}",
+    ev.AgentHeard: "the agent {e.host}.{e.incarnation} has sent a heartbeat",
+    ev.AgentProbed: "a probe of agent {e.host}.{e.incarnation}: {e.result} in {e.seconds:.3f} s",
+    ev.ProgressReported: "the members have told their steps",
+    ev.RankSlow: "{e.worker} is slow: {e.ratio:.1f} times the usual time",
+    ev.RankRecovered: "{e.worker} is no longer slow",
+    ev.StacksRequested: "the stacks were requested: {e.reason}",
+    ev.JobLeaving: "all workers have to leave in {e.deadline:g} s: {e.reason}",
     ev.ScaleRequested: "the number of workers was requested: {e.num_proc}",
     ev.SizeProposed: "{e.num_proc} workers are proposed: {e.reason}",
     ev.StopRequested: "the end of the job was requested: {e.reason}",
@@ -39,6 +54,14 @@ _DECISIONS: dict[type, str] = {
     do.StartAgent: "an agent is started on {d.host}: {d.reason}",
     do.StopAgent: "the agent of {d.host} is stopped: {d.reason}",
     do.KillAgent: "the agent of {d.host} is killed: {d.reason}",
+    do.ProbeAgent: "the agent of {d.host} is probed: {d.reason}",
+    do.ProbeHosts: "hosts are probed: {d.reason}",
+    do.AwaitHeartbeats: "the workers have {d.seconds:g} s to send a heartbeat: {d.reason}",
+    do.AskProgress: "the members of round {d.round} are asked for their steps: {d.reason}",
+    do.AskStacks: "the workers are asked for their stacks: {d.reason}",
+    do.PublishSave: "the last members are asked to write the state to disk: {d.reason}",
+    do.SealRound: "round {d.round} is over: {d.reason}",
+    do.CheckHosts: "hosts are checked: {d.reason}",
     do.PublishNotice: "the members leave round {d.round}: {d.reason}",
     do.PublishWorld: "round {d.world.round} begins with {d.world.size} workers: {d.reason}",
     do.EndJob: "the job ends with status {d.exit_code}: {d.reason}",
@@ -132,20 +155,23 @@ def of_event(event: Any) -> str:
     if isinstance(event, ev.HostsDiscovered):
         hosts = ", ".join(f"{host}:{slots}" for host, slots in event.hosts)
         return _short(f"there are the hosts {hosts or '(none)'}")
+    if isinstance(event, ev.HostsChecked):
+        good = sum(result.passed for result in event.results)
+        return f"the check of {len(event.results)} hosts is over; {good} may be used"
     if isinstance(event, ShardBatch):
         return f"{len(event.requests)} requests for shards"
-    sentence = _EVENTS.get(type(event))
-    return _short(_facts(event) if sentence is None else sentence.format(e=event))
+    words = _EVENTS.get(type(event))
+    return _short(_facts(event) if words is None else words.format(e=event))
 
 
 def of_decision(decision: Any) -> str:
     """Return a sentence that says what was decided, with the reason."""
     if isinstance(decision, do.Announce):
-        about = decision.worker or decision.host or ""
-        return _short(f"{decision.event} {about}".rstrip() + f": {decision.reason}")
+        facts = {**msgspec.structs.asdict(decision), **decision.detail}
+        return _short(sentence(decision.event, decision.reason, facts))
     order = getattr(decision, "order", None)
-    sentence = _DECISIONS.get(type(decision if order is None else order))
-    return _short(_facts(decision) if sentence is None else sentence.format(d=decision, o=order))
+    words = _DECISIONS.get(type(decision if order is None else order))
+    return _short(_facts(decision) if words is None else words.format(d=decision, o=order))
 
 
 def _facts(thing: Any) -> str:

@@ -6,6 +6,7 @@ over, the files in the run's folder are read, from the same place on.
 
 import argparse
 import collections
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -75,8 +76,11 @@ def _lines(given: argparse.Namespace, fetch: Fetch, folder: Path) -> Iterator[Lo
 def _print(given: argparse.Namespace, lines: Iterable[LogLine]) -> None:
     if given.tail is not None and not given.follow:
         lines = collections.deque(lines, maxlen=given.tail)
-    for line in lines:
+    count = 0
+    for count, line in enumerate(lines, 1):  # noqa: B007 - the number of all lines
         print(_text(given, line), flush=given.follow)
+    if not count:
+        print("elasticctl: no worker has written such a line", file=sys.stderr)
 
 
 def _text(given: argparse.Namespace, line: LogLine) -> str:

@@ -63,7 +63,7 @@ def _reader(kind: ValueKind[Any]) -> Callable[[str], Any]:
 
 
 _SECONDS, _COUNT = _reader(SECONDS_OR_0), _reader(whole())
-_COUNT_OR_AUTO = _reader(whole_or("auto"))
+_COUNT_OR_AUTO = _reader(whole_or("auto", 1))
 # The arguments of argparse's add_argument: names, and the rest.
 _FLAG = {"action": "store_true"}
 _YES = {**_FLAG, "help": "do not ask, even if the job cannot go on then"}

@@ -210,7 +210,8 @@ def test_a_driver_that_was_killed_is_recognised(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["nonsense"], "is no command"),
-        (["scale", "many"], "argument N: needs a whole number of at least 0 or auto, got 'many'"),
+        (["scale", "many"], "argument N: needs a whole number of at least 1 or auto, got 'many'"),
+        (["scale", "0"], "argument N: needs a whole number of at least 1 or auto, got '0'"),
         (["drain"], "required: HOST"),
         (["status", "--nonsense"], "--nonsense"),
         (["events", "--since", "-1"], "--since"),

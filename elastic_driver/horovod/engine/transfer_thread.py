@@ -51,7 +51,7 @@ class TransferThread:
         self._take = take
         self._place = place
         self._finish = finish
-        self._fail = fail
+        self.fail = fail
         self._queue: SimpleQueue[tuple[int, list[Agreement]] | None] = SimpleQueue()
         self.timeline: Timeline | None = None
 
@@ -77,7 +77,7 @@ class TransferThread:
                 elif (started := self._start(transfers, *ordered)) is not None:
                     under_way.append(started)
         except Exception as error:
-            self._fail(f"a peer is lost or cannot be reached: {first_line(error)}")
+            self.fail(f"a peer is lost or cannot be reached: {first_line(error)}")
         for left in under_way:  # nothing may write into a tensor whose operation has failed
             with contextlib.suppress(Exception):
                 self._complete(left)
