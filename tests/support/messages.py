@@ -8,7 +8,8 @@ A message is what is said when
 - a request is refused: `Problem`;
 - a line is written: `say`, `note` and their like, a log's `warning` and `error`, `print` to stderr;
 - the job ends for a reason: `_end`, `fail` and `finish` of the core;
-- a function of `TELLING` returns it.
+- a function of `TELLING` returns it;
+- a pair of one of `TABLES` says what the words of another program mean.
 
 Every part that differs from case to case is "…". Only the sentence that says what has happened
 counts, up to the first semicolon: what follows is advice.
@@ -39,6 +40,7 @@ TELLING = {
     *("of_drain", "of_scale", "_who_may_join"),
     *("disagreement", "_joined_error", "_left_error", "_refusal", "_missing"),  # of Horovod's API
 }
+TABLES = {"_REFUSED", "_UNREACHABLE", "_MEANINGS"}
 _MOST_VARIANTS = 16
 _FORMAT = re.compile(r"%[-+0-9.]*[a-z]")
 _WORDS = re.compile(r"[A-Za-z]{2,}")
@@ -63,12 +65,24 @@ def messages(root: Path) -> list[Message]:
     found: dict[str, Message] = {}
     for path, tree in trees.items():
         constants = _assigned(tree.body)
+        for meaning in _tabled(constants):
+            place = f"{path.relative_to(root)}:{meaning.lineno}"
+            for text in _heads(meaning, constants):
+                found.setdefault(text, Message(text, place))
         for call, local in _calls(tree, {}):
             for argument in _said(call, path, errors):
                 place = f"{path.relative_to(root)}:{call.lineno}"
                 for text in _heads(argument, {**constants, **local}):
                     found.setdefault(text, Message(text, place))
     return list(found.values())
+
+
+def _tabled(constants: Values) -> Iterator[ast.expr]:
+    """Yield the second of each pair in a module's tables."""
+    for name, values in constants.items():
+        for table in values:
+            if name in TABLES and isinstance(table, ast.Tuple):
+                yield from (pair.elts[1] for pair in table.elts if isinstance(pair, ast.Tuple))
 
 
 def _errors(trees: Iterable[ast.Module]) -> set[str]:
