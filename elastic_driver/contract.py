@@ -50,6 +50,7 @@ LOGOUT_PATH = "/logout"
 LOGIN_CODES_PATH = "/v1/login-codes"
 METRICS_PATH = "/metrics"  # the default of Prometheus
 SCALE_PATH = "/v1/scale"
+PLAN_PATH = "/v1/plan"
 STOP_PATH = "/v1/stop"
 STACKS_PATH = "/v1/stacks"
 OUTPUT_PATH = "/v1/output"

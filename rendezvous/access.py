@@ -70,6 +70,7 @@ ROUTES = (
     RouteRights("GET", "/metrics", WATCHERS),
     RouteRights("GET", "/v1/openapi.json", WATCHERS | AGENTS),
     RouteRights("POST", "/v1/scale", OPERATORS),
+    RouteRights("POST", "/v1/plan", OPERATORS),
     RouteRights("POST", "/v1/stop", OPERATORS),
     RouteRights("POST", "/v1/stacks", OPERATORS),
     RouteRights("POST", "/v1/hosts/{host}:drain", OPERATORS),

@@ -5,6 +5,7 @@ All are frozen; the decisions that follow are in `decisions`. Times are not in t
 with its method `on_…`, which names the kind of event as its annotation.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
@@ -70,7 +71,8 @@ class AgentUp(AgentEvent, frozen=True):
     """An agent takes orders; `ports` are free ports for a torch store there.
 
     `slot_ports`: more free ports, for servers of the workers, if the job asks for any.
-    `probe_port`: where the agent answers a probe; 0: it answers none.
+    `probe_port`: where the agent answers a probe; 0: it answers none. `cpus` and `memory` (bytes)
+    are what its processes may use; 0: not known.
     """
 
     pid: Count
@@ -78,6 +80,8 @@ class AgentUp(AgentEvent, frozen=True):
     ports: Annotated[tuple[Port, ...], Meta(max_length=64)]
     slot_ports: Annotated[tuple[Port, ...], Meta(max_length=1024)] = ()
     probe_port: Port = 0
+    cpus: Count = 0
+    memory: Count = 0
 
 
 class AgentReady(AgentUp, frozen=True, tag="agent_ready", forbid_unknown_fields=True):
@@ -231,6 +235,52 @@ class ScaleRequested(Event, frozen=True, tag="scale_requested", forbid_unknown_f
     """
 
     num_proc: Annotated[int, Meta(ge=1, le=10**6)] | None
+
+
+_Workers = Annotated[int, Meta(ge=1, le=10**6)]
+
+
+class PlanApplied(Event, frozen=True, tag="plan_applied", forbid_unknown_fields=True, kw_only=True):
+    """A user's plan for the running job; it replaces the one before.
+
+    It is carried out if its number is higher than those before. `workers` is a number that holds;
+    `min` and `max` are limits within which the job decides. Each host gets at most `slots_per_host`
+    workers, and no more than its processors and its memory (bytes) are enough for. None: the plan
+    does not say.
+    """
+
+    number: Annotated[int, Meta(ge=1, le=2**53)]
+    workers: _Workers | None = None
+    min: _Workers | None = None
+    max: _Workers | None = None
+    slots_per_host: _Workers | None = None
+    cpu_per_worker: Annotated[float, Meta(gt=0.0, le=1e6)] | None = None
+    memory_per_worker: Annotated[int, Meta(ge=1, le=2**60)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and (self.min is not None or self.max is not None):
+            raise ValueError("a plan has workers, or min and max, not both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min is {self.min}, more than max, which is {self.max}")
+
+    def __str__(self) -> str:
+        parts = (f"{name} {value:g}" for name, value in self._said() if value is not None)
+        return f"plan {self.number}: {', '.join(parts) or 'no limits'}"
+
+    @property
+    def limits_hosts(self) -> bool:
+        """Whether hosts may have fewer workers than slots."""
+        found = self.slots_per_host, self.cpu_per_worker, self.memory_per_worker
+        return any(each is not None for each in found)
+
+    def _said(self) -> Iterator[tuple[str, float | None]]:
+        yield "workers", self.workers
+        yield "min", self.min
+        yield "max", self.max
+        yield "slots per host", self.slots_per_host
+        yield "CPUs per worker", self.cpu_per_worker
+        memory = self.memory_per_worker
+        yield "MiB per worker", None if memory is None else memory / 2**20
 
 
 class SizeProposed(Event, frozen=True, tag="size_proposed"):
@@ -451,7 +501,7 @@ OtherEvent: TypeAlias = (
     HostProbed | LeaseExpired | HostsDiscovered | DiscoveryFailed | HostsChecked
     | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
-    | SizeProposed | StopRequested | DriverResumed | Tick
+    | PlanApplied | SizeProposed | StopRequested | DriverResumed | Tick
 )  # fmt: skip
 # Every event for the job; mypy reports one that no rule takes in (`core/job.py`).
 JobEvent: TypeAlias = ProcessEvent | AnyAgentEvent | OtherEvent

@@ -135,9 +135,11 @@ class Job(JobParts):
         match event:
             case ev.AgentReady():
                 self.agents.on_ready(event, now)
+                self.discovered.on_agent_up(event)
                 self.suspicion.on_ready(event, now)
             case ev.AgentReturned():
                 self.adoption.on_returned(event, now)
+                self.discovered.on_agent_up(event)
             case ev.AgentLost():
                 self.agents.on_lost(event, now)
             case ev.AgentSuspected():
@@ -184,7 +186,9 @@ class Job(JobParts):
             case ev.ProgressReported():
                 self.boundary.on_progress_reported(event, now)
             case ev.ScaleRequested():
-                self.capacity.on_scale_requested(event, now)
+                self.discovered.on_scale_requested(event)
+            case ev.PlanApplied():
+                self.discovered.on_plan_applied(event)
             case ev.SizeProposed():
                 self.capacity.on_size_proposed(event)
             case ev.StopRequested():

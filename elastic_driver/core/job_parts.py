@@ -10,11 +10,13 @@ from typing import TypeVar
 from elastic_driver.core.rules.adoption import Adoption
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.boundary import Boundary
+from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.discovered import Discovered, Rechecks
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.hangs import Hangs, Stacks
+from elastic_driver.core.rules.host_limits import HostLimits
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.outcome import Budget, JobOutcome
@@ -22,7 +24,7 @@ from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.plain import Plain
 from elastic_driver.core.rules.preemption import FinalSaves, Preemption
 from elastic_driver.core.rules.reports import Reports
-from elastic_driver.core.rules.rounds import Capacity, Rounds
+from elastic_driver.core.rules.rounds import Rounds
 from elastic_driver.core.rules.spares import Spares
 from elastic_driver.core.rules.suspicion import Suspicion
 from elastic_driver.core.rules.unreachable import Unreachable
@@ -41,6 +43,7 @@ class JobParts(Restorable):
         self.settings = settings
         self.tf = None if settings.tf_roles is None else TfLayout(settings.tf_roles)
         self.hosts = HostManager(settings)
+        self.limits = HostLimits()
         self.fleet = Fleet()
         self.workers = WorkerStateRegistry()
         self.effects = self._make(Effects)

@@ -86,6 +86,7 @@ class JobStatus(Struct, frozen=True):
     ignored: str  # the last event that changed nothing
     suspicions: dict[str, int] = {}  # how often agents were suspected, by evidence
     round_age: float = 0.0  # since the round entered its state
+    plan: int = 0  # the number of the newest plan that was carried out; 0: none
 
 
 def status_of(job: JobParts, now: float) -> JobStatus:
@@ -107,8 +108,8 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         round_state=current.state.value,
         size=job.workers.count(RUNNING),
         wanted=job.capacity.wanted,
-        min_np=settings.min_np,
-        max_np=settings.max_np,
+        min_np=job.capacity.least,
+        max_np=job.capacity.most,
         members=tuple(map(_member, by_rank)),
         hosts=tuple(_host(job, name, slots, now) for name, slots in known.items()),
         counters=CounterStatus(
@@ -124,6 +125,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         ignored=job.effects.ignored,
         suspicions={**job.suspicion.found},
         round_age=max(0.0, now - current.since),
+        plan=job.capacity.newest_plan,
     )
 
 

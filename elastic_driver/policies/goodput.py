@@ -149,7 +149,7 @@ class Ledger:
                 self.ended, self.step = True, max(self.step, line.step or 0)
             case "job_started":
                 self._least, self._wanted = line.min_np or 1, line.wanted or line.max_np
-            case "scale_requested" | "size_proposed":
+            case "scale_requested" | "plan_applied" | "size_proposed":
                 self._wanted = line.wanted or self._wanted
             case "round_completed":
                 self._round_completed(line)

@@ -42,7 +42,7 @@ from launcher.agent.posted_output import Consoles
 from launcher.agent.probe_port import ProbePort
 from launcher.agent.processes import NOTICES, become_subreaper
 from launcher.agent.recorded_output import RecordedOutput
-from launcher.agent.usage import UsageThread
+from launcher.agent.usage import UsageThread, usable_cpus, usable_memory
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
@@ -278,7 +278,14 @@ class Agent:
         port = await self._probe_port.listen(address)
         agent = config.host, config.incarnation
         self._ready = AgentReady(
-            *agent, os.getpid(), address, stores, slot_ports=rest, probe_port=port
+            *agent,
+            os.getpid(),
+            address,
+            stores,
+            slot_ports=rest,
+            probe_port=port,
+            cpus=usable_cpus(),
+            memory=usable_memory(),
         )
         self._run_id, self._notice = spec.run_id, spec.grace_period
         link = self._link = self._link_to_driver(spec, term, consoles)

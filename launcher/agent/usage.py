@@ -8,6 +8,7 @@ milliseconds. Times are seconds, sizes bytes.
 
 import contextlib
 import importlib
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -65,6 +66,18 @@ class MemoryLimit:
         if "inactive_file" in stat:
             used -= int(stat[stat.index("inactive_file") + 1])
         return max(used, 0), self._limit
+
+
+def usable_cpus() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def usable_memory() -> int:
+    """Return the memory of this host, or of its container if that has a limit."""
+    total = int(psutil.virtual_memory().total)
+    limited = MemoryLimit().usage()
+    return total if limited is None else min(total, limited[1])
 
 
 class Gpus:

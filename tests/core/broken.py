@@ -15,7 +15,7 @@ from elastic_driver.core.rules.host_states import Hindrance
 from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.ranks import Seat, assign
-from elastic_driver.core.rules.rounds import Capacity
+from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.workers import Worker
 
 Break = Callable[[pytest.MonkeyPatch], None]

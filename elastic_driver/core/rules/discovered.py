@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.rules import units
+from elastic_driver.core.rules.host_limits import HostLimits
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.errors import ExitCode
@@ -132,14 +133,48 @@ class Rechecks(Rule):
             self.outcome.finish(ExitCode.UNAVAILABLE, f"{what} ({'; '.join(failed)}); {few}")
 
 
+@dataclass(slots=True)
 class Discovered(Rule):
     """Records and announces the hosts that discovery reports; holds those to be checked."""
 
+    limits: HostLimits
+
     def on_hosts(self, event: ev.HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
-        changes = self.hosts.discovered(event.hosts)
+        self.limits.discovered(event.hosts)
+        self._take_in("discovery no longer reports it")
+
+    def on_agent_up(self, event: ev.AgentUp) -> None:
+        """Record what a host has; a plan may leave it fewer slots for that."""
+        self.limits.equipped(event.host, event.cpus, event.memory)
+        if self.limits.plan is not None:
+            self._take_in(f"no worker of plan {self.limits.plan.number} fits there")
+
+    def on_plan_applied(self, event: ev.PlanApplied) -> None:
+        """Carry out a plan; raises `StaleEvent` for one that cannot be."""
+        left = sum(slots for _, slots in self.limits.slots(event))
+        self.capacity.on_plan_applied(event, left)
+        wanted = self.capacity.wanted
+        self.effects.announce("plan_applied", str(event), number=event.number, wanted=wanted)
+        self._limit(event)
+
+    def on_scale_requested(self, event: ev.ScaleRequested) -> None:
+        """Aim at another number of workers; None releases the plan, too."""
+        self.capacity.on_scale_requested(event)
+        if event.num_proc is None:
+            self._limit(None)
+
+    def _limit(self, plan: ev.PlanApplied | None) -> None:
+        self.limits.limit(plan)
+        number = self.capacity.newest_plan
+        if self._take_in(f"no worker of plan {number} fits there"):
+            self.capacity.hosts_limited()
+
+    def _take_in(self, why_removed: str) -> bool:
+        """Record the slots there are now, announce changes, and return whether there are any."""
+        changes = self.hosts.discovered(self.limits.slots(self.limits.plan))
         if not any(changes):
-            return
+            return False
         self.capacity.note_change()
         for host, slots in changes.added:
             self.effects.announce("host_discovered", f"{slots} slots", host, slots=slots)
@@ -148,10 +183,11 @@ class Discovered(Rule):
             elif host not in (self.settings.checked_hosts or ()):
                 self.hold(host, "it was not there before")
         for host in changes.removed:
-            self.effects.announce("host_removed", "discovery no longer reports it", host)
+            self.effects.announce("host_removed", why_removed, host)
         for host, before, slots in changes.resized:
             what = f"{slots} slots, it had {before}"
             self.effects.announce("host_discovered", what, host, slots=slots)
+        return True
 
     def hold(self, host: str, reason: str) -> None:
         """Keep a host from being used until it was checked, in jobs that check hosts."""

@@ -165,7 +165,7 @@ class Membership(Rule):
             self.preemption.end_after_all_left(self.outcome.departure)
             return
         self._release_leavers(ready)
-        fitting, least = units.fit(ready, self.settings), self.settings.min_np
+        fitting, least = units.fit(ready, self.settings), self.capacity.least
         if not any(worker.admitted is not None for worker in ready):
             self._form_fresh(ready, fitting, now)
         elif len(fitting) < least:
@@ -200,7 +200,7 @@ class Membership(Rule):
         The first one may not be founded: workers of an earlier driver were READY before it was.
         """
         current, settings = self.rounds.current, self.settings
-        need = current.need or settings.start_np if current.number == 1 else settings.min_np
+        need = current.need or settings.start_np if current.number == 1 else self.capacity.least
         return self.capacity.at_most_wanted(need)
 
     def _watch_last_round(self, now: float) -> None:

@@ -248,7 +248,7 @@ class Placement(Rule):
         known, slow = self.hosts.known, self.hosts.distrusted
         names = [n for n in self.fleet.agents if self.fleet.is_ready(n) and self._eligible(n)]
         coming = any(agent.host not in slow for agent in self.fleet.starting.values())
-        if coming and self.workers.active() >= self.settings.min_np:  # slow hosts can wait
+        if coming and self.workers.active() >= self.capacity.least:  # slow hosts can wait
             names = [name for name in names if name not in slow]
         return sorted((known[name] for name in names), key=self.hosts.preference)
 

@@ -43,7 +43,7 @@ class Plain(Rule):
         if left == 0:
             self.rounds.open_next(now, f"every worker of round {current.number} has stopped")
         elif self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
-            self.outcome.give_up(self.settings.min_np, 0, timeout)
+            self.outcome.give_up(self.capacity.least, 0, timeout)
 
     # ---- a round that forms --------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class Plain(Rule):
         """Start the round's workers once enough slots have agents."""
         settings, current = self.settings, self.rounds.current
         first = current.number == 1
-        need = self.capacity.at_most_wanted(settings.start_np if first else settings.min_np)
+        need = self.capacity.at_most_wanted(settings.start_np if first else self.capacity.least)
         free = self.placement.free_slots(self.placement.room_left())
         where, have = self.placement.founding_slots(), len(free)
         shortage = units.shortage(len({host for host, _ in free}), settings)

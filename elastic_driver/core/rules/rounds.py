@@ -3,8 +3,7 @@
     FORMING → COMPLETE → CLOSING → CLOSED, then the next round is FORMING
 
 `membership` and `plain` decide who may be a member and when a round is complete; this module keeps
-the rounds in order, and knows the number of workers wanted. `Rule` is the base of every rule: it
-names the tables that all of them read. Times are monotonic seconds.
+the rounds in order. `Rule` is the base of every rule: it names the tables that all of them read. Times are monotonic seconds.
 """
 
 from collections.abc import Iterable
@@ -13,11 +12,10 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from elastic_driver.contract import host_of_worker
-from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
 from elastic_driver.core.documents import MAX_PEERS, Member, RanksOrder, World
 from elastic_driver.core.members import Standings, standings_of
-from elastic_driver.core.rules import units
+from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.hosts import HostManager
@@ -83,85 +81,6 @@ class Round:
 
 
 @dataclass(slots=True)
-class Capacity:
-    """The number of workers that rounds aim at, and a mark that something has changed.
-
-    A rule that changes slots, agents, workers or the number wanted calls `note_change`. `placement`
-    and `membership` then look at all workers once, because that is O(workers).
-    """
-
-    settings: Settings
-    effects: Effects
-    target: int | None = None  # a user's wish; None: there is none
-    proposed: int | None = None  # what --auto-scale has found so far; None: start_np
-    proposals: int = 0  # that changed the number of workers; they do not count as resets
-    changed: bool = True  # leavers and agents are out of date
-    placement_due: bool = False  # there may be slots for more workers
-    spares_due: bool = False  # spares may be missing, or too many
-    slots_to_refill: list[tuple[str, int]] = field(default_factory=list)  # before all others
-
-    @property
-    def wanted(self) -> int | None:
-        """The number of workers wanted; None: as many as there are slots."""
-        if self.target is not None:
-            return self.target
-        if self.settings.auto_scale:
-            return self.settings.start_np if self.proposed is None else self.proposed
-        return self.settings.max_np
-
-    def at_most_wanted(self, need: int) -> int:
-        """Return `need`, or the number wanted if that is less."""
-        return need if self.wanted is None else min(need, self.wanted)
-
-    def on_scale_requested(self, event: ev.ScaleRequested, now: float) -> None:
-        """Aim at another number of workers, within the limits."""
-        asked, self.changed = event.num_proc, True
-        if asked is None:
-            self.target = None
-            what = "the number of workers is left to the job again"
-        else:
-            self.target = self._within_limits(asked)
-            what = f"{self.target} workers (asked for {asked})"
-        self.effects.announce("scale_requested", what, wanted=self.wanted)
-
-    def on_size_proposed(self, event: ev.SizeProposed) -> None:
-        """Aim at the number of workers that `--auto-scale` proposes, unless a user has chosen."""
-        before, self.proposed = self.wanted, self._within_limits(event.num_proc)
-        if self.wanted == before:
-            return
-        self.changed = True
-        self.proposals += 1
-        what = f"{self.proposed} workers: {event.reason}"
-        self.effects.announce("size_proposed", what, wanted=self.proposed)
-
-    def _within_limits(self, size: int) -> int:
-        least = max(size, self.settings.min_np, units.width(self.settings))
-        return least if self.settings.max_np is None else min(least, self.settings.max_np)
-
-    def note_change(self, vacated: tuple[str, int] | None = None) -> None:
-        """Have leavers, agents and free slots updated; refill the slot `vacated` first."""
-        self.changed = True
-        if vacated is not None:
-            self.slots_to_refill.append(vacated)
-
-    def settled(self, *, placing: bool) -> None:
-        """Record that leavers and agents are up to date; `placing`: workers may be started."""
-        self.changed, self.placement_due, self.spares_due = False, placing, True
-
-    def placing_begins(self) -> None:
-        """Record that the free slots are filled now."""
-        self.placement_due = False
-
-    def spares_settled(self) -> None:
-        """Record that the spares are as they have to be."""
-        self.spares_due = False
-
-    def placed(self) -> None:
-        """Record that workers were started in the free slots."""
-        self.slots_to_refill.clear()
-
-
-@dataclass(slots=True)
 class Rounds:
     """The rounds of one job, one after the other."""
 
@@ -173,6 +92,7 @@ class Rounds:
     outcome: JobOutcome
     current: Round = field(default_factory=lambda: Round(1, 0.0))
     last_hosts: tuple[str, ...] = ()  # of the newest round that was complete, by node rank
+    _requested: int = 0  # rounds that were closed for a request; they do not count as resets
     _outrun_by: int = 0  # a round that workers have been in, though the books do not have it
     _own: dict[str, Any] = field(default_factory=dict)  # of rules, by the name of the class
 
@@ -185,7 +105,7 @@ class Rounds:
     @property
     def resets(self) -> int:
         """The membership changes so far that count towards `--reset-limit`."""
-        return max(0, self.current.number - 1 - self.capacity.proposals)
+        return max(0, self.current.number - 1 - self._requested)
 
     def own(self, kind: type[Own]) -> Own:
         """Return a rule's own state of the present round; it is made anew for each round."""
@@ -229,6 +149,8 @@ class Rounds:
             order = RanksOrder(current.number, ranks_there, self._peers(node))
             self.effects.give(host, order, reason)
         size, what = len(members), f"{len(members)} workers: {reason}"
+        if self.capacity.wanted in (None, size):
+            self.capacity.answered()
         self.effects.announce("round_completed", what, size=size, hosts=len(ranks))
 
     def _peers(self, node: int) -> tuple[tuple[str, int], ...]:
@@ -291,13 +213,17 @@ class Rounds:
         The limit is checked here, not at the next completion, so that no worker stops training for
         a round that cannot come.
         """
-        limit = self.settings.reset_limit
-        if limit is not None and self.resets >= limit and not self.outcome.finishing:
+        limit, requested = self.settings.reset_limit, self.capacity.requested
+        over_it = limit is not None and self.resets >= limit
+        if over_it and not requested and not self.outcome.finishing:
             over = f"round {self.current.number + 1} would exceed the reset limit of {limit}"
             self.outcome.fail(f"{over} ({reason}); raise --reset-limit")
             return False
         self.current.enter(CLOSING, now)
         self.current.at_boundary = at_boundary
+        self._requested += requested
+        if not at_boundary:
+            self.capacity.answered()
         return True
 
     def leave(self, now: float, reason: str, *, silent: bool = False) -> None:
@@ -367,7 +293,7 @@ class Rule:
 
         An elastic job goes on with `min_np` workers, a plain one with the number wanted.
         """
-        wanted, need = self.capacity.wanted, self.settings.min_np
+        wanted, need = self.capacity.wanted, self.capacity.least
         if wanted is not None and not self.outcome.elastic:
             need = max(need, wanted)
         return self.hosts.slots_without(host) < need

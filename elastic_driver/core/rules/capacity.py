@@ -1,0 +1,141 @@
+"""The number of workers that the job aims at, and who has asked for it.
+
+A user's figure (`elasticctl scale`, `elasticctl apply`) outranks what `--auto-scale` proposes, until
+the user releases it. Rounds that are closed for a request do not count towards `--reset-limit`.
+"""
+
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from elastic_driver.core import events as ev
+from elastic_driver.core.rules import units
+from elastic_driver.core.rules.effects import Effects
+from elastic_driver.settings import Settings
+
+
+@dataclass(slots=True)
+class Capacity:
+    """The number of workers that rounds aim at, and a mark that something has changed.
+
+    A rule that changes slots, agents, workers or the number wanted calls `note_change`. `placement`
+    and `membership` then look at all workers once, because that is O(workers).
+    """
+
+    settings: Settings
+    effects: Effects
+    target: int | None = None  # a user's wish; None: there is none
+    plan: ev.PlanApplied | None = None  # of a user, until it is released
+    newest_plan: int = 0  # its number; 0: there was none
+    proposed: int | None = None  # what --auto-scale has found so far; None: start_np
+    requested: bool = False  # a change is under way that somebody asked for
+    changed: bool = True  # leavers and agents are out of date
+    placement_due: bool = False  # there may be slots for more workers
+    spares_due: bool = False  # spares may be missing, or too many
+    slots_to_refill: list[tuple[str, int]] = field(default_factory=list)  # before all others
+
+    @property
+    def wanted(self) -> int | None:
+        """The number of workers wanted; None: as many as there are slots."""
+        if self.target is not None:
+            return self.target
+        if self.settings.auto_scale:
+            size = self.settings.start_np if self.proposed is None else self.proposed
+            return self._within_limits(size)
+        return self.most
+
+    @property
+    def least(self) -> int:
+        """The fewest workers that the job trains with."""
+        planned = None if self.plan is None else self.plan.min
+        return self.settings.min_np if planned is None else planned
+
+    @property
+    def most(self) -> int | None:
+        """The most workers the job may have; None: as many as there are slots."""
+        planned = None if self.plan is None else self.plan.max
+        return self.settings.max_np if planned is None else planned
+
+    def at_most_wanted(self, need: int) -> int:
+        """Return `need`, or the number wanted if that is less."""
+        return need if self.wanted is None else min(need, self.wanted)
+
+    def on_scale_requested(self, event: ev.ScaleRequested) -> None:
+        """Aim at another number of workers, within the limits; it outranks that of a plan."""
+        asked, before = event.num_proc, self.wanted
+        if asked is None:
+            self.target = self.plan = None
+            what = "the number of workers is left to the job again"
+        else:
+            if self.plan is not None:
+                self.plan = structs.replace(self.plan, workers=None, min=None, max=None)
+            self.target = self._within_limits(asked)
+            what = f"{self.target} workers (asked for {asked})"
+        self._request(before)
+        self.effects.announce("scale_requested", what, wanted=self.wanted)
+
+    def on_plan_applied(self, event: ev.PlanApplied, slots: int) -> None:
+        """Aim at the numbers of a plan, which leaves so many slots.
+
+        Raises `StaleEvent` for one that is not newer than all before, or leaves too few.
+        """
+        if event.number <= self.newest_plan:
+            raise ev.StaleEvent(
+                f"plan {event.number} is stale: plan {self.newest_plan} was carried out"
+            )
+        least = event.min or self.settings.min_np
+        if slots < least and (event.min or event.limits_hosts):
+            raise ev.StaleEvent(
+                f"plan {event.number} leaves {slots} slots, fewer than the {least} workers needed"
+            )
+        before = self.wanted
+        self.plan, self.newest_plan = event, event.number
+        self.target = None if event.workers is None else self._within_limits(event.workers)
+        self._request(before)
+
+    def on_size_proposed(self, event: ev.SizeProposed) -> None:
+        """Aim at the number of workers that `--auto-scale` proposes, unless a user has chosen."""
+        before, self.proposed = self.wanted, self._within_limits(event.num_proc)
+        if self.wanted == before:
+            return
+        self._request(before)
+        what = f"{self.proposed} workers: {event.reason}"
+        self.effects.announce("size_proposed", what, wanted=self.proposed)
+
+    def _request(self, before: int | None) -> None:
+        self.changed = True
+        self.requested = self.requested or self.wanted != before
+
+    def hosts_limited(self) -> None:
+        """Record that a plan has changed the slots of hosts."""
+        self.changed = self.requested = True
+
+    def answered(self) -> None:
+        """Record that the job has the number of workers that was asked for, or cannot now."""
+        self.requested = False
+
+    def _within_limits(self, size: int) -> int:
+        least = max(size, self.least, units.width(self.settings))
+        return least if self.most is None else min(least, self.most)
+
+    def note_change(self, vacated: tuple[str, int] | None = None) -> None:
+        """Have leavers, agents and free slots updated; refill the slot `vacated` first."""
+        self.changed = True
+        if vacated is not None:
+            self.slots_to_refill.append(vacated)
+
+    def settled(self, *, placing: bool) -> None:
+        """Record that leavers and agents are up to date; `placing`: workers may be started."""
+        self.changed, self.placement_due, self.spares_due = False, placing, True
+
+    def placing_begins(self) -> None:
+        """Record that the free slots are filled now."""
+        self.placement_due = False
+
+    def spares_settled(self) -> None:
+        """Record that the spares are as they have to be."""
+        self.spares_due = False
+
+    def placed(self) -> None:
+        """Record that workers were started in the free slots."""
+        self.slots_to_refill.clear()

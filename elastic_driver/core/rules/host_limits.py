@@ -1,0 +1,47 @@
+"""The slots that a plan leaves of those that discovery found.
+
+A plan may limit the workers of each host by number, and by the processors and the memory that each
+worker needs. Agents report what their host has; until then only the number counts. Memory is bytes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from elastic_driver.core import events as ev
+
+
+@dataclass(slots=True)
+class HostLimits:
+    """What discovery found, what hosts have, and the plan that limits them."""
+
+    found: tuple[tuple[str, int], ...] = ()  # hosts with their slots
+    plan: ev.PlanApplied | None = None
+    equipment: dict[str, tuple[int, int]] = field(default_factory=dict)  # processors, memory
+
+    def discovered(self, hosts: tuple[tuple[str, int], ...]) -> None:
+        """Record the hosts there are."""
+        self.found = hosts
+
+    def equipped(self, host: str, cpus: int, memory: int) -> None:
+        """Record what an agent has said of its host; 0: it does not know."""
+        self.equipment[host] = cpus, memory
+
+    def limit(self, plan: ev.PlanApplied | None) -> None:
+        """Let this plan hold; None: none."""
+        self.plan = plan
+
+    def slots(self, plan: ev.PlanApplied | None) -> tuple[tuple[str, int], ...]:
+        """Return the hosts with the slots that this plan leaves them."""
+        return tuple((host, min(self._bounds(host, slots, plan))) for host, slots in self.found)
+
+    def _bounds(self, host: str, slots: int, plan: ev.PlanApplied | None) -> Iterator[int]:
+        yield slots
+        if plan is None:
+            return
+        cpus, memory = self.equipment.get(host, (0, 0))
+        if plan.slots_per_host is not None:
+            yield plan.slots_per_host
+        if plan.cpu_per_worker is not None and cpus:
+            yield int(cpus / plan.cpu_per_worker)
+        if plan.memory_per_worker is not None and memory:
+            yield memory // plan.memory_per_worker
