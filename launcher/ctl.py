@@ -21,6 +21,7 @@ A running job
   logs [-f] [--rank R]        what its workers write; also of a run that is over
   stacks [--last]             the stack of every rank, equal ones together
   scale N                     ask for another number of workers
+  apply PLAN.yaml             change its workers, slots per host, CPUs and memory per worker
   drain HOST [--deadline S]   make a host's workers leave at a step boundary; --cancel undoes it
   stop                        end it; elasticrun returns 143
 The job is the only one that runs below the state directory (--state-dir D), or the one of
@@ -61,6 +62,7 @@ COMMANDS = (
     "logs",
     "stacks",
     "scale",
+    "apply",
     "drain",
     "stop",
     *_WITHOUT_JOB,

@@ -117,7 +117,7 @@ def _round(job: JobParts) -> Iterator[str]:
     if current.state is CLOSED:
         yield f"round {current.number} is closed but no next round was opened"
     limit = job.settings.reset_limit
-    if limit is not None and current.number - 1 > limit and not job.outcome.finishing:
+    if limit is not None and job.rounds.resets > limit and not job.outcome.finishing:
         yield f"round {current.number} exceeds the reset limit of {limit}"
 
 

@@ -11,6 +11,7 @@
 | `/`, `/assets/…`, `/login` … | the page, see `runtime.page_routes` |
 | `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
 | `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
+| `POST /v1/plan` | 202; see `core.events.PlanApplied`; 409 `stale_plan` |
 | `POST /v1/hosts/{host}:drain` | 202; the host's workers leave in order; 404 for an unknown host |
 | `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
 | `POST /v1/stacks` | 202; every worker reports its stack: event `stacks_collected` |
@@ -74,6 +75,7 @@ MAX_STREAMS = 64  # readers that follow the job or its event log at the same tim
 # JSON body and the names in the path; a body may be empty if every other field has a default.
 EVENT_OF_PATH: dict[str, type[ev.JobEvent]] = {
     contract.SCALE_PATH: ev.ScaleRequested,
+    contract.PLAN_PATH: ev.PlanApplied,
     contract.DRAIN_PATH: ev.DrainRequested,
     contract.UNDRAIN_PATH: ev.DrainCancelled,
     contract.STACKS_PATH: ev.StacksRequested,
@@ -212,17 +214,13 @@ class DriverRoutes:
         """Raise Problem for a request that does not fit the job."""
         match event:
             case ev.ScaleRequested(num_proc=wished):
-                if wished is None:
-                    return
-                least, most = self._driver.size_bounds
-                if wished < least:
-                    problem = f"{wished} workers are fewer than the job's minimum of {least}"
-                    hint = f"ask for at least {least}, or start the job with a lower --min-np"
-                    raise Problem(422, "below_min", problem, hint)
-                if most is not None and wished > most:
-                    problem = f"{wished} workers are more than the job's maximum of {most}"
-                    hint = f"ask for at most {most}, or start the job with a higher --max-np"
-                    raise Problem(422, "above_max", problem, hint)
+                _check_sizes(self._driver.size_bounds, wished)
+            case ev.PlanApplied(number=number):
+                _check_sizes(self._driver.size_bounds, event.workers, event.min, event.max)
+                newest = msgspec.json.decode(await self._status())["plan"]
+                if number <= newest:
+                    problem = f"plan {number} is stale: plan {newest} was carried out"
+                    raise Problem(409, "stale_plan", problem, "read the job's status, then plan")
             case ev.DrainRequested(host=host):
                 await self._state_of(host)
             case ev.DrainCancelled(host=host):
@@ -379,6 +377,22 @@ def may_report(caller: Caller, event: ev.WireEvent | TaskEnded) -> bool:
     if caller.role is Role.AGENT:
         return contract.host_of_worker(event.worker) == caller.subject
     return caller == (Role.WORKER, event.worker) and not isinstance(event, _OF_AGENTS)
+
+
+def _check_sizes(bounds: tuple[int, int | None], *sizes: int | None) -> None:
+    """Raise Problem if one of these numbers of workers is outside the job's bounds."""
+    least, most = bounds
+    for size in sizes:
+        if size is None:
+            continue
+        if size < least:
+            problem = f"{size} workers are fewer than the job's minimum of {least}"
+            hint = f"ask for at least {least}, or start the job with a lower --min-np"
+            raise Problem(422, "below_min", problem, hint)
+        if most is not None and size > most:
+            problem = f"{size} workers are more than the job's maximum of {most}"
+            hint = f"ask for at most {most}, or start the job with a higher --max-np"
+            raise Problem(422, "above_max", problem, hint)
 
 
 def _call_all(acts: list[Callable[[], None]]) -> None:

@@ -1,4 +1,4 @@
-"""The subcommands for a running job: status, top, events, logs, stacks, scale, drain and others.
+"""The subcommands for a running job: status, top, events, logs, stacks, scale, apply and others.
 
 `run` parses the words of a subcommand, finds the job and calls the function of that name. A
 description in `--help` is the function's docstring.
@@ -25,6 +25,7 @@ from launcher.ctl_commands import caution, show
 from launcher.ctl_commands import logs as logs_of
 from launcher.ctl_commands.ask import ask_stacks, read_events
 from launcher.ctl_commands.find import Where, find
+from launcher.ctl_commands.plan_file import read_plan
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError
 from rendezvous.wire import EVENTS_PATH
@@ -110,6 +111,13 @@ _ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--yes": _YES,
     },
+    "apply": {
+        "plan": {
+            "metavar": "PLAN.yaml",
+            "type": Path,
+            "help": "workers, or min and max; slots_per_host; cpu_per_worker; memory_per_worker",
+        },
+    },
     "drain": {
         "host": {"metavar": "HOST", "help": "its name, as elasticctl hosts shows it"},
         "--reason": {"default": "elasticctl drain", "help": "for the event log"},
@@ -127,6 +135,7 @@ _EXAMPLES = {
     "open": "open --run-id nightly",
     "stacks": "stacks --last",
     "scale": "scale 8",
+    "apply": "apply plan.yaml",
     "drain": "drain n3 --deadline 120 --reason 'new disks'",
     "stop": "stop --run-id nightly",
 }
@@ -325,6 +334,25 @@ def scale(given: Given, job: Job) -> None:
     print(f"run {given.run_id}: {what}")
 
 
+def apply(given: Given, job: Job) -> None:
+    """Change the running job as PLAN.yaml says; it replaces the plan before.
+
+    The file has workers, or min and max, within --min-np and --max-np; slots_per_host: the most
+    workers on each host; cpu_per_worker and memory_per_worker (8GiB): a host gets no more workers
+    than it has enough for. Its number, if it has one, must be higher than that of each plan before.
+
+    A plan outranks --auto-scale until `elasticctl scale auto`.
+    """
+    newest = show.read_job(job.get_bytes(contract.STATUS_PATH)).plan
+    plan = read_plan(given.plan, newest)
+    said = {name: value for name, value in msgspec.structs.asdict(plan).items() if value}
+    job.post_json(contract.PLAN_PATH, msgspec.json.encode(said))
+    now = show.read_job(job.get_bytes(contract.STATUS_PATH))
+    if now.plan < plan.number:
+        raise UsageError(now.ignored)
+    print(f"run {given.run_id}: {plan}")
+
+
 def drain(given: Given, job: Job) -> None:
     """Make HOST's workers leave at a step boundary; they are replaced first if there is room.
 
@@ -352,5 +380,6 @@ def stop(given: Given, job: Job) -> None:
     print(f"run {given.run_id} is stopping")
 
 
-ACTIONS = {f.__name__: f for f in (status, top, hosts, events, logs, stacks, scale, drain, stop)}
+ACTIONS = {f.__name__: f for f in (status, top, hosts, events, logs, stacks, scale)}
+ACTIONS |= {f.__name__: f for f in (apply, drain, stop)}
 ACTIONS["open"] = open_page

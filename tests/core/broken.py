@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -10,12 +9,11 @@ from msgspec.structs import replace
 
 from elastic_driver.core.documents import SlotInfo
 from elastic_driver.core.rules import rounds
+from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.host_states import Hindrance
-from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.ranks import Seat, assign
-from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.workers import Worker
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -36,14 +34,7 @@ def the_youngest_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def too_few_are_enough(patch: pytest.MonkeyPatch) -> None:
-    watch_forming = Membership._watch_forming
-
-    def with_one(self: Membership, now: float) -> None:
-        asked, self.settings = self.settings, dataclasses.replace(self.settings, min_np=1)
-        watch_forming(self, now)
-        self.settings = asked
-
-    patch.setattr(Membership, "_watch_forming", with_one)
+    patch.setattr(Capacity, "least", property(lambda _self: 1))
 
 
 def no_number_is_too_many(patch: pytest.MonkeyPatch) -> None:

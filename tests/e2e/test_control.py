@@ -161,6 +161,29 @@ def test_what_the_job_refuses_is_one_line_and_64(job: RunningJob) -> None:
     assert "not drained" in ctl("drain", "localhost", "--cancel", *here(job), code=64)
 
 
+def test_a_plan_changes_the_job_once_and_a_stale_one_is_one_line_and_64(
+    job: RunningJob, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("number: 7\nslots_per_host: 1\ncpu_per_worker: 0.1\nmemory_per_worker: 1MiB\n")
+    assert "plan 7: slots per host 1" in ctl("apply", str(plan), *here(job))
+    job.until_size(1)
+    told = ctl("apply", str(plan), *here(job), code=64)
+    assert told.startswith("elasticctl: plan 7 is stale: plan 7 was carried out")
+    assert len(told.splitlines()) == 1
+    plan.write_text("memory_per_worker: 900TiB\n")
+    told = ctl("apply", str(plan), *here(job), code=64)
+    assert told == "elasticctl: plan 8 leaves 0 slots, fewer than the 1 workers needed\n"
+    plan.write_text("workers: 9\n")
+    assert "the job's maximum of 2" in ctl("apply", str(plan), *here(job), code=64)
+    plan.write_text("workers: 1\nmin: 1\n")
+    assert "not both" in ctl("apply", str(plan), *here(job), code=64)
+    plan.write_text("min: 1\nmax: 2\n")
+    assert "plan 8: min 1, max 2" in ctl("apply", str(plan), *here(job))
+    job.until_size(2)
+    assert json.loads(ctl("status", "--json", *here(job)))["counters"]["resets"] == 0
+
+
 def test_the_job_is_scaled_and_back(job: RunningJob) -> None:
     pids = set(job.live())
     assert "asked for 1 workers" in ctl("scale", "1", *here(job))

@@ -54,8 +54,15 @@ def test_workers_train_on_without_a_driver_and_the_next_one_scales_and_ends_the_
         step = newest_step(job)
         job.until(lambda: steps_beyond(job, step + 20), "steps with the next driver")
         assert set(job.live()) == pids
-        ctl("scale", "1", *where(job))
+        plan = job.run_dir.parent / "plan.yaml"
+        plan.write_text("number: 3\nworkers: 1\n")
+        ctl("apply", str(plan), *where(job))
         job.until_size(1)
+        job.kill_driver()
+        job.start("--resume")
+        job.until(lambda: len(job.events("driver_resumed")) == 2, "a third driver")
+        assert "plan 3 is stale" in ctl("apply", str(plan), *where(job), code=64)
+        assert len(job.until_size(1)) == 1
         ctl("scale", "2", *where(job))
         assert len(pids & set(job.until_size(2))) == 1
         ctl("stop", *where(job))

@@ -1,7 +1,8 @@
 """The number of workers that the job aims at, and who has asked for it.
 
-A user's figure (`elasticctl scale`, `elasticctl apply`) outranks what `--auto-scale` proposes, until
-the user releases it. Rounds that are closed for a request do not count towards `--reset-limit`.
+A user's figure (`elasticctl scale`, `elasticctl apply`) outranks what `--auto-scale` proposes,
+until the user releases it. Rounds that are closed for a request do not count towards
+`--reset-limit`.
 """
 
 from dataclasses import dataclass, field

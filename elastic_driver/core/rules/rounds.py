@@ -3,7 +3,8 @@
     FORMING → COMPLETE → CLOSING → CLOSED, then the next round is FORMING
 
 `membership` and `plain` decide who may be a member and when a round is complete; this module keeps
-the rounds in order. `Rule` is the base of every rule: it names the tables that all of them read. Times are monotonic seconds.
+the rounds in order. `Rule` is the base of every rule: it names the tables that all of them read.
+Times are monotonic seconds.
 """
 
 from collections.abc import Iterable

@@ -1,0 +1,71 @@
+"""A plan's file becomes a plan, or one line that says what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_driver.core.events import PlanApplied
+from elastic_driver.errors import UsageError
+from launcher.ctl_commands.plan_file import MAX_BYTES, parse_bytes, read_plan
+
+
+def read(tmp_path: Path, text: str) -> PlanApplied:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    return read_plan(path, newest=4)
+
+
+def test_a_plan_is_the_next_one_unless_it_has_a_number(tmp_path: Path) -> None:
+    assert read(tmp_path, "workers: 6") == PlanApplied(number=5, workers=6)
+    assert read(tmp_path, "{number: 9, workers: 6}") == PlanApplied(number=9, workers=6)
+
+
+def test_a_plan_may_say_everything(tmp_path: Path) -> None:
+    text = "min: 2\nmax: 6\nslots-per-host: 2\ncpu_per_worker: 1.5\nmemory_per_worker: 8GiB\n"
+    plan = read(tmp_path, text)
+    assert plan == PlanApplied(
+        number=5, min=2, max=6, slots_per_host=2, cpu_per_worker=1.5, memory_per_worker=8 * 2**30
+    )
+    assert str(plan) == (
+        "plan 5: min 2, max 6, slots per host 2, CPUs per worker 1.5, MiB per worker 8192"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512", 512), ("8G", 8 * 10**9), ("1.5 TiB", 3 * 2**39), ("64mb", 64 * 10**6), ("1ki", 1024)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "it needs some of number, workers, min, max"),
+        ("- 6", "it needs some of"),
+        ("workers: many", "Expected `int | null`, got `str` - at `$.workers`"),
+        ("workers: 0", "Expected `int` >= 1 - at `$.workers`"),
+        ("worker: 6", "unknown field `worker`"),
+        ("{workers: 4, min: 2}", "a plan has workers, or min and max, not both"),
+        ("{min: 4, max: 2}", "min is 4, more than max, which is 2"),
+        ("memory_per_worker: much", "a size is a number and a unit, as 8GiB, not 'much'"),
+        ("cpu_per_worker: .nan", "cpu_per_worker"),
+        ("workers: [", "while parsing a flow"),
+        ("#" * MAX_BYTES + "##", "it is larger than"),
+        ("[" * 20000, "is no plan"),
+    ],
+)
+def test_what_is_no_plan_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        read(tmp_path, text)
+    assert problem in str(raised.value)
+    assert "plan.yaml is no plan: " in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="none: No such file"):
+        read_plan(tmp_path / "none", 0)
