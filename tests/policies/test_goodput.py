@@ -220,6 +220,7 @@ _ABOUT_ALL = (
     "round_completed",
     "round_closed",
     "scale_requested",
+    "plan_applied",
     "steps_redone",
     "driver_resumed",
 )
