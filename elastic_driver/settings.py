@@ -42,7 +42,7 @@ class Settings:
 
     # policy
     reset_limit: int | None = option(POLICY, whole(), None,
-        "End the job after this many membership changes that nobody has asked for.", shown="no limit")
+        "End the job after this many membership changes that nobody asked for.", shown="no limit")
     max_restarts: int | None = option(POLICY, whole(), None,
         "End the job after this many failures in all.",
         shown="no limit as long as steps are finished between failures")
