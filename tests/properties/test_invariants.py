@@ -39,6 +39,13 @@ def usual(random: Random) -> list[ev.Event]:
         ev.RankRecovered(worker, number),
         ev.ScaleRequested(random.choice([None, random.randint(-1, 9)])),
         ev.SizeProposed(random.randint(-1, 9), WHY),
+        ev.PlanApplied(
+            number=random.randint(1, 9),
+            workers=random.choice([None, random.randint(-1, 9)]),
+            slots_per_host=random.choice([None, random.randint(-1, 3)]),
+            cpu_per_worker=random.choice([None, random.random() + 0.01]),
+        ),
+        ev.PlanApplied(number=random.randint(1, 9), min=1, max=random.randint(1, 9)),
         ev.DiscoveryFailed(WHY),
         ev.EventBatch(
             (ev.AgentReady(host, 1, 1, "x", ()), ev.WorkerStepped(worker, number, number))
