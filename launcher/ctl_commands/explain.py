@@ -46,6 +46,7 @@ _EVENTS: dict[type, str] = {
     ev.StacksRequested: "the stacks were requested: {e.reason}",
     ev.JobLeaving: "all workers have to leave in {e.deadline:g} s: {e.reason}",
     ev.ScaleRequested: "the number of workers was requested: {e.num_proc}",
+    ev.PlanApplied: "the user applied {e}",
     ev.SizeProposed: "{e.num_proc} workers are proposed: {e.reason}",
     ev.StopRequested: "the end of the job was requested: {e.reason}",
     ev.Tick: "time has passed",
