@@ -12,6 +12,7 @@ CHANGES=${CHANGES:-1000}    # of the world, in one job
 SCHEDULES=${SCHEDULES:-50}  # random histories that end in the same bits
 TIMES=${TIMES:-5}           # each slowing, each fault
 SEEDS=${SEEDS:-10000}       # simulated clusters
+PROGRAMS=${PROGRAMS:-1000}  # of random Horovod calls
 DRIVERS=${DRIVERS:-200}      # killed one after the other in one job
 MINUTES=${MINUTES:-60}      # on an overloaded machine with bad links
 FAULTS=${FAULTS-}           # of hosts, for tests.cluster.trials; none: all of them
@@ -58,6 +59,8 @@ for plan in hour hosts; do
 done
 run "$MINUTES minutes of hostile input for every parser" \
     "$PYTHON" -m tests.fuzz --minutes "$MINUTES"
+run "$PROGRAMS random programs of Horovod calls" \
+    "$PYTHON" -m tests.horovod.seeds --seeds "$PROGRAMS"
 run "$SEEDS simulated clusters" "$PYTHON" -m tests.sim --seeds "$SEEDS"
 
 printf '\n%s' "$summary"

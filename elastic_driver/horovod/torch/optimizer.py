@@ -368,19 +368,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     names = names_of(optimizer, named_parameters)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise HorovodUsageError("gradient_predivide_factor is for op=Average only")
-    if num_groups:
-        warnings.warn("num_groups is the older form of groups", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
-    if op == Adasum and (groups is not None or process_set is not global_process_set):
+    grouped = num_groups or groups is not None
+    if op == Adasum and (grouped or process_set is not global_process_set):
         raise NotImplementedError("Adasum works without groups, and on all ranks only")
-    base = type(optimizer)
     methods = _DistributedAdasumOptimizer if op == Adasum else _DistributedOptimizer
-    distributed: Any = object.__new__(type(base.__name__, (methods, base), {}))
-    state = dict(vars(optimizer))
-    state.pop("step", None)  # a scheduler's, which belongs to the optimizer before
-    vars(distributed).update(state)
-    reducer = GradientReducer(
-        groups_of(groups, names),
+    distributed = _with_methods(optimizer, methods)
+    distributed._reducer = GradientReducer(
+        groups_of(groups, num_groups, names),
         {} if op == Adasum else names,
         compression=compression,
         passes=backward_passes_per_step,
@@ -389,8 +383,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    distributed._reducer = reducer
-    distributed._parameter_names = names
-    distributed._compression = compression
+    distributed._parameter_names, distributed._compression = names, compression
     distributed._synchronized, distributed._should_synchronize = False, True
     return distributed
+
+
+def _with_methods(optimizer: torch.optim.Optimizer, methods: type[Any]) -> Any:
+    """Return an optimizer that shares all attributes, with these methods before its own."""
+    base = type(optimizer)
+    found: Any = object.__new__(type(base.__name__, (methods, base), {}))
+    vars(found).update(vars(optimizer))
+    vars(found).pop("step", None)  # a scheduler's, which belongs to the optimizer before
+    return found

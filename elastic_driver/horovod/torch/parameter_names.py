@@ -1,5 +1,6 @@
 """The names of an optimizer's parameters, and the groups that are reduced together."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -40,8 +41,16 @@ def names_of(
     return {p: known[p] for p in parameters}
 
 
-def groups_of(groups: Groups, names: dict[torch.Tensor, str]) -> list[list[torch.Tensor]]:
-    """Return the groups as lists of parameters; raises HorovodUsageError for wrong ones."""
+def groups_of(
+    groups: Groups, num_groups: int, names: dict[torch.Tensor, str]
+) -> list[list[torch.Tensor]]:
+    """Return the groups as lists of parameters; raises HorovodUsageError for wrong ones.
+
+    `num_groups` is the older form; it counts where there is no other, and warns the script.
+    """
+    if num_groups:
+        warnings.warn("num_groups is the older form of groups", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
     if groups is None or groups == 0:
         return []
     if isinstance(groups, int):
