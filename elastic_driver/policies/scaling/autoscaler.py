@@ -138,7 +138,7 @@ class AutoScaler(Restorable):
 
     def _move(self, event: SpeedSeen, search: Search, now: float) -> list[Decided]:
         """Take in the step time of this size, and go on to the next one."""
-        search.measured(event.size, self._gauge.mean)
+        search.measured(event.size, self._gauge.mean, self._gauge.error)
         self._times[event.size, search.layout.hosts.get(event.size, 0)] = self._gauge.mean
         proposal = search.next()
         if not proposal.last and not self._repays(event, now, 1 - CLOSE):

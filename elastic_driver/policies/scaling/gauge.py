@@ -59,10 +59,21 @@ class Gauge:
         """
         if self.steps < LEAST_STEPS or len(self.looks) < LEAST_LOOKS:
             return False
-        times = [took / done for took, done in self.looks]
-        error, mean = CONFIDENCE * stdev(times) / sqrt(len(times)), fmean(times)
+        error, mean = self._interval()
         exact = error <= CLOSE_ENOUGH * mean or self.seconds >= LONGEST_S - 1
         return exact or mean - error > worst
+
+    @property
+    def error(self) -> float:
+        """The confidence interval on each side, as a share of the mean; 0: not known."""
+        if len(self.looks) < LEAST_LOOKS:
+            return 0.0
+        error, mean = self._interval()
+        return error / mean
+
+    def _interval(self) -> tuple[float, float]:
+        times = [took / done for took, done in self.looks]
+        return CONFIDENCE * stdev(times) / sqrt(len(times)), fmean(times)
 
     def has_drifted(self, known: float) -> bool:
         """Return whether the steps of the last minute differ from the step time known before."""

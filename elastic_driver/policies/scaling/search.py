@@ -5,17 +5,19 @@ once more even if that costs speed. If the first size is not the smallest allowe
 size is tried, too. Then the model (`speed_model`) names the best size that was not tried. When it
 names none, sizes beside the fastest one are tried whose speed may be better by a rule of thumb:
 between two measured sizes, a curve of speed lies below the lines through its neighbours. The
-smallest size within 5 % of the fastest one wins.
+smallest size that is certainly within 5 % of the fastest one wins.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import hypot
 
 from elastic_driver.policies.scaling.speed_model import Layout, fit
 
 CLOSE = 0.95  # a size this near to the fastest one is as good
 GAIN = 1.02  # doubling has to make the job this many times as fast
 MOVES_BESIDE_DOUBLING = 3  # moves of one search, the return to the best size included
+DOUBTED = 0.8  # of the confidence interval of a comparison: 19 of 20 are right
 LIKELY = 0.8  # of the highest bound: of such sizes the one in the middle is tried
 
 
@@ -36,16 +38,22 @@ class Search:
     rates: dict[int, float] = field(default_factory=dict)
     moves: int = 0  # changes of the size so far
     order: list[int] = field(default_factory=list)  # the sizes as they were measured
+    errors: dict[int, float] = field(default_factory=dict)  # of the rates, as shares of them
 
-    def measured(self, size: int, step_time: float) -> None:
-        """Take in the seconds of a step at a size."""
+    def measured(self, size: int, step_time: float, error: float = 0.0) -> None:
+        """Take in the seconds of a step at a size, and how exactly they are known."""
         self.rates[size] = self.layout.work(size) / step_time
+        self.errors[size] = error
         self.order.append(size)
 
     def winner(self) -> int:
-        """Return the smallest measured size within 5 % of the fastest one."""
-        fastest = max(self.rates.values())
-        return min(size for size, rate in self.rates.items() if rate >= CLOSE * fastest)
+        """Return the smallest measured size that is certainly within 5 % of the fastest one."""
+        best = max(self.rates, key=lambda size: (self.rates[size], -size))
+        return min(size for size in self.rates if size == best or self._is_close(size, best))
+
+    def _is_close(self, size: int, best: int) -> bool:
+        doubt = hypot(self.errors.get(size, 0.0), self.errors.get(best, 0.0))
+        return self.rates[size] >= min(1.0, CLOSE + DOUBTED * doubt) * self.rates[best]
 
     def next(self) -> Proposal:
         """Return the size to have next, after the present one was measured."""
