@@ -1,6 +1,6 @@
 """One statistics database: every statement of it, for SQLite and PostgreSQL alike.
 
-A method is one transaction, and raises what SQLAlchemy raises (`DatabaseFailure`). An object
+A method is one transaction, and raises what SQLAlchemy raises (see `failures`). An object
 belongs to one thread at a time. Nothing waits for longer than a few seconds on a server that
 answers. Times are unix seconds.
 """
@@ -9,19 +9,18 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Engine, create_engine, delete, event, func, or_, select, true
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.migrations import STEPS, Step, migrate
 from elastic_driver.brain.store.rows import (
     COARSER,
     KEPT,
+    JobKey,
     Row,
     Series,
     Summary,
@@ -39,17 +38,7 @@ POSTGRES: dict[str, Any] = {  # a server that is gone is noticed
     "application_name": "elasticrun",
     "options": "-c lock_timeout=5s -c statement_timeout=20s",
 }
-_CORRUPT = (11, 26)  # SQLITE_CORRUPT and SQLITE_NOTADB; Python names them since 3.11
-
-DatabaseFailure = (SQLAlchemyError, OSError)
 _Keyed: TypeAlias = tuple[int, int, Summary]  # the number of a series, t, values
-
-
-class JobKey(NamedTuple):
-    """One job: the name of its run, and when that began."""
-
-    run: str
-    began: float
 
 
 class Database:
@@ -187,25 +176,6 @@ class Database:
             for subject, name, found in connection.execute(query.where(series.c.job == number)):
                 self._series[job, Series(subject, name)] = found
         return {each: self._series[job, each] for each in known}
-
-
-def is_corrupt(error: BaseException) -> bool:
-    """Return whether an error says that a file is no whole database of SQLite."""
-    cause = error.orig if isinstance(error, DBAPIError) else error
-    code = getattr(cause, "sqlite_errorcode", None)  # since Python 3.11
-    if code is None:
-        words = ("malformed", "not a database")
-        return isinstance(cause, sqlite3.DatabaseError) and any(w in str(cause) for w in words)
-    return code & 0xFF in _CORRUPT
-
-
-def set_aside(file: str) -> str:
-    """Rename a file that is corrupt, so that a new database can begin; return its new name."""
-    new = f"{file}.corrupt"
-    for end in ("-wal", "-shm"):
-        Path(file + end).unlink(missing_ok=True)
-    Path(file).replace(new)
-    return new
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:

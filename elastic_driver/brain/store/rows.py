@@ -15,6 +15,13 @@ COARSER = ((FINE, MINUTE), (MINUTE, HOUR))  # what becomes what
 KEPT = {FINE: DAY, MINUTE: 30 * DAY, HOUR: 365 * DAY}  # for how long
 
 
+class JobKey(NamedTuple):
+    """One job: the name of its run, and when that began (unix seconds)."""
+
+    run: str
+    began: float
+
+
 class Series(NamedTuple):
     """One figure over time: `subject` is "job", "script", "host:NAME" or "worker:NAME"."""
 
@@ -78,18 +85,18 @@ class Buckets:
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, Series], list[float]] = {}
-        self._newest = 0
+        self.newest = 0  # the beginning of the newest row; older ones are complete
 
     def add(self, t: float, series: Series, value: float) -> None:
         """Take in a value; what is no finite number is left out."""
         if math.isfinite(value):
             begin = begin_of(t, FINE)
-            self._newest = max(self._newest, begin)
+            self.newest = max(self.newest, begin)
             self._open.setdefault((begin, series), []).append(float(value))
 
     def take(self, *, all_rows: bool = False) -> list[Row]:
         """Remove and return the rows that are complete, or all of them, oldest first."""
-        ready = [key for key in self._open if all_rows or key[0] < self._newest]
+        ready = [key for key in self._open if all_rows or key[0] < self.newest]
         return [Row(key[1], key[0], _summary(self._open.pop(key))) for key in sorted(ready)]
 
 

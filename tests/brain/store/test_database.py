@@ -13,9 +13,10 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
 from elastic_driver.brain.store.address import Address
-from elastic_driver.brain.store.database import Database, JobKey, is_corrupt, set_aside
+from elastic_driver.brain.store.database import Database
+from elastic_driver.brain.store.failures import is_corrupt, set_aside
 from elastic_driver.brain.store.migrations import STEPS, NewerSchemaError
-from elastic_driver.brain.store.rows import DAY, FINE, HOUR, MINUTE, Row, Series, Summary
+from elastic_driver.brain.store.rows import DAY, FINE, HOUR, MINUTE, JobKey, Row, Series, Summary
 
 JOB = JobKey("mnist", 1_000_000.25)
 SPEED = Series("job", "steps_per_s")

@@ -1,0 +1,58 @@
+"""The failures of a statistics database, and what they mean."""
+
+import sqlite3
+from pathlib import Path
+
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+
+from elastic_driver.brain.store.migrations import NewerSchemaError
+from elastic_driver.masking import without_password
+
+_CORRUPT = (11, 26)  # SQLITE_CORRUPT and SQLITE_NOTADB; Python names them since 3.11
+# What a server says of a mistake that no waiting mends.
+_MISTAKES = (
+    *("authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry"),
+    *("permission denied", "unable to open database file"),
+)
+
+
+def is_final(error: BaseException) -> bool:
+    """Return whether no later try can succeed."""
+    return isinstance(error, NewerSchemaError)
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Return whether the user has to mend something: the address, a password or a right."""
+    known = isinstance(error, FileNotFoundError | IsADirectoryError | PermissionError)
+    return known or is_final(error) or any(words in described(error) for words in _MISTAKES)
+
+
+def is_bad_row(error: BaseException) -> bool:
+    """Return whether the database refuses what was written, and would always do so."""
+    return isinstance(error, DataError | IntegrityError)
+
+
+def is_corrupt(error: BaseException) -> bool:
+    """Return whether a file is no whole database of SQLite."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    code = getattr(cause, "sqlite_errorcode", None)  # since Python 3.11
+    if code is not None:
+        return code & 0xFF in _CORRUPT
+    words = ("malformed", "not a database")
+    return isinstance(cause, sqlite3.DatabaseError) and any(each in str(cause) for each in words)
+
+
+def described(error: BaseException) -> str:
+    """Return an error in a line, without statements and passwords."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    text = (getattr(cause, "strerror", None) or str(cause)).strip() or type(cause).__name__
+    return without_password(text.splitlines()[-1].strip())
+
+
+def set_aside(file: str) -> str:
+    """Rename a file that is corrupt, so that a new database can begin; return its new name."""
+    new = f"{file}.corrupt"
+    for end in ("-wal", "-shm"):
+        Path(file + end).unlink(missing_ok=True)
+    Path(file).replace(new)
+    return new

@@ -1,0 +1,160 @@
+"""The thread of a driver that writes the statistics of its job.
+
+The driver hands in samples and never waits. The thread gathers them into rows and writes these
+every few seconds. A database that is locked, full, corrupt or away costs a sentence for the user,
+and is tried again each time; what waits meanwhile is bounded, and the oldest of it is dropped.
+SQLAlchemy is loaded by this thread only, when the job has run for some seconds. Times are seconds.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from elastic_driver.brain.store.address import Address
+from elastic_driver.brain.store.figures import Sample, figures_of
+from elastic_driver.brain.store.rows import MINUTE, Buckets, JobKey, Row
+
+if TYPE_CHECKING:
+    from elastic_driver.brain.store.database import Database
+
+PAUSE_S = 5.0  # between two writes; a job that is over sooner leaves no statistics
+EXPIRE_S = 3600.0  # between two looks for what is too old
+LAST_S = 5.0  # for the database to take what is left when the job is over
+MOST_SAMPLES = 300  # that wait for the thread
+MOST_ROWS = 100_000  # that wait for the database
+TOGETHER = 5_000  # rows of one transaction
+
+
+class StatisticsWriter:
+    """The statistics of one job; `start`, `take` and `close` are the driver's.
+
+    Args:
+        say: shows a line to the user; any thread may call it.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        job: JobKey,
+        say: Callable[[str], None],
+        *,
+        pause: float = PAUSE_S,
+        most_rows: int = MOST_ROWS,
+    ) -> None:
+        self._address, self._job, self._say, self._pause = address, job, say, pause
+        self._samples: queue.Queue[Sample] = queue.Queue(MOST_SAMPLES)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="statistics", daemon=True)
+        self._lost_samples = 0  # by the driver's thread
+        # Of the thread:
+        self._buckets = Buckets()
+        self._rows: deque[Row] = deque()
+        self._most_rows = most_rows
+        self._lost_rows = 0
+        self._failing = False  # the last try has failed, and that was said
+        self._refused = False  # no try will succeed
+        self._roll_up_from = 0  # the newest minute whose rows are made
+        self._expire_at = 0.0  # monotonic
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def take(self, sample: Sample) -> None:
+        """Take in a sample; drop it if the thread has far too much to do. Never waits."""
+        try:
+            self._samples.put_nowait(sample)
+        except queue.Full:
+            self._lost_samples += 1
+
+    def close(self) -> None:
+        """Write what is left; wait for at most `LAST_S`, and not for a database that fails."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(0.0 if self._failing else LAST_S)
+
+    # ---- the thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._over.wait(self._pause):
+            return
+        try:
+            from elastic_driver.brain.store.database import Database  # noqa: PLC0415 - the extra
+        except ImportError:  # the launcher tells those who have asked for statistics
+            return
+        database, over = Database(self._address), False
+        while not (over or self._refused):
+            over = self._over.wait(self._pause)
+            self._gather(all_rows=over)
+            self._try(database, over=over)
+        database.close()
+
+    def _gather(self, *, all_rows: bool) -> None:
+        """Make rows of the samples."""
+        while not self._samples.empty():
+            sample = self._samples.get_nowait()
+            for series, value in figures_of(sample):
+                self._buckets.add(sample.t, series, value)
+        self._rows.extend(self._buckets.take(all_rows=all_rows))
+        while len(self._rows) > self._most_rows:
+            self._rows.popleft()
+            self._lost_rows += 1
+
+    def _try(self, database: "Database", *, over: bool) -> None:
+        """Write the rows, or say why that fails."""
+        from elastic_driver.brain.store import failures  # noqa: PLC0415 - loads SQLAlchemy
+
+        try:
+            self._write(database, over=over)
+        except Exception as error:  # whatever fails here, the job goes on
+            self._refused = failures.is_final(error)
+            if failures.is_corrupt(error):
+                self._begin_anew()
+            elif not self._failing:
+                later = "" if self._refused else ", and this is tried again"
+                why = failures.described(error)
+                self._say(f"statistics: {self._address} cannot be written: {why}; "
+                          f"the job goes on{later}")  # fmt: skip
+                self._failing = True
+            if failures.is_bad_row(error):
+                self._lost_rows += len(self._rows)
+                self._rows.clear()
+            return
+        if self._failing:
+            self._say(f"statistics: {self._address} is written again{self._losses()}")
+            self._failing = False
+
+    def _losses(self) -> str:
+        rows, samples = self._lost_rows, self._lost_samples
+        return f"; {rows} rows and {samples} samples were lost" if rows or samples else ""
+
+    def _write(self, database: "Database", *, over: bool) -> None:
+        while self._rows:
+            some = list(islice(self._rows, TOGETHER))
+            database.write(self._job, some)
+            for _ in some:
+                self._rows.popleft()
+        written = self._buckets.newest  # all rows before that
+        if over or written >= self._roll_up_from + MINUTE:
+            database.roll_up(self._job, None if over else written)
+            self._roll_up_from = written - written % MINUTE
+        if time.monotonic() >= self._expire_at:
+            database.expire(time.time())
+            self._expire_at = time.monotonic() + EXPIRE_S
+
+    def _begin_anew(self) -> None:
+        """Put a corrupt file aside, so that the next try makes a new one."""
+        from elastic_driver.brain.store.failures import set_aside  # noqa: PLC0415
+
+        try:
+            new = set_aside(self._address.file)
+        except OSError as error:
+            new = f"still there ({error.strerror})"
+        if not self._failing:
+            self._say(f"statistics: {self._address.file} was no whole database and is now {new}; "
+                      "the job goes on, with a new database")  # fmt: skip
+            self._failing = True
