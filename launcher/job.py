@@ -31,6 +31,7 @@ from launcher.launch.bind_address import can_serve
 from launcher.launch.checks import check_plan
 from launcher.launch.hosts import Facts, JoinedHosts, MachineFacts
 from launcher.launch.plan import LaunchPlan, make_plan, slots_of_a_host
+from launcher.launch.statistics import check_database
 from launcher.launch.workers import worker_command
 from launcher.options.help import render_help
 from launcher.options.table import LaunchOptions
@@ -171,6 +172,8 @@ def drive(
         return int(ExitCode.OK)
     for note in notes:
         sayer(options)(note)
+    if run is None and options.stats_db is not None:
+        check_database(options.stats_db)
     if isinstance(plan.hosts, JoinedHosts):
         return serve_job(plan, plan.hosts, run_dir, run, etcd)
     from launcher.launch.submit import submit  # noqa: PLC0415 - aiohttp is not for --help

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from elastic_driver.brain.store.rows import JobKey
+from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.events import JobEvent, StopRequested
 from elastic_driver.core.job import Job
@@ -57,6 +59,7 @@ class ElasticDriver:
         self._resources = DriverResources(setup, self._mailbox, self)
         self._loop: DriverLoop | None = None
         self._telemetry: Telemetry | None = None
+        self._statistics: StatisticsWriter | None = None
         self._thread: threading.Thread | None = None
         self._outcome: JobResult | None = None  # after everything is closed
         self._begun = False  # the job
@@ -114,6 +117,7 @@ class ElasticDriver:
         resources.journal.serves_at(self.endpoint)
         job = Job(setup.settings) if setup.resumed is None else setup.resumed.job
         self._begun = True
+        self._start_statistics()
         if setup.resumed is not None:
             resources.tell_agents(setup.resumed)
         self._mailbox.put(mail.JobBegins(job, setup.spec.run_id))
@@ -123,6 +127,15 @@ class ElasticDriver:
         thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
         resources.on_close(thread.stop)
         thread.start()
+
+    def _start_statistics(self) -> None:
+        """Keep the job's statistics in a database, if there is one for them."""
+        setup, began = self._setup, self._resources.began
+        if setup.statistics is not None and self._loop is not None:
+            job = JobKey(setup.spec.run_id, began)
+            self._statistics = StatisticsWriter(setup.statistics, job, self.reporter.note)
+            self._statistics.start()
+            self._loop.statistics = self._statistics.take
 
     def _start_telemetry(self) -> None:
         """Send the job's trace and metrics to a collector, if OpenTelemetry's variables say so."""
@@ -298,6 +311,8 @@ class ElasticDriver:
             if self._setup.joined is not None and not replaced:
                 self._setup.joined.job_ends(end.exit_code, end.reason)
             logged = self._resources.close(end, begun=self._begun, replaced=replaced)
+            if self._statistics is not None:
+                self._statistics.close()
             if self._telemetry is not None:
                 self._telemetry.close(None if replaced else self._status())
         except BaseException:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from elastic_driver.brain.store.figures import Sample
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, CheckHosts, EndJob
 from elastic_driver.core.job import Job
@@ -66,6 +67,7 @@ class DriverLoop:
     checker: NodeChecker | None = None
     stragglers: Stragglers = field(default_factory=Stragglers)
     measurements: Measurements = field(default_factory=Measurements)
+    statistics: Callable[[Sample], None] | None = None  # takes samples; None: none are kept
     journal: Journal | None = None  # open from the job's beginning on; None: there is none
     clock: RunClock = field(default_factory=RunClock)
     acknowledge: Callable[[list[Callable[[], None]]], None] = _call_all
@@ -117,6 +119,8 @@ class DriverLoop:
             return
         unix, size = now + self.clock.unix_offset, job.workers.count(RUNNING)
         measurements.take(now, unix, watch.world, watch.progress, size)
+        if self.statistics is not None:
+            self.statistics(Sample(unix, size, measurements.record(now)))
         agents = ((host, agent.incarnation) for host, agent in job.fleet.agents.items())
         if keys := measurements.usage_keys(now, agents):
             self.executor.read(keys, measurements.usage_read)

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean, median
 from typing import NamedTuple, TypeAlias
 
+from msgspec.structs import replace
+
 from elastic_driver import contract
 from elastic_driver.core.documents import Progress, World
 from elastic_driver.core.measured import History, Measured, Usage, WorkerMeasured, decode_usage
@@ -20,6 +22,8 @@ from rendezvous.wire import UNREADABLE, Entry
 
 LOOK_S = 1.0  # between two looks at the workers' progress
 SHARE = 200.0  # the wait after a look is at least this many times as long as the look
+WHOLE_S = 5.0  # between two records of workers and hosts
+MOST_RECORDED = 1000  # workers of a job; those of a larger one are not recorded
 USAGE_S = 2.0  # between two looks at the usage of hosts; agents sample it less often
 WINDOW = 6  # looks from which a speed is computed
 QUIET_S = 5.0  # without a new step, and three times the step time, after which the speed is 0
@@ -88,6 +92,7 @@ class Measurements:
     def __init__(self) -> None:
         self.due: float | None = None  # the time of the next look; None: the job has not begun
         self._usage_due = 0.0
+        self._whole_due = 0.0
         self._usage_keys: dict[str, str] = {}  # by host
         self._read: Mapping[str, Entry] = {}  # replaced as a whole, by any thread
         self._usage: dict[str, tuple[int, Usage]] = {}  # by key, with the revision
@@ -193,6 +198,14 @@ class Measurements:
     def job(self) -> Measured:
         """The job as a whole, without workers and hosts; any thread may ask."""
         return self._measured
+
+    def record(self, now: float) -> Measured:
+        """Return what statistics keep: the job each time, hosts and workers now and then."""
+        if now < self._whole_due:
+            return self._measured
+        self._whole_due = now + WHOLE_S
+        found = self.document()
+        return found if len(found.workers) <= MOST_RECORDED else replace(found, workers={})
 
     def document(self) -> Measured:
         """Return the entry `measured` of the status."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from elastic_driver import contract
+from elastic_driver.brain.store.address import Address
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.events import LeaseExpired
@@ -69,6 +70,7 @@ class DriverSetup:
     resumed: ResumedRun | None = None  # the run of a driver that has died, to go on with
     store: JournalStore | None = None  # of the journal; None: a file in the run's folder
     telemetry: TelemetrySettings | None = None  # None: nothing is sent to a collector
+    statistics: Address | None = None  # the database; None: no statistics are kept
 
     @property
     def term(self) -> int:

@@ -2,6 +2,7 @@
 
     events.jsonl    the event log, kept
     journal.db      every event of the newest job of this name (0600), kept (docs/journal.md)
+    statistics.db   how fast the jobs of this name trained (0600), kept (docs/statistics.md)
     output/         the newest output of its workers (0600), kept (docs/operations.md)
     token           the driver's token (0600), removed when the job is over
     token-operator  the operator's and
@@ -37,6 +38,7 @@ from rendezvous.wire import UNREADABLE
 
 EVENTS_FILE = "events.jsonl"  # in the run's folder
 JOURNAL_FILE = "journal.db"
+STATISTICS_FILE = "statistics.db"
 OUTPUT_FOLDER = "output"
 MAX_RUN_ID_CHARS = 64  # it is part of file names and of workers' environments
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -91,6 +93,7 @@ class RunDir:
         self.path = state_dir.expanduser().absolute() / run_id
         self.events_file = self.path / EVENTS_FILE
         self.journal_file = self.path / JOURNAL_FILE
+        self.statistics_file = self.path / STATISTICS_FILE
         self.output_folder = self.path / OUTPUT_FOLDER
         self.token_file = self.path / "token"
         self.certificate = certificate_in(self.path)

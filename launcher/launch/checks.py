@@ -24,6 +24,7 @@ from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import find_shadow
 from launcher.launch.hosts import FixedHosts, HostSource, JoinedHosts
 from launcher.launch.plan import LaunchPlan
+from launcher.launch.statistics import check_installed
 
 
 def check_plan(plan: LaunchPlan, *, create: bool) -> None:
@@ -42,6 +43,7 @@ def check_plan(plan: LaunchPlan, *, create: bool) -> None:
     if spec.log_dir is not None:
         _check_log_dir(cwd / spec.log_dir, create=create)
     of_site(plan.driver)
+    check_installed(plan.options.stats_db)
     if plan.backend == "local":  # other hosts may have other interfaces
         _check_interfaces(spec.env.get("GLOO_SOCKET_IFNAME", ""))
 

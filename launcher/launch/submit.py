@@ -46,6 +46,7 @@ from launcher.launch.bottom_line import BottomLine, has_room_for_line
 from launcher.launch.checks import make_discovery
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.progress import status_line, summary
+from launcher.launch.statistics import default_database
 from launcher.options.table import LaunchOptions
 from rendezvous.wire import UNREADABLE
 
@@ -142,6 +143,7 @@ def make_driver(
             resumed=run,
             store=store,
             telemetry=telemetry_settings(os.environ),
+            statistics=plan.options.stats_db or default_database(run_dir),
         )
     )
 

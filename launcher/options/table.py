@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from elastic_driver import options as o
+from elastic_driver.brain.store.address import Address, read_address
 from elastic_driver.core.documents import JobSpec
 from elastic_driver.options import FLAG, SECONDS, Heading, ValueKind, number, option, text, whole
 from elastic_driver.runtime.backend import BackendJob
@@ -20,6 +21,8 @@ CHECK, HOROVOD, OTHER = Heading.CHECK, Heading.HOROVOD, Heading.OTHER
 JOURNAL = o.matching(
     "sqlite|etcd://h1:2379,h2:2379", r"sqlite|etcd://.+", "is sqlite or etcd://HOST:PORT,…", str
 )
+
+STATS_DB = ValueKind(read_address, "URL")
 
 
 # fmt: off
@@ -170,6 +173,9 @@ class LaunchOptions:
         "Agents and workers train on without a driver and wait this long for the next one. Then "
         "they leave at a step boundary, write a checkpoint, and exit. 0: end with the driver.",
         shown="auto: 300 with --run-id, else 0")
+    stats_db: Address | None = option(Heading.STATE, STATS_DB, None,
+        "Keep statistics of the job in this database: postgresql://USER@HOST/DATABASE or "
+        "sqlite:///FILE (docs/statistics.md).", shown="statistics.db in the folder of the job")
 
     config_file: str | None = option(OTHER, text("FILE.yaml"), None,
         "Options from a YAML file, 'min-np: 2' a line. Flags win over ELASTICRUN_<OPTION> "

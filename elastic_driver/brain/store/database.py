@@ -71,8 +71,8 @@ class Database:
             keyed = [(numbers[row.series], row.t, row.values) for row in rows]
             _put(connection, COARSER[0][0], keyed)
 
-    def roll_up(self, job: JobKey, until: float) -> None:
-        """Make the rows of longer periods that end until then from the shorter ones."""
+    def roll_up(self, job: JobKey, until: float | None) -> None:
+        """Make the rows of longer periods that end until then (None: all) from the shorter ones."""
         with self._transaction() as connection:
             if (number := _job_number(connection, job)) is not None:
                 _roll_up(connection, number, until)

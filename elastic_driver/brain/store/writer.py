@@ -87,10 +87,12 @@ class StatisticsWriter:
         except ImportError:  # the launcher tells those who have asked for statistics
             return
         database, over = Database(self._address), False
-        while not (over or self._refused):
-            over = self._over.wait(self._pause)
+        while True:
             self._gather(all_rows=over)
             self._try(database, over=over)
+            if over or self._refused:
+                break
+            over = self._over.wait(self._pause)
         database.close()
 
     def _gather(self, *, all_rows: bool) -> None:
@@ -125,12 +127,16 @@ class StatisticsWriter:
                 self._rows.clear()
             return
         if self._failing:
-            self._say(f"statistics: {self._address} is written again{self._losses()}")
+            self._say(f"statistics: {self._address} is written again; {self._losses()}")
             self._failing = False
 
     def _losses(self) -> str:
         rows, samples = self._lost_rows, self._lost_samples
-        return f"; {rows} rows and {samples} samples were lost" if rows or samples else ""
+        return (
+            f"{rows} rows and {samples} samples were lost"
+            if rows or samples
+            else "nothing was lost"
+        )
 
     def _write(self, database: "Database", *, over: bool) -> None:
         while self._rows:
