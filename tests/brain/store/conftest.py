@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("sqlalchemy")
-
 from elastic_driver.brain.store.address import Address, read_address
 from tests.support.postgres import Postgres, postgres, why_not
 

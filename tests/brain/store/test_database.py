@@ -9,6 +9,9 @@ import stat
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("sqlalchemy")
+
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("sqlalchemy")
+
 from sqlalchemy import Connection, text
 
 from elastic_driver.brain.store import writer as module
