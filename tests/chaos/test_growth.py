@@ -19,6 +19,8 @@ def test_large_batches_leave_no_memory_behind() -> None:
     train = (sys.executable, "-c", "import time; time.sleep(600)")
     with elasticrun("-np", "1", "--", *train) as job:
         job.until(lambda: job.events("worker_ready", "round_formed", "worker_started"), "a worker")
+        # The thread that writes statistics has loaded what it needs.
+        job.until((job.run_dir / "statistics.db").exists, "statistics")
         driver = psutil.Process(job.process.pid)
         before = driver.memory_info().rss
         argv = [sys.executable, "-m", "tests.chaos.rogues", str(job.run_dir), SECONDS, "1"]

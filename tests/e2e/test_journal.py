@@ -30,7 +30,7 @@ def test_a_kill_is_explained_while_the_job_runs_and_the_replay_is_what_the_user_
         job.until(lambda: job.rounds().count(2) >= 2, "the world has grown back")
         text = ctl("explain", "rank", "1", *where(job))
         assert f"{victim.worker} has ended with status -9" in text
-        assert f"worker_exited {victim.worker}: " in text
+        assert f"worker {victim.worker} (rank 1) exited: " in text
         assert "round 1 begins with 2 workers" in text
         assert f"rank 1 is {victim.worker}" in text
         assert "the agent localhost.1 is up (after event " in ctl(

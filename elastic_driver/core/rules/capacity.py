@@ -47,15 +47,26 @@ class Capacity:
 
     @property
     def least(self) -> int:
-        """The fewest workers that the job trains with."""
+        """The fewest workers that the job trains with; a plan cannot go below --min-np."""
         planned = None if self.plan is None else self.plan.min
-        return self.settings.min_np if planned is None else planned
+        return self._at_least(planned)
 
     @property
     def most(self) -> int | None:
-        """The most workers the job may have; None: as many as there are slots."""
-        planned = None if self.plan is None else self.plan.max
-        return self.settings.max_np if planned is None else planned
+        """The most workers the job may have; None: as many as there are slots.
+
+        A plan cannot go beyond --max-np.
+        """
+        planned, most = None if self.plan is None else self.plan.max, self.settings.max_np
+        if planned is None or most is None:
+            return most if planned is None else planned
+        return min(planned, most)
+
+    def _at_least(self, planned: int | None) -> int:
+        least, most = self.settings.min_np, self.settings.max_np
+        if planned is None:
+            return least
+        return max(least, planned if most is None else min(planned, most))
 
     def at_most_wanted(self, need: int) -> int:
         """Return `need`, or the number wanted if that is less."""
@@ -84,7 +95,7 @@ class Capacity:
             raise ev.StaleEvent(
                 f"plan {event.number} is stale: plan {self.newest_plan} was carried out"
             )
-        least = event.min or self.settings.min_np
+        least = self._at_least(event.min)
         if slots < least and (event.min or event.limits_hosts):
             raise ev.StaleEvent(
                 f"plan {event.number} leaves {slots} slots, fewer than the {least} workers needed"
