@@ -12,7 +12,7 @@ from elastic_driver.core import events as ev
 
 @dataclass(slots=True)
 class HostLimits:
-    """What discovery found, what hosts have, and the plan that limits them."""
+    """Knows the hosts that discovery found, what they have, and the plan that limits them."""
 
     found: tuple[tuple[str, int], ...] = ()  # hosts with their slots
     plan: ev.PlanApplied | None = None

@@ -79,12 +79,9 @@ def divide_all(tensors: Sequence[torch.Tensor], divisor: int) -> None:
 
 
 def scale_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply tensors of one dtype in place, as `scaled` does."""
-    if factor != 1.0 and tensors[0].is_floating_point():
-        torch._foreach_mul_(tensors, factor)
-    elif factor != 1.0:
-        for tensor in tensors:
-            scaled(tensor, factor)
+    """Multiply each tensor in place; one call for all would round the factor to float16."""
+    for tensor in tensors:
+        scaled(tensor, factor)
 
 
 def neutral(pattern: Request | None) -> list[torch.Tensor]:

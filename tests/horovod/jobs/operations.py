@@ -50,6 +50,13 @@ def check_scaling_is_in_double_precision() -> None:
     assert scaled == [int(7 * size / 3), int(-7 * size / 3)]
 
 
+def check_factors_of_half_precision_are_not_rounded() -> None:
+    halves = [torch.arange(-100.0, 100.0, dtype=torch.float16) for _ in range(5)]
+    factor = 0.9296160928171479
+    for found in hvd.grouped_allreduce(halves, op=hvd.Sum, postscale_factor=factor):
+        assert torch.equal(found, (halves[0].float() * hvd.size() * factor).half())
+
+
 def check_in_place_grouped_and_compressed() -> None:
     total = hvd.size() * (hvd.size() + 1) / 2
     x, strided = mine(), mine(torch.float32, 4, 6)[:, ::2]
