@@ -117,6 +117,7 @@ class TransferThread:
             yield
         except Exception as error:
             for operation in operations:
-                operation.error = HorovodInternalError(first_line(error))
+                what = f"{operation.request.kind} {operation.request.name!r}"
+                operation.error = HorovodInternalError(f"{what}: {first_line(error)}")
             self._finish(operations)
             raise
