@@ -1,0 +1,117 @@
+"""What an algorithm of the Brain gets, and what it returns.
+
+An algorithm is a function that takes a `View` and returns a `Plan`, named by an entry point of the
+group `elastic_driver.algorithms`. It is pure: it reads no clock, file or network, and the same view
+gives the same plan. It runs in a process of its own, which is killed when it takes too long.
+
+Times are unix seconds, durations seconds.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from msgspec import Struct
+
+GROUP = "elastic_driver.algorithms"  # of the entry points
+BUILT_IN = "fair"  # the name of the algorithm that is used if no other is named
+LIMIT_S = 5.0  # for one plan
+
+
+class SpeedAt(Struct, frozen=True, kw_only=True):
+    """The measured speed of a job with `size` workers on `hosts` hosts.
+
+    `step_time`: seconds of a step. `error`: the confidence interval on each side, as a share of it.
+    """
+
+    size: int
+    hosts: int
+    step_time: float
+    error: float = 0.0
+
+
+class JobView(Struct, frozen=True, kw_only=True):
+    """A job that is not over.
+
+    `size` is the present number of workers (0: it waits), `at` says where they are. `least`,
+    `most`: the limits of its size; None: no limit. `held`: the size that a user asked for, which
+    outranks everything. `changes`: how often its size was changed; `change_cost`: the seconds that
+    one such change costs. `micro_batches`: into which a step of a fixed batch is divided; None:
+    each worker brings a batch of its own, so a step of twice the workers does twice the work.
+    `memory`: the largest memory of a worker in bytes; None: not known.
+    """
+
+    name: str
+    arrived: float
+    least: int
+    most: int | None = None
+    weight: float = 1.0
+    held: int | None = None
+    size: int = 0
+    at: dict[str, int] = {}
+    age: float = 0.0
+    changes: int = 0
+    change_cost: float = 0.0
+    speeds: tuple[SpeedAt, ...] = ()
+    micro_batches: int | None = None
+    memory: int | None = None
+
+
+class HostView(Struct, frozen=True, kw_only=True):
+    """A host of the Brain. `cpu`: the part of its processors in use; `memory_free` is in bytes.
+
+    Figures older than 30 s are absent, as are those that nobody measures.
+    """
+
+    name: str
+    slots: int
+    cpu: float | None = None
+    memory_free: int | None = None
+
+
+class View(Struct, frozen=True, kw_only=True):
+    """All jobs, in order of arrival, and all usable hosts. `event`: why a plan is asked for."""
+
+    now: float
+    event: str
+    jobs: tuple[JobView, ...]
+    hosts: tuple[HostView, ...]
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """The workers of each job on each host, and why; a job that is not named waits.
+
+    `reasons` may say more about single jobs.
+    """
+
+    workers: dict[str, dict[str, int]]
+    reason: str
+    reasons: dict[str, str] = {}
+
+
+Algorithm: TypeAlias = Callable[[View], Plan]
+
+
+def faults(view: View, plan: Plan) -> list[str]:
+    """Return a phrase for each limit that a plan does not respect; none: it may be carried out."""
+    slots = {host.name: host.slots for host in view.hosts}
+    jobs = {job.name: job for job in view.jobs}
+    used = dict.fromkeys(slots, 0)
+    found = []
+    for name, workers in plan.workers.items():
+        job = jobs.get(name)
+        if job is None:
+            found.append(f"there is no job {name!r}")
+            continue
+        for host, count in workers.items():
+            if host not in slots or count < 0:
+                found.append(f"{name}: {count} workers on {host!r}")
+            else:
+                used[host] += count
+        size = sum(workers.values())
+        most = size if job.most is None else job.most
+        if size and not job.least <= size <= most:
+            found.append(f"{name}: {size} workers, allowed are {job.least} to {job.most or 'all'}")
+    for host, count in used.items():
+        if count > slots[host]:
+            found.append(f"{host}: {count} workers on {slots[host]} slots")
+    return found

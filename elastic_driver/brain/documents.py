@@ -1,0 +1,107 @@
+"""What the Brain and the drivers of its jobs send each other.
+
+The Brain has a key-value store as a driver has one, and a job is to the Brain what an agent is to a
+driver. The driver of a job renews `jobs/<job>/lease`, posts a `JobReport` each second and whenever
+one of its figures has changed, and waits for `jobs/<job>/grant`, a `Grant`. A job is named by its
+run id. Each grant has a higher number than all before it, those of an earlier Brain included.
+
+A slot that a job has to give up belongs to it until a report with the number of that grant shows
+no process there. The slots of a job that falls silent are its own until its processes have ended
+by themselves, which is `lives_on` seconds after its lease.
+
+Times are unix seconds, durations seconds.
+"""
+
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
+
+MOST_HOSTS = 10_000
+MOST_WORKERS = 100_000
+
+_Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=255)]
+_Workers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
+_Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e12)]
+SlotsByHost: TypeAlias = Annotated[
+    dict[_Name, Annotated[int, Meta(ge=0, le=MOST_WORKERS)]], Meta(max_length=MOST_HOSTS)
+]
+
+
+class Kind(Struct, frozen=True, kw_only=True):
+    """What a job trains; jobs with the same name, or with the same rest, are similar.
+
+    `command` is a digest of the command line. `parameters`: of the model. `batch`: samples of a
+    step, of all workers. None: not known.
+    """
+
+    name: Annotated[str, Meta(max_length=255)]
+    command: Annotated[str, Meta(max_length=64)]
+    parameters: _Count | None = None
+    batch: _Count | None = None
+
+
+class Speed(Struct, frozen=True, kw_only=True):
+    """How far a world of `size` workers on `hosts` hosts has come.
+
+    `steps` were done until `at`, by the clock of the worker that is rank 0. `rest`: the steps until
+    the end. `micro_batches`: into which a step of a fixed batch is divided. None: not known.
+    """
+
+    round: _Count
+    size: _Workers
+    hosts: Annotated[int, Meta(ge=1, le=MOST_HOSTS)]
+    worker: _Name
+    steps: Annotated[int, Meta(ge=-1, le=2**53)]
+    at: _Seconds
+    rest: _Count | None = None
+    micro_batches: _Count | None = None
+
+
+class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
+    """The state of a job, as its driver knows it.
+
+    `began` tells runs of the same job apart. `most` None: no limit. `held`: the number of workers
+    that a user asked for. `carried_out`: the newest grant whose hosts the job uses; 0: none yet.
+    `holding`: slots with a process of the job, by host. `lives_on`: see above. `speed`: None
+    while the job does not train.
+    """
+
+    began: _Seconds
+    least: _Workers
+    most: _Workers | None = None
+    weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    held: _Workers | None = None
+    carried_out: _Count = 0
+    holding: SlotsByHost = {}
+    lives_on: _Seconds = 0.0
+    kind: Kind
+    speed: Speed | None = None
+
+
+class JobOver(Struct, frozen=True, kw_only=True, tag="job_over"):
+    """A job has ended; none of its processes is left."""
+
+    began: _Seconds
+    exit_code: Annotated[int, Meta(ge=0, le=255)]
+
+
+class Grant(Struct, frozen=True, kw_only=True):
+    """The slots that a job may use, by host, in the order in which it is to use them.
+
+    No hosts: the job has to wait.
+    """
+
+    number: Annotated[int, Meta(ge=1, le=2**53)]
+    hosts: SlotsByHost
+    reason: Annotated[str, Meta(max_length=1000)]
+
+
+def lease_key(job: str) -> str:
+    """Return the key of the lease that a job's driver renews."""
+    return f"jobs/{job}/lease"
+
+
+def grant_key(job: str) -> str:
+    """Return the key of a job's newest `Grant`."""
+    return f"jobs/{job}/grant"

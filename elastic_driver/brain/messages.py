@@ -1,0 +1,88 @@
+"""The events and decisions of the Brain's machine (`brain.cluster`).
+
+A job is named by its run id. Times are unix seconds: the Brain's machine is restored by a later
+process, perhaps on another machine.
+"""
+
+from msgspec import Struct
+
+from elastic_driver.brain.algorithm import HostView, Plan, View
+from elastic_driver.brain.documents import Grant, JobOver, JobReport
+from elastic_driver.core.decisions import CausedDecision
+
+# ---- events --------------------------------------------------------------------------------
+
+
+class JobHeard(Struct, frozen=True, tag="job_heard"):
+    """The driver of a job has sent a report; its first one asks for slots."""
+
+    job: str
+    report: JobReport
+
+
+class JobEnded(Struct, frozen=True, tag="job_ended"):
+    """The driver of a job has said that it is over."""
+
+    job: str
+    over: JobOver
+
+
+class JobSilent(Struct, frozen=True, tag="job_silent"):
+    """The lease of a job's driver has ended."""
+
+    job: str
+
+
+class HostsFound(Struct, frozen=True, tag="hosts_found"):
+    """The hosts that the Brain may give, in the order of their source; no figures."""
+
+    hosts: tuple[HostView, ...]
+
+
+class HostsMeasured(Struct, frozen=True, tag="hosts_measured"):
+    """The newest figures of hosts that are not older than 30 s; the others have none."""
+
+    hosts: tuple[HostView, ...]
+
+
+class Planned(Struct, frozen=True, tag="planned"):
+    """The answer to an `AskAlgorithm`."""
+
+    request: int
+    plan: Plan
+
+
+class PlanFailed(Struct, frozen=True, tag="plan_failed"):
+    """An algorithm has raised, has hung, or has returned no plan; `reason` is a phrase."""
+
+    request: int
+    reason: str
+
+
+# ---- decisions -----------------------------------------------------------------------------
+
+
+class PublishGrant(CausedDecision, frozen=True, tag="publish_grant"):
+    """Write the newest grant of a job, once the Brain's state is on the disk."""
+
+    job: str
+    grant: Grant
+    reason: str
+
+
+class AskAlgorithm(CausedDecision, frozen=True, tag="ask_algorithm"):
+    """Have an algorithm make a plan; `Planned` or `PlanFailed` answers. "": the built-in one."""
+
+    request: int
+    algorithm: str
+    view: View
+    reason: str
+
+
+class Tell(CausedDecision, frozen=True, tag="tell"):
+    """Show a line to the people who run the Brain, and log it with its event's name."""
+
+    event: str
+    job: str
+    line: str
+    reason: str
