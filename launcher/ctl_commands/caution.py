@@ -12,11 +12,15 @@ def of_drain(job: JobDocument, host: str) -> str | None:
     left = sum(h.slots for h in others)
     if host not in {h.host for h in job.hosts} or left >= job.min_np:
         return None
-    if not left:
-        rest = f"{host} is the last usable host of the job"
-    else:
+    if left:
         rest = f"without {host} {left} slots are left, fewer than the {job.min_np} of --min-np"
-    return f"{rest}: it will wait for other hosts, and end with status 75 if none come in time"
+        also = ""
+    else:
+        rest = f"{host} is the last usable host of the job"
+        also = "; without a checkpoint_dir its state is lost then (docs/checkpoints.md)"
+    return (
+        f"{rest}: it will wait for other hosts, and end with status 75 if none come in time{also}"
+    )
 
 
 def of_scale(job: JobDocument, workers: int) -> str | None:

@@ -35,7 +35,7 @@ from rendezvous.errors import RequestError
 SORTS = ("rank", "host", "steps/s", "samples/s", "memory")
 HELP = "q quit   o order   ↑ ↓ choose a host   d drain it   u undo the drain   s stacks"
 # An arrow (as ANSI and DEC terminals send it), or any other key.
-_KEY = re.compile(rb"\x1b[\[O](.)|([^\x1b])", re.DOTALL)
+_KEY = re.compile(rb"\x1b[\[O](.)|(.)", re.DOTALL)
 _ARROWS = {b"A": "up", b"B": "down"}
 _HOST_SHARE = 3  # hosts take at most a third of the lines
 _STATE_STYLES = {"usable": "green", "running": "green", "draining": "yellow", "drained": "dim"}
@@ -252,6 +252,12 @@ def watch(remote: Remote, interval: float) -> None:
                     view = replace(view, text=found, top=0, message="")
 
 
+def pressed(data: bytes) -> list[str]:
+    """Return the keys that a terminal sent: arrows by name, others as they are."""
+    found = _KEY.findall(data)
+    return [_ARROWS.get(arrow, "") if arrow else key.decode("latin-1") for arrow, key in found]
+
+
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], list[str]]]:
     """Have keys come at once and unseen; yield a function that waits for some."""
@@ -264,8 +270,7 @@ def keys() -> Iterator[Callable[[float], list[str]]]:
         data = os.read(fd, 64)
         if not data:
             return ["q"]  # the terminal is gone
-        found = _KEY.findall(data)
-        return [_ARROWS.get(arrow, "") if arrow else key.decode("latin-1") for arrow, key in found]
+        return pressed(data)
 
     try:
         tty.setcbreak(fd)

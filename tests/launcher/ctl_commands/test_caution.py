@@ -32,6 +32,7 @@ def test_the_last_host_is_called_so() -> None:
     told = caution.of_drain(job, "a")
     assert told is not None
     assert told.startswith("a is the last usable host of the job")
+    assert "its state is lost" in told
 
 
 def test_more_workers_than_slots_are_told() -> None:

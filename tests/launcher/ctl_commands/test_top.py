@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 
 from launcher.ctl_commands import show, top
-from launcher.ctl_commands.top import Action, View, press
+from launcher.ctl_commands.top import Action, View, press, pressed
 from tests.launcher.ctl_commands.test_show_figures import document, measured
 
 HOSTS = {"a": 2, "b": 1}
@@ -69,6 +69,13 @@ def test_stacks_stand_in_place_of_the_job_until_a_key_is_pressed() -> None:
     view, action = press(view, "x", job())
     assert (view.text, action) == ("", None)
     assert keys("q")[1] == [Action("quit")]
+
+
+def test_keys_are_told_apart_and_escape_is_one() -> None:
+    assert pressed(b"\x1b[A\x1bOBq") == ["up", "down", "q"]
+    assert pressed(b"\x1b") == ["\x1b"]
+    view, _ = press(View(text="the stacks"), *pressed(b"\x1b"), job())
+    assert view.text == ""
 
 
 def test_workers_are_ordered_by_what_is_chosen_unknown_ones_last() -> None:
