@@ -150,3 +150,11 @@ def test_the_lowest_python_is_the_same_everywhere() -> None:
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     assert tools["ruff"]["target-version"] == "py310"
     assert tools["mypy"]["python_version"] == "3.10"
+
+
+def test_extras_bring_what_statistics_need() -> None:
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    assert "sqlalchemy" in extras["brain"]
+    assert "psycopg" in extras["postgres"]

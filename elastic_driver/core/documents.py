@@ -169,7 +169,8 @@ class Progress(Struct, frozen=True):
     The other fields are only shown (`core.measured`). `at`: the time of the last step by the
     worker's own clock. `steps_done`, `samples_done`: of this process since it started. `numbers`,
     `total`: what `report_progress` got last, and the number of all steps. `reported`: the step that
-    it named last, in a round without commits. `micro_batches`: those of a step of a `FixedBatch`.
+    it named last, in a round without commits. `micro_batches`: those of a step of a `FixedBatch`,
+    and `batch` its samples. `parameters`: of the models of the state.
     """
 
     round: Count
@@ -186,6 +187,8 @@ class Progress(Struct, frozen=True):
     times: StepTimes | None = None
     reported: Count | None = None
     micro_batches: Count | None = None
+    batch: Count | None = None
+    parameters: Count | None = None
 
 
 class Allocation(Struct, frozen=True):

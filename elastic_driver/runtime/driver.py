@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import JobKey
 from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.core.decisions import EndJob
@@ -34,6 +35,7 @@ from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.reporter import Change
 from elastic_driver.runtime.resources import DriverResources, DriverSetup
 from elastic_driver.runtime.results import JobResult
+from elastic_driver.runtime.speed import kind_of
 from elastic_driver.runtime.telemetry import Telemetry
 from elastic_driver.settings import Settings
 
@@ -133,7 +135,9 @@ class ElasticDriver:
         setup, began = self._setup, self._resources.began
         if setup.statistics is not None and self._loop is not None:
             job = JobKey(setup.spec.run_id, began)
-            self._statistics = StatisticsWriter(setup.statistics, job, self.reporter.note)
+            limits = setup.settings.min_np, setup.settings.max_np
+            record = Record(kind_of(setup.spec), *limits)
+            self._statistics = StatisticsWriter(setup.statistics, job, record, self.reporter.note)
             self._statistics.start()
             self._loop.statistics = self._statistics.take
 
@@ -312,7 +316,7 @@ class ElasticDriver:
                 self._setup.joined.job_ends(end.exit_code, end.reason)
             logged = self._resources.close(end, begun=self._begun, replaced=replaced)
             if self._statistics is not None:
-                self._statistics.close()
+                self._statistics.close(None if replaced else end.exit_code)
             if self._telemetry is not None:
                 self._telemetry.close(None if replaced else self._status())
         except BaseException:

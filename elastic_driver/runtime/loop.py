@@ -37,7 +37,7 @@ from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
 from elastic_driver.runtime.measurements import Measurements
 from elastic_driver.runtime.run_ledger import sizes_of
-from elastic_driver.runtime.speed import new_auto_scaler, speed_seen
+from elastic_driver.runtime.speed import new_auto_scaler, sample_of, speed_seen
 
 MAX_TOGETHER = 1000  # events that are handled together
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
@@ -120,7 +120,7 @@ class DriverLoop:
         unix, size = now + self.clock.unix_offset, job.workers.count(RUNNING)
         measurements.take(now, unix, watch.world, watch.progress, size)
         if self.statistics is not None:
-            self.statistics(Sample(unix, size, measurements.record(now)))
+            self.statistics(sample_of(job, watch, unix, measurements.record(now)))
         agents = ((host, agent.incarnation) for host, agent in job.fleet.agents.items())
         if keys := measurements.usage_keys(now, agents):
             self.executor.read(keys, measurements.usage_read)

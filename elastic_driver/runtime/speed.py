@@ -1,10 +1,18 @@
-"""The speed of the job, as the machine that searches the best number of workers wants it."""
+"""The speed of the job, as the search of the best size and the statistics want it."""
 
+import hashlib
 from typing import Any
 
+import msgspec
+
+from elastic_driver.brain.documents import Kind, Speed
+from elastic_driver.brain.store.figures import Sample
+from elastic_driver.core.documents import JobSpec, Progress
 from elastic_driver.core.job import Job
 from elastic_driver.core.machine import Machine
+from elastic_driver.core.measured import Measured
 from elastic_driver.core.rules.rounds import COMPLETE
+from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.policies.scaling.messages import SpeedSeen
 from elastic_driver.policies.stragglers import Stragglers
 
@@ -17,16 +25,62 @@ def new_auto_scaler() -> Machine[Any, Any]:
     return AutoScaler()
 
 
-def speed_seen(job: Job, watch: Stragglers) -> SpeedSeen | None:
-    """Return how far the job is; None while a round forms, or before its first step."""
-    world, settings = watch.world, job.settings
-    current = job.rounds.current
+def kind_of(spec: JobSpec) -> Kind:
+    """Return what a job trains, as far as its command says it."""
+    digest = hashlib.sha256(msgspec.json.encode(spec.command)).hexdigest()
+    return Kind(name=spec.run_id[:255], command=digest)
+
+
+def sample_of(job: Job, watch: Stragglers, t: float, measured: Measured) -> Sample:
+    """Return the job at the time `t` (unix seconds), as its statistics want it."""
+    progress = _progress(job, watch)
+    return Sample(
+        t,
+        job.workers.count(RUNNING),
+        measured,
+        _speed(watch, progress),
+        None if progress is None else progress.parameters,
+        None if progress is None else progress.batch,
+    )
+
+
+def _speed(watch: Stragglers, progress: Progress | None) -> Speed | None:
+    """Return how far the world has come; None if it has not made a step."""
+    world = watch.world
+    if progress is None or not progress.at:
+        return None
+    steps = _steps(progress)
+    return Speed(
+        round=world.round,
+        size=world.size,
+        hosts=world.members[0].place.node_count,
+        worker=world.members[0].worker,
+        steps=steps,
+        at=progress.at,
+        rest=None if progress.total is None else max(0, progress.total - steps),
+        micro_batches=progress.micro_batches,
+    )
+
+
+def _progress(job: Job, watch: Stragglers) -> Progress | None:
+    """Return the progress of rank 0; None while a round forms, or before its first step."""
+    world, current = watch.world, job.rounds.current
     if current.state is not COMPLETE or current.number != world.round:
         return None
     progress = watch.progress.get(world.members[0].worker)
-    if progress is None or progress.round != world.round:
+    return None if progress is None or progress.round != world.round else progress
+
+
+def _steps(progress: Progress) -> int:
+    return max(progress.step, -1 if progress.reported is None else progress.reported)
+
+
+def speed_seen(job: Job, watch: Stragglers) -> SpeedSeen | None:
+    """Return how far the job is; None while a round forms, or before its first step."""
+    world, settings, progress = watch.world, job.settings, _progress(job, watch)
+    if progress is None:
         return None
-    steps = max(progress.step, -1 if progress.reported is None else progress.reported)
+    steps = _steps(progress)
     known = sorted(job.hosts.known.values(), key=job.hosts.preference)
     return SpeedSeen(
         round=world.round,

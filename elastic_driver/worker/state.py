@@ -36,6 +36,8 @@ from elastic_driver.worker.state_sync.parts import (
     CountsSamples,
     StatePart,
     StepCounter,
+    count_parameters,
+    division_of,
     part_for,
 )
 from elastic_driver.worker.state_sync.rng import RandomStates
@@ -131,6 +133,7 @@ class State:
         self._counter.watch(optimizers, self._all(Advancing))
         self._sources = self._all(CountsSamples)
         self._counted = self._count()
+        self._parameters = count_parameters(self._all(Module))
         self._clock = clock_for(optimizers, self._clock)
         self._snapshot = self._wants_snapshot or bool(self._all(Module) and not optimizers)
 
@@ -180,8 +183,8 @@ class State:
         progress, before = self._progress, self._counted
         self._counted = after = self._count()
         progress.trained += after.samples - before.samples
-        divided = (getattr(source, "virtual_workers", None) for source in self._sources)
-        progress.micro_batches = next((count for count in divided if count), None)
+        progress.micro_batches, progress.batch = division_of(self._sources)
+        progress.parameters = self._parameters
         waited = after.waited - before.waited
         if cost is None:
             progress.times = StepTimes(waited or None, commit=committing)

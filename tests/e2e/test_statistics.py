@@ -12,6 +12,7 @@ pytest.importorskip("sqlalchemy")
 
 from elastic_driver.brain.store.address import Address, read_address
 from elastic_driver.brain.store.database import Database
+from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import FINE, HOUR, JobKey, Row
 from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.postgres import postgres, why_not
@@ -29,6 +30,16 @@ def rows(job: RunningJob, address: Address, began: float, period: int) -> list[R
         database.close()
 
 
+def kept(address: Address) -> Record:
+    """Return the record of the only job in a database."""
+    database = Database(address)
+    try:
+        ((_key, record),) = database.records()
+    finally:
+        database.close()
+    return record
+
+
 def began(job: RunningJob) -> float:
     """Return when the run began; its endpoint is there while it lives."""
     return float(json.loads((job.run_dir / "endpoint.json").read_text())["started"])
@@ -41,6 +52,10 @@ def test_a_job_leaves_its_speed_and_usage_in_its_folder() -> None:
         start = began(job)
         job.until(lambda: Path(address.file).exists(), "the database")
         job.until(lambda: rows(job, address, start, FINE), "rows of five seconds")
+        job.until(
+            lambda: any(row.series.name == "memory" for row in rows(job, address, start, FINE)),
+            "the memory of a worker",
+        )
         job.kill(next(iter(members)))
         job.until_size(2, steps=10)
         job.process.terminate()
@@ -53,6 +68,11 @@ def test_a_job_leaves_its_speed_and_usage_in_its_folder() -> None:
         assert 5 < names["steps_per_s"].most < 50
         assert names["workers"].most == 2
         assert names["step"].most <= len({record.step for record in job.steps()})
+        record = kept(address)
+        assert (record.kind.name, record.exit_code) == (job.run_dir.name, 143)
+        assert record.kind.parameters
+        assert record.memory
+        assert record.memory > 2**20
 
 
 def test_a_server_that_stops_costs_no_step() -> None:

@@ -1,4 +1,4 @@
-"""One statistics database: every statement of it, for SQLite and PostgreSQL alike.
+"""One statistics database, for SQLite and PostgreSQL alike.
 
 A method is one transaction, and raises what SQLAlchemy raises (see `failures`). An object
 belongs to one thread at a time. Nothing waits for longer than a few seconds on a server that
@@ -9,14 +9,16 @@ import contextlib
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, delete, event, func, or_, select, true
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, Engine, create_engine, delete, event, select, true
 from sqlalchemy.engine import make_url
 
+from elastic_driver.brain.documents import Kind
+from elastic_driver.brain.store import record_statements, statements
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.migrations import STEPS, Step, migrate
+from elastic_driver.brain.store.records import Node, Record
 from elastic_driver.brain.store.rows import (
     COARSER,
     KEPT,
@@ -24,8 +26,6 @@ from elastic_driver.brain.store.rows import (
     Row,
     Series,
     Summary,
-    begin_of,
-    coarser,
     expired_before,
 )
 from elastic_driver.brain.store.tables import figures, jobs, series
@@ -38,7 +38,6 @@ POSTGRES: dict[str, Any] = {  # a server that is gone is noticed
     "application_name": "elasticrun",
     "options": "-c lock_timeout=5s -c statement_timeout=20s",
 }
-_Keyed: TypeAlias = tuple[int, int, Summary]  # the number of a series, t, values
 
 
 class Database:
@@ -69,19 +68,29 @@ class Database:
         with self._transaction() as connection:
             numbers = self._numbers(connection, job, {row.series for row in rows})
             keyed = [(numbers[row.series], row.t, row.values) for row in rows]
-            _put(connection, COARSER[0][0], keyed)
+            statements.put(connection, COARSER[0][0], keyed)
 
     def roll_up(self, job: JobKey, until: float | None) -> None:
         """Make the rows of longer periods that end until then (None: all) from the shorter ones."""
         with self._transaction() as connection:
-            if (number := _job_number(connection, job)) is not None:
-                _roll_up(connection, number, until)
+            if (number := statements.job_number(connection, job)) is not None:
+                statements.roll_up(connection, number, until)
+
+    def remember(self, job: JobKey, record: Record) -> None:
+        """Write what is known of a job; what an earlier driver of it knew stays known."""
+        with self._transaction() as connection:
+            record_statements.remember(connection, job, record)
+
+    def put_nodes(self, nodes: Sequence[Node]) -> None:
+        """Write the newest figures of machines."""
+        with self._transaction() as connection:
+            record_statements.put_nodes(connection, nodes)
 
     def expire(self, now: float) -> None:
         """Delete what is too old, of all jobs, once it is in the rows of longer periods."""
         with self._transaction() as connection:
-            for job in list(connection.scalars(_jobs_with_old_rows(now))):
-                _roll_up(connection, job, None)
+            for job in list(connection.scalars(statements.jobs_with_old_rows(now))):
+                statements.roll_up(connection, job, None)
             for period in KEPT:
                 old = (figures.c.period == period) & (figures.c.t < expired_before(now, period))
                 connection.execute(delete(figures).where(old))
@@ -112,6 +121,21 @@ class Database:
                 for subject, name, t, *values in connection.execute(query)
             ]
         return sorted(found)  # databases order text in ways of their own
+
+    def similar(self, kind: Kind, most: int) -> list[Record]:
+        """Return the newest finished jobs like this one that were measured, the newest first."""
+        with self._transaction() as connection:
+            return record_statements.similar(connection, kind, most)
+
+    def records(self) -> list[tuple[JobKey, Record]]:
+        """Return all jobs of which more than figures is known, in the order of their beginnings."""
+        with self._transaction() as connection:
+            return record_statements.all_records(connection)
+
+    def nodes(self, now: float) -> list[Node]:
+        """Return the machines whose figures are fresh now, by their names."""
+        with self._transaction() as connection:
+            return record_statements.fresh_nodes(connection, now)
 
     # ---- connections -----------------------------------------------------------------------
 
@@ -168,10 +192,12 @@ class Database:
         """Return the numbers of series; new ones are made."""
         known = {each: self._series.get((job, each)) for each in wanted}
         if None in known.values():
-            _insert_new(connection, jobs, [job._asdict()])
-            number = _job_number(connection, job)
+            statements.insert_new(connection, jobs, [job._asdict()])
+            number = statements.job_number(connection, job)
             new = sorted(each for each, found in known.items() if found is None)
-            _insert_new(connection, series, [{"job": number, **each._asdict()} for each in new])
+            statements.insert_new(
+                connection, series, [{"job": number, **each._asdict()} for each in new]
+            )
             query = select(series.c.subject, series.c.name, series.c.id)
             for subject, name, found in connection.execute(query.where(series.c.job == number)):
                 self._series[job, Series(subject, name)] = found
@@ -186,60 +212,3 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-# ---- statements ----------------------------------------------------------------------------
-
-
-def _insert(connection: Connection, table: Any) -> Any:
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    return dialect.insert(table)
-
-
-def _insert_new(connection: Connection, table: Any, values: list[dict[str, Any]]) -> None:
-    connection.execute(_insert(connection, table).on_conflict_do_nothing(), values)
-
-
-def _put(connection: Connection, period: int, rows: Iterable[_Keyed]) -> None:
-    values = [
-        {"series": number, "period": period, "t": t, **summary._asdict()}
-        for number, t, summary in rows
-    ]
-    if values:
-        insert = _insert(connection, figures)
-        replaced = {name: insert.excluded[name] for name in Summary._fields}
-        key = [figures.c.series, figures.c.period, figures.c.t]
-        connection.execute(insert.on_conflict_do_update(index_elements=key, set_=replaced), values)
-
-
-def _job_number(connection: Connection, job: JobKey) -> int | None:
-    query = select(jobs.c.id).where(jobs.c.run == job.run, jobs.c.began == job.began)
-    number: int | None = connection.scalar(query)
-    return number
-
-
-def _jobs_with_old_rows(now: float) -> Any:
-    old = or_(
-        *(
-            (figures.c.period == period) & (figures.c.t < expired_before(now, period))
-            for period, _coarse in COARSER
-        )
-    )
-    return select(series.c.job).join_from(series, figures).where(old).distinct()
-
-
-def _roll_up(connection: Connection, job: int, until: float | None) -> None:
-    """Make a job's rows of longer periods, from the newest one on that there is.
-
-    None: also those of periods that are not over.
-    """
-    ours = figures.c.series.in_(select(series.c.id).where(series.c.job == job))
-    for fine, coarse in COARSER:
-        newest = select(func.max(figures.c.t)).where(ours, figures.c.period == coarse)
-        begin = connection.scalar(newest) or 0
-        query = select(figures).where(ours, figures.c.period == fine, figures.c.t >= begin)
-        if until is not None:
-            query = query.where(figures.c.t < begin_of(until, coarse))
-        found = connection.execute(query.order_by(figures.c.series, figures.c.t))
-        rows = ((number, t, Summary(*values)) for number, _period, t, *values in found)
-        _put(connection, coarse, list(coarser(rows, coarse)))

@@ -6,6 +6,7 @@ A figure that is not known is absent.
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from elastic_driver.brain.documents import Speed
 from elastic_driver.brain.store.rows import Series
 from elastic_driver.core.measured import HostUsage, Measured, WorkerMeasured
 
@@ -15,11 +16,18 @@ _TIMES = ("data", "compute", "exchange", "commit")
 
 
 class Sample(NamedTuple):
-    """The job at one moment; `t` in unix seconds, `workers` is the number that train."""
+    """The job at one moment; `t` in unix seconds, `workers` is the number that train.
+
+    `speed` is None while it does not train. `parameters` of its model and the samples `batch` of a
+    step are None where the script's objects do not tell.
+    """
 
     t: float
     workers: int
     measured: Measured
+    speed: Speed | None = None
+    parameters: int | None = None
+    batch: int | None = None
 
 
 def figures_of(sample: Sample) -> Iterator[tuple[Series, float]]:

@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 
 from sqlalchemy import Connection, delete, insert, inspect, select, text
 
-from elastic_driver.brain.store.tables import figures, jobs, metadata, series, version
+from elastic_driver.brain.store.tables import (
+    figures,
+    jobs,
+    metadata,
+    nodes,
+    records,
+    series,
+    speeds,
+    version,
+)
 
 _LOCK = 7_215_019  # PostgreSQL's number of the lock that a migration takes
 
@@ -21,8 +30,12 @@ def _first(connection: Connection) -> None:
     metadata.create_all(connection, tables=[jobs, series, figures])
 
 
+def _second(connection: Connection) -> None:
+    metadata.create_all(connection, tables=[records, speeds, nodes])
+
+
 Step = Callable[[Connection], None]
-STEPS: tuple[Step, ...] = (_first,)
+STEPS: tuple[Step, ...] = (_first, _second)
 
 
 def migrate(connection: Connection, steps: Sequence[Step] = STEPS) -> None:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.figures import Sample, figures_of
+from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import MINUTE, Buckets, JobKey, Row
+from elastic_driver.brain.store.trained import Trained
 
 if TYPE_CHECKING:
     from elastic_driver.brain.store.database import Database
@@ -33,6 +35,7 @@ class StatisticsWriter:
     """The statistics of one job; `start`, `take` and `close` are the driver's.
 
     Args:
+        record: what is known of the job before it trains.
         say: shows a line to the user; any thread may call it.
     """
 
@@ -40,6 +43,7 @@ class StatisticsWriter:
         self,
         address: Address,
         job: JobKey,
+        record: Record,
         say: Callable[[str], None],
         *,
         pause: float = PAUSE_S,
@@ -50,7 +54,9 @@ class StatisticsWriter:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="statistics", daemon=True)
         self._lost_samples = 0  # by the driver's thread
+        self._end: tuple[float, int] | None = None  # when the job has ended, and its exit code
         # Of the thread:
+        self._trained = Trained(record)
         self._buckets = Buckets()
         self._rows: deque[Row] = deque()
         self._most_rows = most_rows
@@ -71,8 +77,12 @@ class StatisticsWriter:
         except queue.Full:
             self._lost_samples += 1
 
-    def close(self) -> None:
-        """Write what is left; wait for at most `LAST_S`, and not for a database that fails."""
+    def close(self, exit_code: int | None = None) -> None:
+        """Write what is left; wait for at most `LAST_S`, and not for a database that fails.
+
+        Without an exit code the job goes on, with another driver.
+        """
+        self._end = None if exit_code is None else (time.time(), exit_code)
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(0.0 if self._failing else LAST_S)
@@ -99,6 +109,7 @@ class StatisticsWriter:
         """Make rows of the samples."""
         while not self._samples.empty():
             sample = self._samples.get_nowait()
+            self._trained.take(sample)
             for series, value in figures_of(sample):
                 self._buckets.add(sample.t, series, value)
         self._rows.extend(self._buckets.take(all_rows=all_rows))
@@ -147,10 +158,15 @@ class StatisticsWriter:
         written = self._buckets.newest  # all rows before that
         if over or written >= self._roll_up_from + MINUTE:
             database.roll_up(self._job, None if over else written)
+            database.remember(self._job, self._record())
             self._roll_up_from = written - written % MINUTE
         if time.monotonic() >= self._expire_at:
             database.expire(time.time())
             self._expire_at = time.monotonic() + EXPIRE_S
+
+    def _record(self) -> Record:
+        record, end = self._trained.record, self._end
+        return record if end is None else record._replace(ended=end[0], exit_code=end[1])
 
     def _begin_anew(self) -> None:
         """Put a corrupt file aside, so that the next try makes a new one."""

@@ -380,6 +380,8 @@ class DriverConnection:
             times=progress.times,
             reported=None if progress.steps else progress.reported_step,
             micro_batches=progress.micro_batches,
+            batch=progress.batch,
+            parameters=progress.parameters,
         )
         return (Set(contract.worker_progress(self.born.worker), documents.encode(found)),)
 

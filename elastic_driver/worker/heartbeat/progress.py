@@ -134,6 +134,8 @@ class TrainingProgress:
     numbers: dict[str, float] = field(default_factory=dict)  # the script's last ones
     times: StepTimes | None = None  # of the last step
     micro_batches: int | None = None  # of a step of a `FixedBatch`
+    batch: int | None = None  # its samples
+    parameters: int | None = None  # of the models of the state
     on_first_step: Callable[[], None] = lambda: None  # called at the first step of a round
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
     division: Division | None = None  # set by a FixedBatch with `balance`

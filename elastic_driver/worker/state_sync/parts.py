@@ -248,6 +248,25 @@ class CountsSamples(Protocol):
     counted: Counted
 
 
+def division_of(sources: Sequence[Any]) -> tuple[int | None, int | None]:
+    """Return the micro-batches and the samples of a step of a `FixedBatch`, if there is one.
+
+    Nothing else has virtual workers.
+    """
+    for source in sources:
+        if count := getattr(source, "virtual_workers", None):
+            return count, count * source.micro_batch_size
+    return None, None
+
+
+def count_parameters(models: Sequence[nn.Module]) -> int | None:
+    """Return how many parameters models have; None: none, or a lazy one that has no shape yet."""
+    unique = {id(each): each for model in models for each in model.parameters()}
+    if any(nn.parameter.is_lazy(each) for each in unique.values()):
+        return None
+    return sum(each.numel() for each in unique.values()) or None
+
+
 class StepCounter:
     """Counts the steps of optimizers since the last commit, by hooks inside `optimizer.step()`.
 

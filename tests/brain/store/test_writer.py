@@ -15,11 +15,13 @@ pytest.importorskip("sqlalchemy")
 
 from sqlalchemy import Connection, text
 
+from elastic_driver.brain.documents import Kind, Speed
 from elastic_driver.brain.store import writer as module
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
 from elastic_driver.brain.store.figures import Sample
 from elastic_driver.brain.store.migrations import STEPS
+from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import FINE, HOUR, MINUTE, JobKey, Series, Summary
 from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.core.measured import Measured
@@ -28,6 +30,7 @@ from tests.support.postgres import Postgres
 
 JOB = JobKey("mnist", 1.0)
 SPEED = Series("job", "steps_per_s")
+RECORD = Record(Kind(name="mnist", command="a"), 1, 4)
 PAUSE_S = 0.05
 
 
@@ -36,7 +39,9 @@ class Run:
 
     def __init__(self, address: Address, **settings: int) -> None:
         self.address, self.said = address, list[str]()
-        self.writer = StatisticsWriter(address, JOB, self.said.append, pause=PAUSE_S, **settings)
+        self.writer = StatisticsWriter(
+            address, JOB, RECORD, self.said.append, pause=PAUSE_S, **settings
+        )
         self.t = time.time() // HOUR * HOUR
         self.writer.start()
 
@@ -87,6 +92,37 @@ def test_samples_become_rows_and_the_end_writes_all(address: Address) -> None:
     hour = {row.series: row.values for row in database.rows(JOB, HOUR)}
     database.close()
     assert hour[Series("job", "workers")] == Summary(63, 2.0, 2.0, 2.0)
+
+
+def test_the_end_of_a_job_is_kept_with_what_was_measured(address: Address) -> None:
+    with run(address) as job:
+        for second in range(20):
+            speed = Speed(round=1, size=2, hosts=1, worker="w", steps=10 * second, at=job.t)
+            now = Measured(steps_per_s=10.0)
+            job.writer.take(Sample(job.t, 2, now, speed, parameters=7))
+            job.t += 1.0
+        job.has_rows(int((job.t - 20) % HOUR))
+        began = time.time()
+        job.writer.close(3)
+    database = Database(address)
+    ((key, found),) = database.records()
+    database.close()
+    assert key == JOB
+    assert found.ended is not None
+    assert began <= found.ended <= time.time()
+    assert (found.exit_code, found.kind.parameters, found.best) == (3, 7, 2)
+    assert found.speeds[0].step_time == pytest.approx(0.1)
+
+
+def test_a_job_that_another_driver_goes_on_with_has_no_end(in_file: Address) -> None:
+    with run(in_file) as job:
+        job.trains()
+        job.has_rows(0)
+        job.writer.close()
+    database = Database(in_file)
+    ((_, found),) = database.records()
+    database.close()
+    assert found == RECORD
 
 
 def test_a_locked_file_costs_a_sentence_and_no_row(in_file: Address) -> None:
@@ -194,6 +230,7 @@ def test_a_newer_schema_ends_the_tries(address: Address) -> None:
         job.trains()
         eventually(lambda: not job.writer._thread.is_alive(), within=20, what="the thread ends")
     assert len(job.said) == 1
-    assert "has schema 2, and this version knows schemas up to 1" in job.said[0]
+    now = len(STEPS)
+    assert f"has schema {now + 1}, and this version knows schemas up to {now}" in job.said[0]
     assert newer.rows(JOB, FINE) == []
     newer.close()
