@@ -48,10 +48,28 @@ class GpuUsage(Struct, frozen=True):
 
 
 class WorkerUsage(Struct, frozen=True):
-    """One worker's process, without its children. `cpu` is in cores; `memory` is resident."""
+    """One worker's process, without its children.
+
+    `cpu` is in cores. `memory` is resident now, `memory_peak` the most there ever was. `io_read`
+    and `io_write` are bytes a second from and to storage.
+    """
 
     cpu: Amount
     memory: Bytes
+    memory_peak: Bytes | None = None
+    io_read: Amount | None = None
+    io_write: Amount | None = None
+
+
+class Pressure(Struct, frozen=True):
+    """The share of the last ten seconds in which a process waited for each, 0 to 1.
+
+    As the kernel says it in `/proc/pressure`.
+    """
+
+    cpu: Amount | None = None
+    memory: Amount | None = None
+    io: Amount | None = None
 
 
 class HostUsage(Struct, frozen=True, kw_only=True):
@@ -59,7 +77,7 @@ class HostUsage(Struct, frozen=True, kw_only=True):
 
     `cpu` is the share of all its cores that worked, 0 to 1. Memory is that of the container, if it
     has a limit. The disk is that of `/`. `net_in` and `net_out` are bytes per second of all
-    interfaces but loopback.
+    interfaces but loopback, `disk_read` and `disk_write` those of all disks.
     """
 
     cpu: Amount
@@ -67,8 +85,11 @@ class HostUsage(Struct, frozen=True, kw_only=True):
     memory_total: Bytes
     disk_used: Bytes
     disk_total: Bytes
-    net_in: Amount
-    net_out: Amount
+    net_in: Amount | None = None
+    net_out: Amount | None = None
+    disk_read: Amount | None = None
+    disk_write: Amount | None = None
+    pressure: Pressure = Pressure()
     gpus: Annotated[tuple[GpuUsage, ...], Meta(max_length=MAX_GPUS)] = ()
 
 
@@ -89,7 +110,10 @@ class WorkerMeasured(Struct, frozen=True, kw_only=True):
     steps_per_s: float | None = None
     samples_per_s: float | None = None
     memory: int | None = None
+    memory_peak: int | None = None
     cpu: float | None = None
+    io_read: float | None = None
+    io_write: float | None = None
     times: StepTimes | None = None
 
 

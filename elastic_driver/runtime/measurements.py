@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean, median
 from typing import NamedTuple, TypeAlias
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from elastic_driver import contract
 from elastic_driver.core.documents import Progress, World
@@ -225,9 +225,8 @@ class Measurements:
                 step=-1 if each is None else _step(each),
                 steps_per_s=steps,
                 samples_per_s=samples,
-                memory=None if resources is None else resources.memory,
-                cpu=None if resources is None else resources.cpu,
                 times=None if each is None else each.times,
+                **({} if resources is None else asdict(resources)),
             )
         return Measured(
             step=now.step,

@@ -68,6 +68,8 @@ _OF_HOSTS = (  # name, key in the document's `measured.hosts`, help
     ("host_disk_bytes", "disk_total", "Disk in all."),
     ("host_network_receive_bytes_per_second", "net_in", "Network, without loopback."),
     ("host_network_transmit_bytes_per_second", "net_out", "Network, without loopback."),
+    ("host_disk_read_bytes_per_second", "disk_read", "From all disks."),
+    ("host_disk_written_bytes_per_second", "disk_write", "To all disks."),
 )
 _OF_GPUS = (  # name, key in the host's `gpus`, help
     ("gpu_used_ratio", "used", "Share of time in which the GPU computed, 0 to 1."),
@@ -186,8 +188,16 @@ def _of_measured(measured: dict[str, Any]) -> Iterator[Metric]:
     for name, key, text in _OF_HOSTS:
         family = GaugeMetricFamily(f"elastic_{name}", text, labels=("host",))
         for host, usage in hosts.items():
-            family.add_metric((host,), usage[key])
+            if usage[key] is not None:
+                family.add_metric((host,), usage[key])
         yield family
+    text = "Share of ten seconds in which a process waited for this resource, 0 to 1."
+    family = GaugeMetricFamily("elastic_host_pressure_ratio", text, labels=("host", "resource"))
+    for host, usage in hosts.items():
+        for resource, share in usage["pressure"].items():
+            if share is not None:
+                family.add_metric((host, resource), share)
+    yield family
     for name, key, text in _OF_GPUS:
         family = GaugeMetricFamily(f"elastic_{name}", text, labels=("host", "gpu"))
         for host, usage in hosts.items():

@@ -37,12 +37,13 @@ from launcher.agent.driver_link import DriverLink, NoDriverError, term_in
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import remove_orphans, scratch_folder
 from launcher.agent.liveness import CutOffError, Heartbeats, Promise
+from launcher.agent.memory import usable_memory
 from launcher.agent.ports import free_ports
 from launcher.agent.posted_output import Consoles
 from launcher.agent.probe_port import ProbePort
 from launcher.agent.processes import NOTICES, become_subreaper
 from launcher.agent.recorded_output import RecordedOutput
-from launcher.agent.usage import UsageThread, usable_cpus, usable_memory
+from launcher.agent.usage import UsageThread, usable_cpus
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmParent, WorkerStarter

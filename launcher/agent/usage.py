@@ -1,9 +1,9 @@
-"""The usage of a host and of the workers of its agent, sampled every few seconds.
+"""The usage of a host and of the workers of its agent, sampled each second.
 
 A thread of its own samples, so a device that does not answer holds no heartbeat up and does not
 keep the agent from ending. The agent's heartbeats carry the newest sample. GPUs are sampled where
-the package `nvidia-ml-py` (module `pynvml`) and NVIDIA's driver are installed. A sample costs a few
-milliseconds. Times are seconds, sizes bytes.
+the package `nvidia-ml-py` (module `pynvml`) and NVIDIA's driver are installed. What is not known is
+left out. Times are seconds, sizes bytes.
 """
 
 import contextlib
@@ -23,61 +23,20 @@ from elastic_driver.core.measured import (
     MAX_WORKERS,
     GpuUsage,
     HostUsage,
+    Pressure,
     Usage,
     WorkerUsage,
 )
+from launcher.agent.memory import MemoryLimit, host_memory, memory_of, numbers_in
 
-INTERVAL_S = 5.0
-FIRST_S = 1.0  # to the first sample: shares of time need two looks
+INTERVAL_S = 1.0
 DISK = "/"
 _LOOPBACK = "lo"
-_CGROUPS = Path("/sys/fs/cgroup")
-
-
-class MemoryLimit:
-    """The memory limit of the container around this process (cgroup v2)."""
-
-    def __init__(self, cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> None:
-        self._folder: Path | None = None
-        self._limit = 0
-        with contextlib.suppress(OSError, ValueError):
-            line = next(x for x in own.read_text().splitlines() if x.startswith("0::"))
-            here = cgroups / line[3:].strip("/")
-            for folder in (here, *here.parents):
-                if not folder.is_relative_to(cgroups):
-                    break
-                self._consider(folder)
-
-    def _consider(self, folder: Path) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            limit = int((folder / "memory.max").read_text())  # "max": there is none
-            if self._folder is None or limit < self._limit:
-                self._folder, self._limit = folder, limit
-
-    def usage(self) -> tuple[int, int] | None:
-        """Return used memory, without files that can be dropped, and the limit; None: no limit."""
-        if self._folder is None:
-            return None
-        try:
-            used = int((self._folder / "memory.current").read_text())
-            stat = (self._folder / "memory.stat").read_text().split()
-        except (OSError, ValueError):
-            return None
-        if "inactive_file" in stat:
-            used -= int(stat[stat.index("inactive_file") + 1])
-        return max(used, 0), self._limit
 
 
 def usable_cpus() -> int:
     """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def usable_memory() -> int:
-    """Return the memory of this host, or of its container if that has a limit."""
-    total = int(psutil.virtual_memory().total)
-    limited = MemoryLimit().usage()
-    return total if limited is None else min(total, limited[1])
 
 
 class Gpus:
@@ -107,12 +66,18 @@ class Gpus:
         return tuple(found)
 
 
-class _Network(NamedTuple):
-    """Bytes so far, at a monotonic time."""
+class _Flows(NamedTuple):
+    """Bytes so far, by name, at a monotonic time."""
 
     at: float
-    received: int
-    sent: int
+    bytes: Mapping[str, int]
+
+    def since(self, before: "_Flows | None", name: str) -> float | None:
+        """Return bytes per second since an earlier look; None: not known."""
+        if before is None or name not in self.bytes or name not in before.bytes:
+            return None
+        passed = max(self.at - before.at, 1e-3)
+        return round(max(self.bytes[name] - before.bytes[name], 0) / passed, 1)
 
 
 class HostSampler:
@@ -120,8 +85,8 @@ class HostSampler:
 
     def __init__(self) -> None:
         self._limit, self._gpus = MemoryLimit(), Gpus()
-        self._processes: dict[str, psutil.Process] = {}
-        self._network = _network()
+        self._processes: dict[str, _Sampled] = {}
+        self._flows = _flows_of_host()
         psutil.cpu_percent()  # the first one begins to count
 
     def sample(self, workers: Mapping[str, int]) -> Usage:
@@ -129,35 +94,49 @@ class HostSampler:
         return Usage(self._host(), self._of_workers(workers))
 
     def _host(self) -> HostUsage:
-        memory, disk, before = psutil.virtual_memory(), psutil.disk_usage(DISK), self._network
-        used, total = self._limit.usage() or (memory.total - memory.available, memory.total)
-        now = self._network = _network()
-        passed = max(now.at - before.at, 1e-3)
+        (used, total), disk, before = host_memory(self._limit), psutil.disk_usage(DISK), self._flows
+        now = self._flows = _flows_of_host()
         return HostUsage(
             cpu=round(psutil.cpu_percent() / 100, 4),
             memory_used=used,
-            memory_total=min(total, memory.total),
+            memory_total=total,
             disk_used=disk.used,
             disk_total=disk.total,
-            net_in=round(max(now.received - before.received, 0) / passed, 1),
-            net_out=round(max(now.sent - before.sent, 0) / passed, 1),
+            net_in=now.since(before, "net_in"),
+            net_out=now.since(before, "net_out"),
+            disk_read=now.since(before, "disk_read"),
+            disk_write=now.since(before, "disk_write"),
+            pressure=Pressure(*(_pressure(name) for name in ("cpu", "memory", "io"))),
             gpus=self._gpus.usage(),
         )
 
     def _of_workers(self, workers: Mapping[str, int]) -> dict[str, WorkerUsage]:
         before, self._processes, found = self._processes, {}, {}
         for worker, pid in list(workers.items())[:MAX_WORKERS]:
-            with contextlib.suppress(psutil.Error):  # it has ended
-                process = before.get(worker)
-                is_new = process is None
-                if process is None:
-                    process = psutil.Process(pid)
-                self._processes[worker] = process
-                with process.oneshot():
-                    since_last, memory = process.cpu_percent() / 100, process.memory_info().rss
-                    cpu = _since_its_start(process) if is_new else since_last
-                found[worker] = WorkerUsage(round(cpu, 4), memory)
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended
+                sampled = before.get(worker) or _Sampled(pid)
+                self._processes[worker] = sampled
+                found[worker] = sampled.usage()
         return found
+
+
+class _Sampled:
+    """A process that is sampled again and again."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self._flows: _Flows | None = None
+
+    def usage(self) -> WorkerUsage:
+        """Return what it has used since the last call, or since its start."""
+        process, before = self._process, self._flows
+        with process.oneshot():
+            since_last = process.cpu_percent() / 100
+            cpu = _since_its_start(process) if before is None else since_last
+        memory, peak = memory_of(process.pid)
+        self._flows = now = _Flows(time.monotonic(), numbers_in(Path(f"/proc/{process.pid}/io")))
+        read, written = now.since(before, "read_bytes"), now.since(before, "write_bytes")
+        return WorkerUsage(round(cpu, 4), memory, peak, read, written)
 
 
 class UsageThread:
@@ -186,11 +165,10 @@ class UsageThread:
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, psutil.Error):  # a system without what we look at
-            sampler, wait = HostSampler(), min(FIRST_S, self._interval)
+            sampler = HostSampler()
             sampler.sample(self._workers())  # the first look at the processes begins to count
-            while not self._closed.wait(wait):
+            while not self._closed.wait(self._interval):
                 self._newest = msgspec.json.encode(sampler.sample(self._workers()))
-                wait = self._interval
 
 
 def _since_its_start(process: psutil.Process) -> float:
@@ -198,10 +176,22 @@ def _since_its_start(process: psutil.Process) -> float:
     return float(times.user + times.system) / max(time.time() - process.create_time(), 0.1)
 
 
-def _network() -> _Network:
-    received = sent = 0
+def _pressure(resource: str) -> float | None:
+    """Return the share of the last ten seconds in which a process waited; None: not known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        first = Path(f"/proc/pressure/{resource}").read_text(encoding="ascii").split()
+        return round(float(first[1].removeprefix("avg10=")) / 100, 4)
+    return None
+
+
+def _flows_of_host() -> _Flows:
+    counts: dict[str, int] = {}
     with contextlib.suppress(OSError):
-        for name, counts in psutil.net_io_counters(pernic=True).items():
-            if name != _LOOPBACK:
-                received, sent = received + counts.bytes_recv, sent + counts.bytes_sent
-    return _Network(time.monotonic(), received, sent)
+        pernic = psutil.net_io_counters(pernic=True)
+        cards = [found for name, found in pernic.items() if name != _LOOPBACK]
+        counts["net_in"] = sum(card.bytes_recv for card in cards)
+        counts["net_out"] = sum(card.bytes_sent for card in cards)
+    with contextlib.suppress(OSError, RuntimeError):
+        if (disks := psutil.disk_io_counters()) is not None:
+            counts["disk_read"], counts["disk_write"] = disks.read_bytes, disks.write_bytes
+    return _Flows(time.monotonic(), counts)

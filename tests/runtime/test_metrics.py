@@ -14,7 +14,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_driver.core.events import ScaleRequested
-from elastic_driver.core.measured import GpuUsage, HostUsage, Measured
+from elastic_driver.core.measured import GpuUsage, HostUsage, Measured, Pressure
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.metrics import MOST_HOSTS, ServerFigures, exposition
 from rendezvous.request_times import RequestTimes
@@ -39,6 +39,8 @@ USED = HostUsage(
     disk_total=100,
     net_in=1e6,
     net_out=2e6,
+    disk_write=5e6,
+    pressure=Pressure(cpu=0.25),
     gpus=(GpuUsage(index=1, name="H100", used=0.9, memory_used=70, memory_total=80),),
 )
 STATUS: dict[str, Any] = {
@@ -133,6 +135,8 @@ def test_the_figures_are_those_of_the_status() -> None:
         ("elastic_host_memory_used_bytes", "b"): 3,
         ("elastic_host_disk_bytes", "b"): 100,
         ("elastic_host_network_receive_bytes_per_second", "b"): 1e6,
+        ("elastic_host_disk_written_bytes_per_second", "b"): 5e6,
+        ("elastic_host_pressure_ratio", "b", "cpu"): 0.25,
         ("elastic_gpu_used_ratio", "1", "b"): 0.9,
         ("elastic_gpu_memory_bytes", "1", "b"): 80,
         ("elastic_world_size",): 2,

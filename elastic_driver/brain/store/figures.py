@@ -58,6 +58,11 @@ def _of_host(used: HostUsage) -> dict[str, float | None]:
         "disk_total": used.disk_total,
         "net_in": used.net_in,
         "net_out": used.net_out,
+        "disk_read": used.disk_read,
+        "disk_write": used.disk_write,
+        "pressure_cpu": used.pressure.cpu,
+        "pressure_memory": used.pressure.memory,
+        "pressure_io": used.pressure.io,
     }
     for gpu in used.gpus:
         found[f"gpu{gpu.index}_used"] = gpu.used
@@ -73,6 +78,9 @@ def _of_worker(worker: WorkerMeasured) -> dict[str, float | None]:
         "samples_per_s": worker.samples_per_s,
         "cpu": worker.cpu,
         "memory": worker.memory,
+        "memory_peak": worker.memory_peak,
+        "io_read": worker.io_read,
+        "io_write": worker.io_write,
         **times,
     }
 
