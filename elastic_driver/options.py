@@ -35,6 +35,7 @@ class Heading(Enum):
     """The headings of `--help`, in their order."""
 
     HOSTS = "Hosts (one of them; default: this machine)"
+    BRAIN = "A Brain that shares hosts among jobs (docs/brain.md)"
     JOIN = "Nodes that join by themselves (docs/joining.md)"
     SIZE = "Size of the job"
     POLICY = "What to do when workers and hosts fail (times in seconds)"

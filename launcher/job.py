@@ -178,7 +178,12 @@ def drive(
         return serve_job(plan, plan.hosts, run_dir, run, etcd)
     from launcher.launch.submit import submit  # noqa: PLC0415 - aiohttp is not for --help
 
-    return submit(plan, run_dir, run, None if etcd is None else etcd.take(run))
+    store = None if etcd is None else etcd.take(run)
+    if options.brain is not None:
+        from launcher.launch.brain import submit_to_brain  # noqa: PLC0415
+
+        return submit_to_brain(plan, run_dir, run, store, sayer(options))
+    return submit(plan, run_dir, run, store)
 
 
 def sayer(options: LaunchOptions) -> Callable[[str], None]:

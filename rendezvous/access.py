@@ -3,8 +3,8 @@
 `ROUTES` and `KEYS` are the whole of it; docs/security.md shows them. The driver may do everything.
 A route that is not in the table is the driver's alone. The first row of `KEYS` that a key begins
 with counts; a key of no row is a user's (`USERS`). `{own}` stands for one name: of the caller if it
-is a worker or a node, and of an agent of the caller's host (`<host>.<incarnation>`) if it is an
-agent; `{joined}` for a round that the caller is a member of (`RoundMembers`).
+is a worker, a node or a job, and of an agent of the caller's host (`<host>.<incarnation>`) if it is
+an agent; `{joined}` for a round that the caller is a member of (`RoundMembers`).
 
 The server checks with `may_call` and `refused`. Pure.
 """
@@ -29,6 +29,7 @@ OPERATORS = frozenset({Role.OPERATOR})
 AGENTS = frozenset({Role.AGENT})
 WORKERS = frozenset({Role.WORKER})
 NODES = frozenset({Role.NODE})
+JOBS = frozenset({Role.JOB})
 TRAINERS = frozenset({Role.WORKER, Role.OPERATOR})
 STORE = frozenset({Role.AGENT, Role.WORKER, Role.OPERATOR})  # its routes
 # The page: its files, and the session that a request begins or ends for its own browser.
@@ -57,11 +58,11 @@ class KeyRights(NamedTuple):
 
 
 ROUTES = (
-    RouteRights("POST", wire.BATCH_PATH, STORE | NODES),
+    RouteRights("POST", wire.BATCH_PATH, STORE | NODES | JOBS),
     RouteRights("GET", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
     RouteRights("PUT", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
     RouteRights("DELETE", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
-    RouteRights("POST", wire.EVENTS_PATH, MEMBERS),
+    RouteRights("POST", wire.EVENTS_PATH, MEMBERS | JOBS),
     RouteRights("GET", wire.EVENTS_PATH, WATCHERS),
     RouteRights("GET", "/v1/status", WATCHERS),
     RouteRights("GET", "/v1/history", WATCHERS),
@@ -106,6 +107,8 @@ KEYS = (
     KeyRights("checks/assignments/{own}/", NOBODY, WORKERS, "a process's next task"),
     KeyRights("checks/", NOBODY, MEMBERS, "the specification of a node check"),
     KeyRights("nodes/{own}/", NODES, NODES, "the lease and the orders of a node that has joined"),
+    KeyRights("jobs/{own}/grant", NOBODY, JOBS, "the slots that a Brain grants a job"),
+    KeyRights("jobs/{own}/lease", JOBS, JOBS, "the lease of a job's driver with a Brain"),
 )
 USERS = KeyRights("", TRAINERS, TRAINERS, "keys of users")
 

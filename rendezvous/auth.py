@@ -3,9 +3,9 @@
 The driver makes its own token, which may do everything. The others say the role and the subject of
 their owner and carry a proof, `agent:HOST:<hmac>`: an HMAC-SHA256 that nobody can make without the
 token it is derived from, and that does not give that token away. An agent makes the tokens of its
-workers; the server checks them all with the driver's token alone (`Tokens`). So a driver that goes
-on with the job knows the tokens that the driver before it has given out. `rendezvous.access` says
-what each role may do.
+workers, and the driver of a Brain's job the token of that job. The server checks them all with the
+driver's token alone (`Tokens`). So a driver that goes on with the job knows the tokens that the
+driver before it has given out. `rendezvous.access` says what each role may do.
 
 A token is kept in a file that only its owner may read, whose path others are told, and clients send
 it with every request as `Authorization: Bearer <token>`. It never goes into an argument list, an
@@ -40,12 +40,13 @@ class Role(Enum):
     AGENT = "agent"
     WORKER = "worker"
     NODE = "node"
+    JOB = "job"
 
 
 class Caller(NamedTuple):
     """The owner of a token: its role, and its name.
 
-    This is the host of an agent, the name of a node, or the id of a worker.
+    This is the host of an agent, the name of a node, the id of a worker, or the run id of a job.
     """
 
     role: Role
@@ -89,6 +90,22 @@ def reader_token(driver_token: str) -> str:
     return _derived(driver_token, Role.READER)
 
 
+def jobs_token(brain_token: str) -> str:
+    """Return the secret that the tokens of all jobs of a Brain are derived from.
+
+    It is no token itself: a server does not take it.
+    """
+    return _derived(brain_token, Role.JOB)
+
+
+def job_token(token: str, job: str) -> str:
+    """Return the token of a job; `token`: the Brain's own one, that of all jobs, or this one."""
+    if token.startswith(f"{Role.JOB.value}:"):
+        of_all = token.startswith(f"{Role.JOB.value}::")
+        return _derived(token, Role.JOB, job) if of_all else token
+    return _derived(jobs_token(token), Role.JOB, job)
+
+
 def own_token(token: str, host: str) -> str:
     """Return the token of the agent of this host, if need be derived from the driver's.
 
@@ -129,11 +146,13 @@ class Tokens:
         name, _, rest = token.partition(":")
         subject = rest.rpartition(":")[0]
         role = _DERIVED.get(name)
-        if role is None:
+        if role is None or (role is Role.JOB and not subject):
             return None
         key = self._driver_token
         if role is Role.WORKER:
             key = agent_token(key, subject.rsplit(".", 2)[0])
+        if role is Role.JOB:
+            key = jobs_token(key)
         genuine = hmac.compare_digest(found, _derived(key, role, subject).encode())
         return Caller(role, subject) if genuine else None
 

@@ -348,6 +348,19 @@ class HostsDiscovered(Event, frozen=True, tag="hosts_discovered"):
     hosts: tuple[tuple[str, int], ...]
 
 
+class HostsGranted(Event, frozen=True, tag="hosts_granted"):
+    """The Brain lets the job use these slots of hosts, and no others; no hosts: it has to wait.
+
+    Each grant has a higher `number` than those before it, which it replaces. `began`: by which the
+    Brain tells this run from others of its name, for the drivers that go on with it.
+    """
+
+    number: int
+    hosts: tuple[tuple[str, int], ...]
+    reason: str
+    began: float = 0.0
+
+
 class DiscoveryFailed(Event, frozen=True, tag="discovery_failed"):
     """Discovery gave no usable answer; the last known hosts stay."""
 
@@ -498,7 +511,7 @@ AnyAgentEvent: TypeAlias = (
     AgentReady | AgentReturned | AgentLost | AgentSuspected | AgentHeard | AgentProbed | HostLeaving
 )  # every AgentEvent
 OtherEvent: TypeAlias = (
-    HostProbed | LeaseExpired | HostsDiscovered | DiscoveryFailed | HostsChecked
+    HostProbed | LeaseExpired | HostsDiscovered | HostsGranted | DiscoveryFailed | HostsChecked
     | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
     | PlanApplied | SizeProposed | StopRequested | DriverResumed | Tick

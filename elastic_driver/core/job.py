@@ -161,6 +161,8 @@ class Job(JobParts):
                 self.agents.on_lease_expired(event, now)
             case ev.HostsDiscovered():
                 self.discovered.on_hosts(event, now)
+            case ev.HostsGranted():
+                self.discovered.on_granted(event)
             case ev.DiscoveryFailed():
                 self.discovered.on_failed(event, now)
             case ev.HostsChecked():

@@ -87,6 +87,7 @@ class JobStatus(Struct, frozen=True):
     suspicions: dict[str, int] = {}  # how often agents were suspected, by evidence
     round_age: float = 0.0  # since the round entered its state
     plan: int = 0  # the number of the newest plan that was carried out; 0: none
+    grant: int = 0  # the number of the Brain's newest grant; 0: none
 
 
 def status_of(job: JobParts, now: float) -> JobStatus:
@@ -126,6 +127,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         suspicions={**job.suspicion.found},
         round_age=max(0.0, now - current.since),
         plan=job.capacity.newest_plan,
+        grant=job.limits.newest_grant,
     )
 
 

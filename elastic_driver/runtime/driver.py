@@ -125,9 +125,17 @@ class ElasticDriver:
         self._mailbox.put(mail.JobBegins(job, setup.spec.run_id))
         self._takes_events = True
         self._start_telemetry()
-        source, interval = discovery or setup.discovery, setup.options.discovery_interval
+        self._find_hosts(discovery or setup.discovery)
+
+    def _find_hosts(self, source: HostDiscovery) -> None:
+        """Have the Brain, or else this source, say which hosts the job may use."""
+        brain, interval = self._setup.brain, self._setup.options.discovery_interval
+        if brain is not None and self._loop is not None:
+            self._loop.brain = brain
+            brain.link.attach(lambda grant: self._mailbox.put(brain.event_of(grant)))
+            return
         thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
-        resources.on_close(thread.stop)
+        self._resources.on_close(thread.stop)
         thread.start()
 
     def _start_statistics(self) -> None:
@@ -315,6 +323,8 @@ class ElasticDriver:
             if self._setup.joined is not None and not replaced:
                 self._setup.joined.job_ends(end.exit_code, end.reason)
             logged = self._resources.close(end, begun=self._begun, replaced=replaced)
+            if self._setup.brain is not None:
+                self._setup.brain.end(None if replaced else end.exit_code)
             if self._statistics is not None:
                 self._statistics.close(None if replaced else end.exit_code)
             if self._telemetry is not None:

@@ -77,6 +77,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "grace_period_passed": (Level.NORMAL, "grace period over"),
     "scale_requested": (Level.NORMAL, "another size was requested"),
     "plan_applied": (Level.NORMAL, "a plan is carried out"),
+    "hosts_granted": (Level.NORMAL, "the Brain grants the job's slots anew"),
     "size_proposed": (Level.NORMAL, "another size is tried"),
     "size_found": (Level.NORMAL, "the best size is found"),
     "size_search_reopened": (Level.NORMAL, "the best size is searched anew"),

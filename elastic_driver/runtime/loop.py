@@ -26,6 +26,7 @@ from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.stragglers import RoundPublished, Stragglers
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime import mailbox as mail
+from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.checks import CheckAnswer, NodeChecks
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.collector import collector_paused
@@ -68,6 +69,7 @@ class DriverLoop:
     stragglers: Stragglers = field(default_factory=Stragglers)
     measurements: Measurements = field(default_factory=Measurements)
     statistics: Callable[[Sample], None] | None = None  # takes samples; None: none are kept
+    brain: BrainReports | None = None  # reports the job to the Brain; None: there is no Brain
     journal: Journal | None = None  # open from the job's beginning on; None: there is none
     clock: RunClock = field(default_factory=RunClock)
     acknowledge: Callable[[list[Callable[[], None]]], None] = _call_all
@@ -109,6 +111,8 @@ class DriverLoop:
         if self.journal is not None:
             self.journal.flush()
             self._tell(self.journal.overdue())
+        if self.brain is not None and self.job is not None:
+            self.brain.look(self.job, self.stragglers, now)
         if self.end is None:
             self.executor.show_overdue(now)
 

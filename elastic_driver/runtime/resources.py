@@ -20,6 +20,7 @@ from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverPort, DriverRoutes
 from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
+from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.discovery import HostDiscovery
@@ -71,6 +72,7 @@ class DriverSetup:
     store: JournalStore | None = None  # of the journal; None: a file in the run's folder
     telemetry: TelemetrySettings | None = None  # None: nothing is sent to a collector
     statistics: Address | None = None  # the database; None: no statistics are kept
+    brain: BrainReports | None = None  # for the Brain that grants hosts; None: there is no Brain
 
     @property
     def term(self) -> int:

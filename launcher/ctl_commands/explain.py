@@ -156,6 +156,9 @@ def of_event(event: Any) -> str:
     if isinstance(event, ev.HostsDiscovered):
         hosts = ", ".join(f"{host}:{slots}" for host, slots in event.hosts)
         return _short(f"there are the hosts {hosts or '(none)'}")
+    if isinstance(event, ev.HostsGranted):
+        slots = sum(slots for _, slots in event.hosts)
+        return _short(f"the Brain granted {slots} slots (grant {event.number}): {event.reason}")
     if isinstance(event, ev.HostsChecked):
         good = sum(result.passed for result in event.results)
         return f"the check of {len(event.results)} hosts is over; {good} may be used"

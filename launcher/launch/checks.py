@@ -22,7 +22,7 @@ from elastic_driver.runtime.identity import of_site
 from launcher.backends.registry import DISCOVERY, load, make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import find_shadow
-from launcher.launch.hosts import FixedHosts, HostSource, JoinedHosts
+from launcher.launch.hosts import BrainHosts, FixedHosts, HostSource, JoinedHosts
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.statistics import check_installed
 
@@ -44,6 +44,8 @@ def check_plan(plan: LaunchPlan, *, create: bool) -> None:
         _check_log_dir(cwd / spec.log_dir, create=create)
     of_site(plan.driver)
     check_installed(plan.options.stats_db)
+    if plan.fallback is not None:
+        check_plan(plan.fallback, create=create)
     if plan.backend == "local":  # other hosts may have other interfaces
         _check_interfaces(spec.env.get("GLOO_SOCKET_IFNAME", ""))
 
@@ -52,6 +54,8 @@ def make_discovery(source: HostSource) -> HostDiscovery:
     """Return the discovery of these hosts; raises UsageError if it cannot work."""
     if isinstance(source, JoinedHosts):
         raise AssertionError("nodes that join are no discovery's; see launcher.join")
+    if isinstance(source, BrainHosts):
+        return FixedDiscovery(())  # nobody asks it: the driver's link to the Brain says more
     if isinstance(source, FixedHosts):
         if source.allocation is None:
             return FixedDiscovery(source.hosts)

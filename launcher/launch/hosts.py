@@ -104,11 +104,21 @@ class JoinedHosts:
     hosts: None = None  # no host is known before it joins
 
 
-HostSource: TypeAlias = FixedHosts | DiscoveredHosts | JoinedHosts
+@dataclass(frozen=True)
+class BrainHosts:
+    """Hosts that the Brain at this address grants the job."""
+
+    url: str
+    hosts: None = None  # no host is known before the first grant
+
+
+HostSource: TypeAlias = FixedHosts | DiscoveredHosts | JoinedHosts | BrainHosts
 
 
 def describe_hosts(source: HostSource) -> str:
     """Return the hosts in words."""
+    if isinstance(source, BrainHosts):
+        return f"granted by the Brain at {source.url}"
     if isinstance(source, JoinedHosts):
         own = "".join(f"{host}:{slots} (this node), and " for host, slots in source.own)
         return f"{own}nodes that join {source.role.host}:{source.role.port}"
@@ -141,6 +151,8 @@ def choose_hosts(
     Raises UsageError for a host that is no node of the allocation.
     """
     options, default = line.options, slots or 1
+    if options.brain is not None:
+        return BrainHosts(options.brain)
     if facts.role is not None:
         own = ((facts.name, default),) if facts.role.own else ()
         return JoinedHosts(facts.role, own, default)
@@ -191,6 +203,48 @@ def choose_discovery(line: CommandLine) -> tuple[str, str] | None:
         return name, argument
     own = {"host_discovery_script": SCRIPT, "hostfile": HOSTFILE}.get(chosen)
     return None if own is None else (own, line[chosen])
+
+
+# ---- a Brain's cluster -------------------------------------------------------------------
+
+# Options that say what the Brain decides, or that a job of a Brain cannot have yet, by field.
+_NOT_WITH_BRAIN = ("num_proc", "nnodes", "node_unit", "auto_scale", "spares", "serve", "join")
+_CHECKS = ("network_check", "comm_perf_test", "straggler_detection", "exclude_straggler")
+_OF_BRAIN = ("brain_token_file", "brain_fallback", "weight")
+
+
+def check_brain_options(line: CommandLine) -> None:
+    """Raise UsageError for an option that does not go with --brain, or without it."""
+    options = line.options
+    if options.brain is None:
+        for field_name in _OF_BRAIN:
+            if line.level(field_name):
+                raise UsageError(f"{_flag(field_name)} needs the address of a Brain: --brain URL")
+        return
+    for field_name in (*_NOT_WITH_BRAIN, *_CHECKS):
+        if line.level(field_name) and line[field_name]:
+            raise UsageError(
+                f"{_flag(field_name)} cannot be given with --brain: the Brain decides the number "
+                "of workers and their hosts; limit them with --min-np and --max-np"
+            )
+    if (named := _host_options(line)) and not options.brain_fallback:
+        raise UsageError(
+            f"{_flag(named[0])} names hosts, and the hosts of a job with --brain are the Brain's; "
+            "leave it out, or add --brain-fallback to use these hosts when the Brain is away"
+        )
+
+
+def without_brain(line: CommandLine) -> CommandLine:
+    """Return the line of a job that finds its Brain away: with its own hosts, and --auto-scale."""
+    for name, value in (("brain", None), ("brain_fallback", False)):
+        line = line.having(name, Setting(value, ""))
+    for name in ("brain_token_file", "weight"):
+        line = line.having(name, Setting(line[name], ""))
+    return line.having("auto_scale", Setting(True, "", "--brain-fallback", 1))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 # ---- Slurm and mpirun --------------------------------------------------------------------

@@ -50,6 +50,7 @@ class LaunchPlan:
     gpus: bool  # the hosts have GPUs: a node check tests every slot, not every host
     forwarded: tuple[str, ...]  # the variables of this shell that workers on other hosts get
     notes: tuple[str, ...]
+    fallback: "LaunchPlan | None" = None  # with hosts of its own, if the Brain is away
 
     @property
     def options(self) -> LaunchOptions:
@@ -105,7 +106,9 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     options, role, machine = line.options, facts.role, facts.machine
     if options.quiet and options.verbose:
         raise UsageError("-q and -v contradict each other; keep one of them")
-    allocation = None if role else where.choose_allocation(line, facts.environ)
+    where.check_brain_options(line)
+    alone = role or options.brain  # it starts no agents in an allocation
+    allocation = None if alone else where.choose_allocation(line, facts.environ)
     if allocation is not None:  # this machine may be a login node
         machine = MachineFacts(allocation.cpus or machine.cpus, allocation.gpus)
     slots = slots_of_a_host(options, machine)
@@ -149,12 +152,15 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         gpus=machine.gpus > 0,
         forwarded=passed_on,
         notes=tuple(filter(None, notes)),
+        fallback=make_plan(where.without_brain(line), facts) if options.brain_fallback else None,
     )
 
 
 def _is_alone(line: CommandLine, facts: Facts) -> bool:
     """Return whether the job runs on this machine because nothing names other hosts."""
     named = where.choose_host_option(line)
+    if line.options.brain is not None:
+        return False
     return facts.role is None and facts.ranks is None and named in (None, "standalone")
 
 

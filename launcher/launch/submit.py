@@ -24,6 +24,7 @@ from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskSettings
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend
+from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.checks import CheckHistoryFile, CheckSettings, NodeChecks
 from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.driver import ElasticDriver, JobNow
@@ -66,16 +67,20 @@ def submit(
     run_dir: RunDir,
     run: ResumedRun | None = None,
     store: JournalStore | None = None,
+    *,
+    brain: BrainReports | None = None,
+    granted: Hosts = (),
 ) -> JobResult:
     """Run the job, or go on with `run`; return its result. `store`: the place of the journal.
 
-    Raises ElasticError if that is impossible.
+    `brain`: reports the job to the Brain, whose first grant was `granted`. Raises ElasticError if
+    the job cannot be run.
     """
     discovery = source = make_discovery(plan.hosts)
-    hosts: Hosts = ()
+    hosts = granted
     if run is not None:  # agents may run there, so nothing is asked before they are adopted
         hosts = tuple((host.name, host.slots) for host in run.job.hosts.known.values())
-    elif plan.backend != "local" or plan.hosts.hosts is not None:
+    elif brain is None and (plan.backend != "local" or plan.hosts.hosts is not None):
         with contextlib.suppress(ElasticError):  # no end of the job: the driver asks again
             hosts = discovery.find()
     plan, job = bound(plan, hosts, "" if run is None else run.url)
@@ -89,7 +94,9 @@ def submit(
         starter = backend_maker(plan.backend, replace(job, grows=False, resumable=False))
         checks = make_checks(plan, starter, run_dir)
     backend = backend_maker(plan.backend, job)
-    driver = make_driver(plan, discovery, backend, run_dir, checks=checks, run=run, store=store)
+    driver = make_driver(
+        plan, discovery, backend, run_dir, checks=checks, run=run, store=store, brain=brain
+    )
     if checks is not None and run is not None:
         checks.report = report = read_report(run_dir)
         discovery = WithoutHosts(discovery, excluded(report, checks.settings))
@@ -121,6 +128,7 @@ def make_driver(
     secrets: tuple[str, ...] = (),
     run: ResumedRun | None = None,
     store: JournalStore | None = None,
+    brain: BrainReports | None = None,
 ) -> ElasticDriver:
     """Return a driver for this plan with these parts; `run`: the job that it goes on with."""
     level, as_json = Level(plan.verbosity + 1), plan.options.log_format == "json"
@@ -144,6 +152,7 @@ def make_driver(
             store=store,
             telemetry=telemetry_settings(os.environ),
             statistics=plan.options.stats_db or default_database(run_dir),
+            brain=brain,
         )
     )
 
@@ -337,7 +346,7 @@ def run_check(
 
     Raises ElasticError if the check cannot begin, or a signal ends it.
     """
-    with _ended_by_signals():
+    with ended_by_signals("the node check"):
         report = driver.check(hosts)
     kept = CheckHistoryFile(Path(plan.state_dir), say)
     before = kept.read().remarks(report)
@@ -364,8 +373,8 @@ class WithoutHosts:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let the first signal end the check by an error; later signals change nothing."""
+def ended_by_signals(what: str) -> Iterator[None]:
+    """Let the first signal end something by an error; later signals change nothing."""
     stopped = False
 
     def stop(number: int) -> None:
@@ -374,7 +383,7 @@ def _ended_by_signals() -> Iterator[None]:
             return
         stopped = True
         name = signal.Signals(number).name
-        error = ClusterError(f"the node check was stopped by {name}; nothing was started")
+        error = ClusterError(f"{what} was stopped by {name}; nothing was started")
         interrupted = number == signal.SIGINT
         error.exit_code = ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED
         raise error

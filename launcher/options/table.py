@@ -16,6 +16,7 @@ from elastic_driver.options import FLAG, SECONDS, Heading, ValueKind, number, op
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 
+BRAIN = Heading.BRAIN
 HOSTS, JOIN, SIZE, START = Heading.HOSTS, Heading.JOIN, Heading.SIZE, Heading.START
 CHECK, HOROVOD, OTHER = Heading.CHECK, Heading.HOROVOD, Heading.OTHER
 JOURNAL = o.matching(
@@ -23,6 +24,12 @@ JOURNAL = o.matching(
 )
 
 STATS_DB = ValueKind(read_address, "URL")
+BRAIN_URL = o.matching(
+    "URL", r"https?://[^/@\s]+:[0-9]{1,5}/?", "needs http(s)://HOST:PORT", lambda w: w.rstrip("/")
+)
+WEIGHT = o.matching(
+    "W", r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,6})?", "needs a number above 0, below a million", float
+)
 
 
 # fmt: off
@@ -47,6 +54,18 @@ class LaunchOptions:
         "Run on this machine only, even if a file or a variable names hosts.")
     slots_per_host: int | None = option(HOSTS, whole(least=1), None,
         "Slots of a host that is listed without a number.", aliases=("--slots",), shown="1")
+
+    brain: str | None = option(BRAIN, BRAIN_URL, None,
+        "Train on the hosts that the Brain at this address (elasticbrain serve) grants the job, "
+        "and follow its plans; it shares its hosts among all of its jobs.")
+    brain_token_file: str | None = option(BRAIN, text("FILE"), None,
+        "The file with the token of all jobs, or of this one, that the Brain has written. Only you "
+        "may read it.", shown="job.token in the Brain's default folder, on its machine")
+    brain_fallback: bool = option(BRAIN, FLAG, False,
+        "If the Brain is away for --start-timeout when the job starts, train on the hosts of the "
+        "other options, with --auto-scale.")
+    weight: float = option(BRAIN, WEIGHT, 1.0,
+        "The share of the Brain's slots: a job of weight 2 gets about twice those of weight 1.")
 
     serve: bool = option(JOIN, FLAG, False,
         "Run the job's driver here, but no workers: train on the nodes that --join the job.")

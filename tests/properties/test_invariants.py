@@ -46,6 +46,11 @@ def usual(random: Random) -> list[ev.Event]:
             cpu_per_worker=random.choice([None, random.random() + 0.01]),
         ),
         ev.PlanApplied(number=random.randint(1, 9), min=1, max=random.randint(1, 9)),
+        ev.HostsGranted(
+            random.randint(1, 9),
+            tuple((h, random.randint(0, 3)) for h in random.sample("abc", 2)),
+            WHY,
+        ),
         ev.DiscoveryFailed(WHY),
         ev.EventBatch(
             (ev.AgentReady(host, 1, 1, "x", ()), ev.WorkerStepped(worker, number, number))

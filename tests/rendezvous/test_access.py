@@ -33,7 +33,8 @@ from tests.rendezvous.rights_tables import tables
 AGENT = Caller(Role.AGENT, "a")
 WORKER = Caller(Role.WORKER, "a.0.1")
 OPERATOR, READER, NODE = Caller(Role.OPERATOR), Caller(Role.READER), Caller(Role.NODE, "n")
-ALL = {AGENT, WORKER, OPERATOR, READER, NODE}
+JOB = Caller(Role.JOB, "night")
+ALL = {AGENT, WORKER, OPERATOR, READER, NODE, JOB}
 ROUNDS = RoundMembers()  # the worker is a member of round 7, and round 5 is over
 ROUNDS.publish(7, ["a.0.1", "b.0.1"])
 ROUNDS.admit(8, ["b.0.1"])
@@ -70,7 +71,13 @@ RIGHTS: tuple[tuple[str, set[Caller], set[Caller]], ...] = (
     ("nodes/a/session/lease", set(), set()),
     ("nodes/n2/session/lease", set(), set()),
     ("mine/key", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
-    ("jobs/key", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
+    ("jobs/night/grant", set(), {JOB}),
+    ("jobs/night/lease", {JOB}, {JOB}),
+    ("jobs/night/other", set(), set()),
+    ("jobs/other/grant", set(), set()),
+    ("jobs/other/lease", set(), set()),
+    ("jobs/key", set(), set()),
+    ("jobsite/key", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
     ("job", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
 )
 
@@ -92,7 +99,9 @@ def test_each_key_is_written_and_read_by_those_who_may(
     for write in writes:
         assert allowed([write]) == writers, write
     for read in (Get((key,)), Get(("mine/key", key)), Watch({key: 0})):
-        assert allowed([read]) == readers - (set() if len(read.keys) == 1 else {AGENT, NODE}), read
+        assert allowed([read]) == readers - (
+            set() if len(read.keys) == 1 else {AGENT, NODE, JOB}
+        ), read
     assert allowed([Get(("job/world",)), Set(key)]) <= writers, "one wrong operation is enough"
 
 

@@ -144,6 +144,15 @@ class Discovered(Rule):
         self.limits.discovered(event.hosts)
         self._take_in("discovery no longer reports it")
 
+    def on_granted(self, event: ev.HostsGranted) -> None:
+        """Use the slots of a grant from now on; raises `StaleEvent` for one that is not newer."""
+        self.limits.granted(event)
+        slots = sum(slots for _, slots in event.hosts)
+        what = f"{slots} slots: {event.reason}"
+        self.effects.announce("hosts_granted", what, number=event.number, slots=slots)
+        if self._take_in(f"grant {event.number} leaves it no slots"):
+            self.capacity.hosts_limited()
+
     def on_agent_up(self, event: ev.AgentUp) -> None:
         """Record what a host has; a plan may leave it fewer slots for that."""
         self.limits.equipped(event.host, event.cpus, event.memory)

@@ -1,4 +1,4 @@
-"""The slots that a plan leaves of those that discovery found.
+"""The slots that a plan leaves of those that discovery found, or the Brain has granted.
 
 A plan may limit the workers of each host by number, and by the processors and the memory that each
 worker needs. Agents report what their host has; until then only the number counts. Memory is bytes.
@@ -15,12 +15,24 @@ class HostLimits:
     """Knows the hosts that discovery found, what they have, and the plan that limits them."""
 
     found: tuple[tuple[str, int], ...] = ()  # hosts with their slots
+    newest_grant: int = 0  # of the Brain; 0: there was none
+    began: float = 0.0  # the run's beginning as the Brain knows it
     plan: ev.PlanApplied | None = None
     equipment: dict[str, tuple[int, int]] = field(default_factory=dict)  # processors, memory
 
     def discovered(self, hosts: tuple[tuple[str, int], ...]) -> None:
-        """Record the hosts there are."""
+        """Record the hosts there are; raises `StaleEvent` if the Brain says that."""
+        if self.newest_grant:
+            raise ev.StaleEvent("hosts were discovered, but the Brain grants those of this job")
         self.found = hosts
+
+    def granted(self, grant: ev.HostsGranted) -> None:
+        """Record the slots of a grant; raises `StaleEvent` if a newer one was carried out."""
+        if grant.number <= self.newest_grant:
+            raise ev.StaleEvent(
+                f"grant {grant.number} is stale: grant {self.newest_grant} was carried out"
+            )
+        self.newest_grant, self.found, self.began = grant.number, grant.hosts, grant.began
 
     def equipped(self, host: str, cpus: int, memory: int) -> None:
         """Record what an agent has said of its host; 0: it does not know."""

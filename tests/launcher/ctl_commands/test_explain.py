@@ -11,7 +11,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
 from launcher.ctl_commands import explain
 
-IN_A_FUNCTION = {ev.HostsDiscovered, ev.HostsChecked, do.Announce, do.GiveOrder}
+IN_A_FUNCTION = {ev.HostsDiscovered, ev.HostsGranted, ev.HostsChecked, do.Announce, do.GiveOrder}
 
 
 @pytest.mark.parametrize("kind", [*get_args(ev.JobEvent), *get_args(do.Decision)])

@@ -1,0 +1,207 @@
+"""A job's link to the Brain of its cluster: reports go out, grants come in; a Brain may be away.
+
+Two threads: one renews the job's lease and waits for grants, in one request; the other one sends
+the newest report, each second and whenever it has changed. Neither ever holds the driver up. While
+the Brain is away both try again and again; the job keeps its slots meanwhile. Times are seconds.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from elastic_driver.brain.documents import Grant, JobOver, JobReport, grant_key, lease_key
+from elastic_driver.errors import UsageError
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import AbortedError, RendezvousError, RequestError, UnauthorizedError
+from rendezvous.wire import EVENTS_PATH, UNREADABLE, Entries, Get, Set, Watch, Written, expect
+
+LEASE_S = 10.0  # the job's driver is silent when it has not renewed its lease for this long
+POLL_S = 3.0  # of one question for grants
+ANSWER_S = 3.0  # for an answer, beside that wait
+REPORT_S = 1.0  # between two reports that say the same
+AGAIN_S = 0.5  # before the next attempt after one that failed
+OVER_S = 3.0  # for the Brain to take the news of the job's end
+_SLICE_S = 0.25  # the longest time until a signal is handled
+
+_decode_grant = msgspec.json.Decoder(Grant).decode
+
+
+class BrainLink:
+    """Reports one job to the Brain, and hands over the job's grants.
+
+    `say` shows a sentence to the user; any thread calls it. The link begins with the first report
+    (`update`). `attach` takes the grants from the newest one on.
+    """
+
+    def __init__(self, client: RendezvousClient, job: str, say: Callable[[str], None]) -> None:
+        self._client, self._job, self._say = client, job, say
+        self._report: JobReport | None = None
+        self._grant: Grant | None = None  # the newest
+        self._take: Callable[[Grant], None] | None = None
+        self._refusal: UsageError | None = None  # the Brain's answer, until it takes our token
+        self._away = self._reached = False
+        self._news = threading.Condition()  # guards all of the above
+        self._changed, self._closing = False, False
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+            for name, work in (("brain-grants", self._ask), ("brain-reports", self._tell))
+        ]
+
+    @property
+    def url(self) -> str:
+        """The address of the Brain."""
+        return self._client.url
+
+    @property
+    def answers(self) -> bool:
+        """Return whether the Brain has answered, and is not away now."""
+        return self._reached and not self._away
+
+    # ---- life ----------------------------------------------------------------------------
+
+    def update(self, report: JobReport) -> None:
+        """Send this report from now on; at once if it says anything new."""
+        with self._news:
+            first, new = self._report is None, report != self._report
+            if self._closing or not new:
+                return
+            self._report, self._changed = report, True
+            self._news.notify_all()
+        for thread in self._threads if first else ():
+            thread.start()
+
+    def first_grant(self, within: float) -> Grant | None:
+        """Wait until the job may use slots; None if that takes longer.
+
+        Raises UsageError if the Brain refuses the token or the job.
+        """
+        until, told = time.monotonic() + within, 0
+        while (left := until - time.monotonic()) > 0:
+            with self._news:
+                if self._refusal is not None:
+                    raise self._refusal
+                if (grant := self._grant) is None or grant.number == told:
+                    self._news.wait(min(left, _SLICE_S))
+                    continue
+            if grant.hosts:
+                return grant
+            told = grant.number
+            self._say(f"the job waits for slots of the Brain: {grant.reason}")
+        return None
+
+    def attach(self, take: Callable[[Grant], None]) -> None:
+        """Have `take` called with the newest grant, if there is one, and each later one."""
+        with self._news:
+            self._take = take
+            if self._grant is not None:
+                take(self._grant)
+
+    def end(self, over: JobOver | None) -> None:
+        """End the link, and tell the Brain that the job is over, if it is. May be called again."""
+        with self._news:
+            if self._closing:
+                return
+            self._closing = True
+            self._news.notify_all()
+        if any(thread.ident is not None for thread in self._threads):
+            self._client.abort()
+            for thread in self._threads:
+                thread.join(OVER_S)
+        if over is not None and self._reached:
+            last = self._client.clone(OVER_S)
+            try:
+                last.post_json(EVENTS_PATH, msgspec.json.encode(over), OVER_S)
+            except RendezvousError as error:
+                self._say(f"the Brain does not know yet that this job is over ({error})")
+            finally:
+                last.close()
+        self._client.close()
+
+    # ---- the threads ---------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None]) -> None:
+        while not self._closing:
+            try:
+                work()
+            except AbortedError:
+                return
+            except (UnauthorizedError, RequestError) as error:
+                self._refused(error)
+            except RendezvousError as error:
+                if work == self._ask:  # one of the two says whether the Brain is there
+                    self._missed(error)
+            else:
+                continue
+            with self._news:
+                self._news.wait_for(lambda: self._closing, AGAIN_S)
+
+    def _ask(self) -> None:
+        """Renew the lease and ask for grants until an attempt fails."""
+        lease, key = Set(lease_key(self._job), lease=LEASE_S), grant_key(self._job)
+        seen, wait = 0, 0.0  # the first answer comes at once: it shows that the Brain is there
+        while not self._closing:
+            asked = lease, Watch({key: seen}, wait=wait), Get((key,))
+            answers = self._client.batch(*asked, deadline=wait + ANSWER_S)
+            wait = POLL_S
+            expect(answers[0], Written)
+            entry = expect(answers[2], Entries).entries.get(key)
+            self._heard()
+            if entry is not None:
+                seen = entry.revision
+                self._hand_over(entry.value)
+
+    def _tell(self) -> None:
+        """Send reports until an attempt fails."""
+        while not self._closing:
+            with self._news:
+                report, self._changed = self._report, False
+            self._client.post_json(EVENTS_PATH, msgspec.json.encode(report), ANSWER_S)
+            with self._news:
+                self._reached = True
+                self._news.wait_for(lambda: self._changed or self._closing, REPORT_S)
+
+    def _hand_over(self, value: bytes) -> None:
+        try:
+            grant = _decode_grant(value)
+        except UNREADABLE as error:
+            self._say(f"the Brain's grant cannot be read ({error}); the job keeps its slots")
+            return
+        with self._news:
+            if self._grant is None or grant.number > self._grant.number:
+                self._grant = grant
+                if self._take is not None:
+                    self._take(grant)
+                self._news.notify_all()
+
+    # ---- presence ------------------------------------------------------------------------
+
+    def _heard(self) -> None:
+        with self._news:
+            back, self._away, self._reached, self._refusal = self._away, False, True, None
+        if back:
+            self._say(f"the Brain at {self.url} is back")
+
+    def _missed(self, error: RendezvousError) -> None:
+        with self._news:
+            new, self._away = not (self._away or self._closing), True
+        if new:
+            self._say(
+                f"the Brain at {self.url} is away; the job keeps its slots, and does not grow "
+                f"until it is back ({error})"
+            )
+
+    def _refused(self, error: UnauthorizedError | RequestError) -> None:
+        hint = "see that the token file is this Brain's, and names this job"
+        if isinstance(error, UnauthorizedError) or error.status == 403:
+            found = UsageError(f"the Brain at {self.url} refused the token; {hint}")
+        elif error.code == "http_error":
+            found = UsageError(f"no Brain answers at {self.url}; does elasticbrain listen there?")
+        else:
+            found = UsageError(f"the Brain at {self.url} refused the job {self._job}: {error}")
+        with self._news:
+            new, self._refusal = self._refusal is None and self._reached, found
+            self._news.notify_all()
+        if new:
+            self._say(f"the job keeps its slots, and does not grow: {found}")

@@ -1,0 +1,135 @@
+"""A job's link to the Brain: grants come in order, and a Brain that is away stops nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind
+from elastic_driver.errors import UsageError
+from elastic_driver.runtime.brain_link import BrainLink
+from rendezvous.client import RendezvousClient
+from tests.support.brain import played_brain, token_of
+from tests.support.job import eventually
+
+FIRST = JobReport(began=5.0, least=1, kind=Kind(name="j", command=""))
+
+
+@contextlib.contextmanager
+def linked(
+    url: str, said: list[str] | None = None, token: str | None = None
+) -> Iterator[BrainLink]:
+    token = token_of("j") if token is None else token
+    say = [].append if said is None else said.append
+    link = BrainLink(RendezvousClient(url, token, 1.0), "j", say)
+    try:
+        yield link
+    finally:
+        link.end(None)
+
+
+def taken(link: BrainLink) -> queue.Queue[Grant]:
+    grants: queue.Queue[Grant] = queue.Queue()
+    link.attach(grants.put)
+    return grants
+
+
+def test_a_job_reports_itself_and_gets_its_grants_in_order() -> None:
+    with played_brain() as brain, linked(brain.url) as link:
+        grants = taken(link)
+        link.update(FIRST)
+        brain.until(lambda report: report == FIRST, "the first report")
+        assert brain.reports[0][0] == "j", "the token names the job"
+        brain.grant("j", 3, a=2)
+        assert grants.get(timeout=10) == Grant(number=3, hosts={"a": 2}, reason="a test says so")
+        brain.grant("j", 2, a=1)
+        brain.grant("j", 4, b=1)
+        assert grants.get(timeout=10).number == 4, "an older one is not handed over"
+
+
+def test_the_order_of_the_hosts_is_the_brains() -> None:
+    with played_brain() as brain, linked(brain.url) as link:
+        grants = taken(link)
+        link.update(FIRST)
+        brain.grant("j", 1, z=1, a=2, m=1)
+        assert list(grants.get(timeout=10).hosts) == ["z", "a", "m"]
+
+
+def test_a_report_that_says_anything_new_goes_out_at_once() -> None:
+    with played_brain() as brain, linked(brain.url) as link:
+        link.update(FIRST)
+        brain.until(lambda report: report == FIRST, "the first report")
+        news = JobReport(began=5.0, least=1, kind=FIRST.kind, holding={"a": 1})
+        began = time.monotonic()
+        link.update(news)
+        brain.until(lambda report: report == news, "the second report")
+        assert time.monotonic() - began < 0.9, "before the next second"
+
+
+def test_the_first_grant_with_hosts_ends_the_wait_and_reasons_are_told() -> None:
+    said: list[str] = []
+    with played_brain() as brain, linked(brain.url, said) as link:
+        link.update(FIRST)
+        brain.grant("j", 1, "two jobs were there before")
+        assert link.first_grant(1.0) is None
+        assert said == ["the job waits for slots of the Brain: two jobs were there before"]
+        brain.grant("j", 2, a=1)
+        grant = link.first_grant(10.0)
+        assert grant is not None
+        assert grant.number == 2
+
+
+def test_a_brain_that_goes_and_comes_back_is_told_of_once_each_and_grants_go_on() -> None:
+    said: list[str] = []
+    with contextlib.ExitStack() as stack:
+        brain = stack.enter_context(played_brain())
+        port = brain.server.port
+        link = stack.enter_context(linked(brain.url, said))
+        grants = taken(link)
+        link.update(FIRST)
+        brain.grant("j", 1, a=1)
+        assert grants.get(timeout=10).number == 1
+        brain.server.stop()
+        eventually(lambda: said, within=20, what="a line that it is away")
+        assert not link.answers
+        again = stack.enter_context(played_brain(port, first_revision=0))
+        again.grant("j", 1, a=1)
+        again.until(lambda report: report == FIRST, "reports again")
+        eventually(lambda: len(said) == 2, within=20, what="a line that it is back")
+        again.grant("j", 2, a=2)
+        assert grants.get(timeout=10).number == 2, "the first one is not handed over again"
+    assert "is away; the job keeps its slots, and does not grow" in said[0]
+    assert said[1].endswith("is back")
+
+
+def test_a_wrong_token_ends_the_wait_with_one_line() -> None:
+    with played_brain() as brain, linked(brain.url, token=token_of("other")) as link:
+        link.update(FIRST)
+        with pytest.raises(UsageError, match="refused the token"):
+            link.first_grant(10.0)
+
+
+def test_a_brain_that_is_not_there_gives_no_grant_and_holds_nobody_up() -> None:
+    with played_brain() as brain:
+        url = brain.url
+    with linked(url) as link:
+        began = time.monotonic()
+        link.update(FIRST)
+        assert time.monotonic() - began < 0.5
+        assert link.first_grant(0.5) is None
+        assert not link.answers
+
+
+def test_the_brain_is_told_that_a_job_is_over_after_the_last_report() -> None:
+    with played_brain() as brain, linked(brain.url) as link:
+        link.update(FIRST)
+        brain.until(lambda report: report == FIRST, "the first report")
+        link.end(JobOver(began=5.0, exit_code=3))
+        assert brain.over == [("j", JobOver(began=5.0, exit_code=3))]
+        before = len(brain.reports)
+        link.update(JobReport(began=6.0, least=1, kind=FIRST.kind))
+        assert len(brain.reports) == before
