@@ -18,6 +18,7 @@ HANG_TIMEOUT = "ELASTIC_HANG_TIMEOUT"  # seconds; 0: off, not set: adapts to the
 LEAVE_NOTICE = "ELASTIC_LEAVE_NOTICE"  # seconds from a signal to a worker's end; not set: at once
 VIRTUAL_WORKERS = "ELASTIC_VIRTUAL_WORKERS"  # --virtual-workers, by default --max-np
 BALANCE = "ELASTIC_BALANCE"  # "1" with --balance: shares of a step follow measured speed
+MEASURE_GRADIENTS = "ELASTIC_MEASURE_GRADIENTS"  # "1" where the number of workers is searched
 DRIVER_FILE = "ELASTIC_DRIVER_FILE"  # has RENDEZVOUS anew, once another driver has taken over
 DRIVER_TIMEOUT = "ELASTIC_DRIVER_TIMEOUT"  # seconds to wait for the next driver; not set: 0
 JOB_MARK = "ELASTIC_JOB_MARK"  # a path by which the processes of a job on a host are known

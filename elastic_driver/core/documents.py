@@ -159,6 +159,13 @@ class Links(Struct, frozen=True, array_like=True):
     uses: Annotated[tuple[LinkUse, ...], Meta(max_length=MAX_LINKS)]
 
 
+class GradientNorms(Struct, frozen=True, array_like=True):
+    """The squared norms of a rank's own gradient, and of the mean over all ranks."""
+
+    own: Annotated[float, Meta(ge=0.0)]
+    mean: Annotated[float, Meta(ge=0.0)]
+
+
 class Progress(Struct, frozen=True):
     """A worker's progress: `step` committed steps in all, seconds for one, in round `round`.
 
@@ -171,6 +178,7 @@ class Progress(Struct, frozen=True):
     `total`: what `report_progress` got last, and the number of all steps. `reported`: the step that
     it named last, in a round without commits. `micro_batches`: those of a step of a `FixedBatch`,
     and `batch` its samples. `parameters`: of the models of the state.
+    `gradients`: measured in the last steps, where `--auto-scale` needs them.
     """
 
     round: Count
@@ -189,6 +197,7 @@ class Progress(Struct, frozen=True):
     micro_batches: Count | None = None
     batch: Count | None = None
     parameters: Count | None = None
+    gradients: GradientNorms | None = None
 
 
 class Allocation(Struct, frozen=True):

@@ -14,6 +14,7 @@ from elastic_driver.core.measured import Measured
 from elastic_driver.core.rules.rounds import COMPLETE
 from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.policies.scaling.messages import SpeedSeen
+from elastic_driver.policies.scaling.noise import noise_scale
 from elastic_driver.policies.stragglers import Stragglers
 
 
@@ -96,4 +97,16 @@ def speed_seen(job: Job, watch: Stragglers) -> SpeedSeen | None:
         held=job.capacity.target is not None,
         rest=None if progress.total is None else max(0, progress.total - steps),
         micro_batches=progress.micro_batches,
+        noise=_noise(watch),
     )
+
+
+def _noise(watch: Stragglers) -> float | None:
+    """Return the noise scale of the gradients; None before all workers have measured theirs."""
+    world, norms = watch.world, []
+    for member in world.members:
+        progress = watch.progress.get(member.worker)
+        if progress is None or progress.round != world.round or progress.gradients is None:
+            return None
+        norms.append(progress.gradients)
+    return noise_scale(norms)

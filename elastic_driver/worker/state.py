@@ -44,6 +44,7 @@ from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.values import copied
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
+from elastic_driver.worker.world.gradient_norms import gradient_norms
 from elastic_driver.worker.world.wrapping import mark_in_sync
 
 __all__ = ["Advancing", "ObjectState", "State", "TorchState"]
@@ -185,6 +186,7 @@ class State:
         progress.trained += after.samples - before.samples
         progress.micro_batches, progress.batch = division_of(self._sources)
         progress.parameters = self._parameters
+        progress.gradients = gradient_norms()
         waited = after.waited - before.waited
         if cost is None:
             progress.times = StepTimes(waited or None, commit=committing)

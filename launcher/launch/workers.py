@@ -80,6 +80,8 @@ def job_spec(
         env[contract.VIRTUAL_WORKERS] = str(virtual)
     if options.balance:
         env[contract.BALANCE] = "1"
+    if settings.auto_scale:
+        env[contract.MEASURE_GRADIENTS] = "1"
     env = {**worker_variables(options, environ if shares else {}), **env}
     passed_on = {} if shares else forwarded(environ)
     spec = line.fill(

@@ -6,20 +6,24 @@ After the search the machine watches for a change of the step time, and for host
 While a size that a user asked for holds, it proposes nothing. Pure. Times are seconds.
 """
 
+from dataclasses import replace
 from math import inf
 from typing import TypeAlias
 
-from elastic_driver.core.decisions import Announce
+from elastic_driver.core.decisions import Announce, Detail
 from elastic_driver.core.events import SizeProposed, Tick
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.policies.messages import SendEvent
-from elastic_driver.policies.scaling.gauge import Gauge
+from elastic_driver.policies.scaling.gauge import DRIFT, Gauge
 from elastic_driver.policies.scaling.messages import SpeedSeen
+from elastic_driver.policies.scaling.noise import efficiency
 from elastic_driver.policies.scaling.search import CLOSE, Proposal, Search
 from elastic_driver.policies.scaling.speed_model import Layout
 
 REPAYS = 10  # a move has to save this many times what it costs
 HORIZON_S = 600.0  # how long a job goes on at least, if it does not say how many steps it has
+NOISE_LOOKS = 50  # over about so many looks the scale of the gradients' noise is a mean
+NOISE_STEP = 0.02  # a smaller change of what a sample teaches does not count
 GIVE_UP_S = 120.0  # a size that the job does not reach for this long is not tried again
 
 
@@ -40,6 +44,9 @@ class AutoScaler(Restorable):
         self._costs: list[float] = []  # seconds that each move has cost
         self._unreachable: set[int] = set()
         self._times: dict[tuple[int, int], float] = {}  # step times, by size and hosts
+        self._noise_seen: float | None = None  # the scale of the gradients' noise, a mean
+        self._noise_looks = 0
+        self._noise: float | None = None  # the same, as the search weighs it
 
     # ---- a machine's methods -------------------------------------------------------------
 
@@ -51,9 +58,12 @@ class AutoScaler(Restorable):
         if event.held:
             self.search, self.found, self._asked_at = None, 0.0, None
             return []
+        heard = event.noise is not None and self._hear_noise(event.noise, sum(event.slots))
         layout = self._layout(event)
         if not layout.hosts:
             return []
+        if heard and self.search is not None and not self.found:
+            self.search.weigh_anew(replace(self.search.layout, noise=self._noise))
         if self.search is None or self.search.layout != layout:
             known = {
                 n: layout.work(n) / t
@@ -91,7 +101,23 @@ class AutoScaler(Restorable):
                 fits = number % event.unit == 0 and event.least <= size <= most
                 if fits and size not in self._unreachable:
                     hosts[size] = number
-        return Layout(hosts, event.micro_batches)
+        return Layout(hosts, event.micro_batches, self._noise)
+
+    def _hear_noise(self, noise: float, most: int) -> bool:
+        """Take in the scale of the gradients' noise; return whether it counts anew from now on.
+
+        It grows while a job trains. It counts anew when it changes what a sample teaches with the
+        most workers; a search that is over begins again then.
+        """
+        self._noise_looks = min(self._noise_looks + 1, NOISE_LOOKS)
+        before = noise if self._noise_seen is None else self._noise_seen
+        self._noise_seen = before * (noise / before) ** (1 / self._noise_looks)
+        if self._noise is not None:
+            change = efficiency(self._noise_seen, most) / efficiency(self._noise, most)
+            if abs(change - 1) <= (DRIFT if self.found else NOISE_STEP):
+                return False
+        self._noise = self._noise_seen
+        return True
 
     # ---- on the way to a size ------------------------------------------------------------
 
@@ -150,7 +176,10 @@ class AutoScaler(Restorable):
                 why = f"{event.size} workers stay: a move would not repay itself"
                 proposal = Proposal(event.size, why, last=True)
             self.found = search.layout.work(proposal.size) / search.rates[proposal.size]
-            said = [Announce("size_found", proposal.reason, detail={"size": proposal.size})]
+            detail: dict[str, Detail] = {"size": proposal.size}
+            if search.layout.noise is not None:
+                detail["noise"] = search.layout.noise
+            said = [Announce("size_found", proposal.reason, detail=detail)]
         else:
             said = []
         if proposal.size == event.size:

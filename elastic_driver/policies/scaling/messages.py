@@ -14,7 +14,8 @@ class SpeedSeen(Struct, frozen=True, kw_only=True, tag="speed_seen"):
     each usable host, in the order in which hosts are used. `unit`: a world has a multiple of so
     many hosts. `most`: the most workers; None: no limit. `held`: a user has asked for a size.
     `rest`: the steps until the end, if the script says so. `micro_batches`: into which it divides
-    a step, if it does.
+    a step, if it does. `noise`: the scale of the gradients' noise, see `policies.scaling.noise`;
+    None: not known.
     """
 
     machine: ClassVar[MachineName] = "scaling"
@@ -32,3 +33,4 @@ class SpeedSeen(Struct, frozen=True, kw_only=True, tag="speed_seen"):
     held: bool = False
     rest: int | None = None
     micro_batches: int | None = None
+    noise: float | None = None

@@ -40,6 +40,12 @@ class Search:
     order: list[int] = field(default_factory=list)  # the sizes as they were measured
     errors: dict[int, float] = field(default_factory=dict)  # of the rates, as shares of them
 
+    def weigh_anew(self, layout: Layout) -> None:
+        """Go on with a layout in which a step of a size gets another amount of work done."""
+        for size in self.rates:
+            self.rates[size] *= layout.work(size) / self.layout.work(size)
+        self.layout = layout
+
     def measured(self, size: int, step_time: float, error: float = 0.0) -> None:
         """Take in the seconds of a step at a size, and how exactly they are known."""
         self.rates[size] = self.layout.work(size) / step_time

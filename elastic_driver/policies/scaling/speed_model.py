@@ -20,6 +20,8 @@ from math import exp, log
 
 from scipy.optimize import least_squares  # type: ignore[import-untyped]
 
+from elastic_driver.policies.scaling.noise import efficiency
+
 LEAST, MOST = 1e-7, 1e5  # seconds; bounds of each time in the model
 MOST_OVERLAP = 10.0  # the largest γ: the exchange is hidden almost completely
 DOUBT = 0.02  # weight of "costs nothing" against a measurement
@@ -30,11 +32,13 @@ class Layout:
     """The sizes a job may have, and how they would lie on its hosts.
 
     `hosts` has the number of hosts that each allowed size needs. `micro_batches` is V, or None
-    where every worker brings a batch of its own.
+    where every worker brings a batch of its own. There `noise` is the scale of the gradients' noise
+    (`policies.scaling.noise`); None: it is not known, and all samples teach as much.
     """
 
     hosts: Mapping[int, int]
     micro_batches: int | None = None
+    noise: float | None = None
 
     def passes(self, size: int) -> int:
         """Return how many micro-batches the busiest worker computes in a step."""
@@ -42,7 +46,9 @@ class Layout:
 
     def work(self, size: int) -> float:
         """Return how much a step of this size gets done, in batches."""
-        return 1.0 if self.micro_batches is not None else float(size)
+        if self.micro_batches is not None:
+            return 1.0
+        return size * (1.0 if self.noise is None else efficiency(self.noise, size))
 
     def candidates(self) -> list[int]:
         """Return the sizes that are worth a try, smallest first.

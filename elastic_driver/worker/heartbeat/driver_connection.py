@@ -382,6 +382,7 @@ class DriverConnection:
             micro_batches=progress.micro_batches,
             batch=progress.batch,
             parameters=progress.parameters,
+            gradients=progress.gradients,
         )
         return (Set(contract.worker_progress(self.born.worker), documents.encode(found)),)
 

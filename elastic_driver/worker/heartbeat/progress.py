@@ -17,7 +17,14 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from elastic_driver.core.documents import MAX_SAMPLES, Allocation, Division, Links, Sample
+from elastic_driver.core.documents import (
+    MAX_SAMPLES,
+    Allocation,
+    Division,
+    GradientNorms,
+    Links,
+    Sample,
+)
 from elastic_driver.core.measured import StepTimes
 from elastic_driver.worker.cpu_time import CpuSlowdown
 
@@ -136,6 +143,7 @@ class TrainingProgress:
     micro_batches: int | None = None  # of a step of a `FixedBatch`
     batch: int | None = None  # its samples
     parameters: int | None = None  # of the models of the state
+    gradients: GradientNorms | None = None  # measured in this round
     on_first_step: Callable[[], None] = lambda: None  # called at the first step of a round
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
     division: Division | None = None  # set by a FixedBatch with `balance`
@@ -184,6 +192,7 @@ class TrainingProgress:
         self.committed_at = self.active_at = self.synced_at = time.monotonic()
         self.leave_after, self.steps, self.reported_steps = NEVER, 0, 0
         self.reported_step, self.step_reported, self.times = None, False, None
+        self.gradients = None
         self.division, self.wants_allocations, self.samples = None, False, StepSamples()
         self.round = self.steps_of = round_id
 

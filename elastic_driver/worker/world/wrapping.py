@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_driver.worker import current
 from elastic_driver.worker.world.collective_waits import CollectiveWaits, current_waits
+from elastic_driver.worker.world.gradient_norms import new_meter
 
 Hook = Callable[[Any, Any], Future[torch.Tensor]]  # of a state and a bucket of gradients
 _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -82,12 +83,14 @@ class _GradientMean:
 
     def __init__(self, waits: CollectiveWaits, group: Any) -> None:
         self._waits, self._group, self._size = waits, group, dist.get_world_size(group)
+        self._meter = new_meter(self._size)
         self.of_script: Callable[[Any], Future[torch.Tensor]] | None = None
 
     def communicate(self, _state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         if self.of_script is not None:
             return self._waits.guarded(self.of_script(bucket), lambda tensor: tensor)
         gradients = bucket.buffer()
+        measured = None if self._meter is None else self._meter.begin(bucket)
         # In this way torch's reducer divides where there is no hook.
         if gradients.is_sparse:
             gradients.div_(self._size)
@@ -95,7 +98,13 @@ class _GradientMean:
             gradients.mul_(1.0 / self._size)
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None  # noqa: S101 - it is asynchronous
-        return self._waits.guarded(work.get_future(), lambda _: gradients)
+
+        def mean(_: object) -> torch.Tensor:
+            if self._meter is not None and measured is not None:
+                self._meter.end(measured, gradients)
+            return gradients
+
+        return self._waits.guarded(work.get_future(), mean)
 
 
 @contextlib.contextmanager

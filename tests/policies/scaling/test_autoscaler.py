@@ -31,6 +31,7 @@ class SimulatedJob:
     most: int | None = None
     held: bool = False
     rest: int | None = None
+    gradient_noise: float | None = None  # its scale; None: not known
     available: int = 99  # workers that can be had
     now: float = 100.0
     steps: int = 0
@@ -77,6 +78,7 @@ class SimulatedJob:
             held=self.held,
             rest=self.rest,
             micro_batches=self.curve.micro_batches,
+            noise=None if self.size == 1 else self.gradient_noise,
         )
         for decision in self.machine.handle(seen, self.now):
             if isinstance(decision, Announce):
@@ -232,6 +234,55 @@ def test_hosts_that_come_reopen_the_search_and_measured_sizes_are_not_tried_agai
     before = len(job.proposals)
     job.run(60)
     assert len(job.proposals) == before
+
+
+def goodput(job: SimulatedJob, size: int) -> float:
+    """What a job learns per second, whose batch grows with its workers."""
+    noise = job.gradient_noise
+    assert noise is not None
+    return job.curve.speed(size) * (noise + 1) / (noise + size)
+
+
+@pytest.mark.parametrize("noise", [0.3, 2.0, 10.0, 1e6])
+@pytest.mark.parametrize("name", ["linear", "saturating", "peak at 5", "dip at the second host"])
+def test_a_larger_batch_counts_for_less_where_gradients_have_little_noise(
+    name: str, noise: float
+) -> None:
+    job = SimulatedJob(CURVES[name], gradient_noise=noise)
+    job.until_found()
+    best = max(goodput(job, size) for size in range(1, 9))
+    assert goodput(job, job.wanted) >= 0.95 * best
+    assert len(job.proposals) <= 6
+    before = len(job.proposals)
+    job.run(600)
+    assert len(job.proposals) <= before + 1
+
+
+def test_the_search_begins_again_when_the_noise_of_the_gradients_has_grown() -> None:
+    job = SimulatedJob(CURVES["linear"], gradient_noise=0.2)
+    job.until_found()
+    assert job.wanted <= 4
+    job.gradient_noise = 1000.0
+    job.run(120)
+    assert job.wanted == 8
+
+
+def test_a_noise_that_is_hardly_known_moves_no_job_back_and_forth() -> None:
+    job = SimulatedJob(CURVES["saturating"], gradient_noise=3.0)
+    job.until_found()
+    before = len(job.proposals)
+    for _ in range(600):
+        job.gradient_noise = 3.0 * job.chance.lognormvariate(0.0, 0.7)
+        job.run(LOOK_S)
+    assert len(job.proposals) <= before + 1
+
+
+def test_a_fixed_batch_is_not_weighed() -> None:
+    weighed = SimulatedJob(CURVES["8 micro-batches"], gradient_noise=0.1)
+    weighed.until_found()
+    plain = SimulatedJob(CURVES["8 micro-batches"])
+    plain.until_found()
+    assert weighed.wanted == plain.wanted
 
 
 def test_it_comes_back_from_a_snapshot() -> None:
