@@ -193,6 +193,16 @@ class WorkerExited(WorkerReport, frozen=True, tag="worker_exited", forbid_unknow
     victim: bool = False
 
 
+class WorkerEnding(WorkerReport, frozen=True, tag="worker_ending", forbid_unknown_fields=True):
+    """A worker's script is over, and it has left its world for good; `WorkerExited` follows.
+
+    An interpreter that has imported torch takes a second to end, or longer. `round`: the one that
+    the worker was in; 0: none.
+    """
+
+    round: Count
+
+
 class WorkerSaved(WorkerEvent, frozen=True, tag="worker_saved", forbid_unknown_fields=True):
     """The result of a `SaveRequest`, from its first member; any member may report a problem.
 
@@ -221,8 +231,8 @@ class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unkno
 ManyReports: TypeAlias = AgentReady | AgentReturned | WorkerStarted | WorkerReady | WorkerStepped
 # Events that `POST /v1/events` takes.
 WireEvent: TypeAlias = (
-    ManyReports | WorkerStalled | WorkerResumed | WorkerStack | WorkerExited | WorkerSaved
-    | HostLeaving | WorkerLeaving
+    ManyReports | WorkerStalled | WorkerResumed | WorkerStack | WorkerEnding | WorkerExited
+    | WorkerSaved | HostLeaving | WorkerLeaving
 )  # fmt: skip
 
 # ---- requests of users: the bodies of the driver's routes ---------------------------------
@@ -505,7 +515,13 @@ class Tick(Event, frozen=True, tag="tick"):
 
 
 ProcessEvent: TypeAlias = (
-    WorkerStarted | WorkerReady | WorkerStepped | WorkerStalled | WorkerResumed | WorkerExited
+    WorkerStarted
+    | WorkerReady
+    | WorkerStepped
+    | WorkerStalled
+    | WorkerResumed
+    | WorkerEnding
+    | WorkerExited
 )  # every WorkerReport
 AnyAgentEvent: TypeAlias = (
     AgentReady | AgentReturned | AgentLost | AgentSuspected | AgentHeard | AgentProbed | HostLeaving

@@ -121,6 +121,8 @@ class Job(JobParts):
             case ev.WorkerStepped():
                 self.adoption.on_round(event.round, trains=True)
                 self.reports.on_stepped(worker, event, now)
+            case ev.WorkerEnding():
+                self.reports.on_ending(worker, event, now)
             case ev.WorkerExited():
                 self.reports.on_exited(worker, event, now)
             case ev.WorkerStalled():

@@ -35,7 +35,7 @@ Class = Literal["training", "redone", "forming", "syncing", "starting", "waiting
 CLASSES: tuple[Class, ...] = get_args(Class)
 _State = Literal["starting", "ready", "syncing", "training", "lost"]  # of a slot with a worker
 _STATES: tuple[_State, ...] = get_args(_State)
-_ENDS = ("worker_exited", "worker_lost", "worker_hung")
+_ENDS = ("worker_left", "worker_exited", "worker_lost", "worker_hung")
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from elastic_driver.policies.log_lines import LogLine
 
 MOST_EVENTS = 100  # of a span; a round of many workers counts the others
 Attributes = dict[str, str | int | float]
-_LOSSES = ("worker_exited", "worker_lost", "worker_hung")
+_LOSSES = ("worker_left", "worker_exited", "worker_lost", "worker_hung")
 _READY = ("worker_ready", "spare_promoted")
 
 
@@ -80,6 +80,7 @@ class RoundSpans:
         self._change = _Change()  # of the next round
         self._waiting = _Change()  # of a complete round, until its first step
         self._elastic = False
+        self._left: set[str] = set()  # workers of whose end the round is known
 
     def feed(self, line: LogLine) -> list[Span]:
         """Take in a line; return the spans that are over now."""
@@ -92,7 +93,11 @@ class RoundSpans:
                 self._elastic = self._elastic or name == "worker_ready"
                 self._change.ready += 1
                 self._change.add(line)
+            case "worker_exited" if line.worker in self._left:
+                self._left.discard(line.worker)
             case name if name in _LOSSES and (name != "worker_exited" or _is_failure(line)):
+                if name == "worker_left" and line.worker is not None:
+                    self._left.add(line.worker)
                 self._change.losses += 1
                 self._change.add(line)
             case "round_completed":

@@ -43,6 +43,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "spare_ready": (Level.VERBOSE, "spare {worker} is ready"),
     "spare_promoted": (Level.NORMAL, "spare {worker} takes over"),
     "spares_unused": (Level.NORMAL, "no spares are kept"),
+    "worker_left": (Level.VERBOSE, "the script of worker {worker} is over"),
     "worker_exited": (Level.VERBOSE, "worker {worker} exited"),
     "worker_lost": (Level.NORMAL, "worker {worker} lost"),
     "worker_hung": (Level.NORMAL, "worker {worker} hangs"),

@@ -10,7 +10,7 @@ from rendezvous.request_times import Histogram
 
 STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 CHANGE_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-_LOSSES = ("worker_exited", "worker_lost", "worker_hung")
+_LOSSES = ("worker_left", "worker_exited", "worker_lost", "worker_hung")
 
 
 class JobTimes:

@@ -28,6 +28,7 @@ _EVENTS: dict[type, str] = {
     ev.WorkerStepped: "{e.worker} has finished step {e.step}, its first in round {e.round}",
     ev.WorkerStalled: "{e.worker} has made no progress for {e.seconds:.1f} s",
     ev.WorkerResumed: "{e.worker} makes progress again",
+    ev.WorkerEnding: "the script of {e.worker} is over; its process is about to end",
     ev.WorkerStack: "{e.worker} was asked for its stack: {e.where}",
     ev.WorkerSaved: "{e.worker} has written the state to disk: {e.folder}{e.problem}",
     ev.WorkerExited: "{e.worker} has ended with status {e.exit_code}",

@@ -77,6 +77,24 @@ def test_a_job_with_kills_ends_with_every_step_done_once_and_equal_weights() -> 
         job.assert_nothing_left()
 
 
+def test_survivors_do_not_wait_until_the_process_of_a_worker_that_raised_has_ended(
+    tmp_path: Path,
+) -> None:
+    may_end = tmp_path / "may-end"
+    env = {"STEPS": "100000", "FAIL_STEP": "20", "FAIL_RANK": "2", "END_AFTER": str(may_end)}
+    with elasticrun("-np", "3", "--min-np", "1", "--", TRAIN, env=env) as job:
+        first = job.until_size(3)
+        survivors = job.until_size(2, steps=5)
+        (failed,) = set(first) - set(survivors)
+        assert is_running(failed)
+        assert not job.events("worker_exited")
+        may_end.touch()
+        (ended,) = job.until(lambda: job.events("worker_exited"), "the process that failed ends")
+        assert (ended["exit_code"], ended["expected"]) == (1, False)
+        assert set(survivors) < set(job.until_size(3))
+        assert "ValueError: boom at step 20" in job.stderr
+
+
 def test_rank_0_can_be_killed_like_any_other() -> None:
     with elasticrun("-np", "3", "--", TRAIN, env={"STEPS": "100000"}) as job:
         first = job.until_size(3)

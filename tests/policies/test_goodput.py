@@ -90,6 +90,17 @@ def test_a_survivor_that_is_ready_before_the_end_of_the_dead_is_known_counts_the
     assert (seconds["training"], seconds["lost"]) == pytest.approx((2 * 11.0, 1.0 + 2.0))
 
 
+def test_a_worker_whose_process_ends_after_the_others_have_gone_on_is_one_failure() -> None:
+    log = Log(a=3)
+    log.start("a.0.1", "a.1.1", "a.2.1")
+    log.all(10.0, "worker_ready", "a.0.1", "a.1.1", undone=0.0)
+    log.say(10.0, "worker_left", "a.2.1")
+    log.say(10.0, "round_completed", size=2)
+    log.say(11.0, "worker_exited", "a.2.1", exit_code=1)
+    assert log.ledger.failures == 1
+    assert log.ledger.workers == 2
+
+
 def test_steps_that_were_trained_before_are_redone() -> None:
     log = Log(a=1)
     log.start("a.0.1")

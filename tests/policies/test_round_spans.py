@@ -44,6 +44,18 @@ def test_a_round_begins_with_its_opening_and_ends_with_its_first_step() -> None:
     assert span.events[1].attributes == {"elastic.worker": "a.0.1"}
 
 
+def test_a_loss_counts_once_where_the_others_go_on_before_the_process_has_ended() -> None:
+    log = Log()
+    log.forms(1.0, 1, "a.0.1", "a.1.1")
+    log.say(9.0, "worker_left", "a.1.1", reason="its script is over")
+    log.forms(9.1, 2, "a.0.1")
+    log.say(11.0, "worker_exited", "a.1.1", exit_code=1, reason="exit code 1, by itself")
+    log.forms(12.0, 3, "a.0.1", "a.1.2")
+    log.say(15.0, "job_succeeded", exit_code=0)
+    losses = [s.attributes["elastic.losses"] for s in log.over if s.name == "round"]
+    assert losses == [0, 1, 0]
+
+
 def test_a_recovery_begins_with_the_loss() -> None:
     log = Log()
     log.forms(1.0, 1, "a.0.1", "a.1.1")

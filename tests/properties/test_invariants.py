@@ -75,6 +75,7 @@ def seldom(random: Random) -> list[ev.Event]:
     return [
         ev.WorkerStalled(worker, number, soon, random.choice(["collective", "elsewhere"]), WHY),
         ev.WorkerResumed(worker, number),
+        ev.WorkerEnding(worker, random.choice([0, number])),
         ev.WorkerStack(worker, number, WHY, WHY, random.random() < 0.5),
         ev.LeaseExpired("half", worker, 30.0),
         ev.WorkerSaved(worker, number, random.choice(["", "step-1"]), random.choice(["", WHY])),

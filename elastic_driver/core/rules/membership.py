@@ -4,6 +4,7 @@ A loss is handled at once, growth and removal at a step boundary; booting worker
 while enough others are ready. Times are monotonic seconds.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from elastic_driver.core.rules import units
@@ -14,7 +15,7 @@ from elastic_driver.core.rules.preemption import FinalSaves, Preemption
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.spares import Spares
-from elastic_driver.core.rules.workers import READY, RUNNING, STARTING, STOPPING, Worker
+from elastic_driver.core.rules.workers import ENDING, READY, RUNNING, STARTING, STOPPING, Worker
 
 
 @dataclass(slots=True)
@@ -41,6 +42,8 @@ class Membership(Rule):
             self._watch_changes(now)
         if self.rounds.current.state is CLOSING:
             self._watch_leaving(now)
+        if self.workers.count(ENDING):
+            self._watch_ending(now)
         if self.outcome.end is None and not self.outcome.finishing:
             self._fill_slots(now)
         if self.outcome.end is None and self.rounds.current.state is FORMING:
@@ -53,6 +56,8 @@ class Membership(Rule):
         current, settings = self.rounds.current, self.settings
         staying = [w for w in self.workers.having(RUNNING, READY) if not w.leaving]
         newcomers = [w for w in units.fit(staying, settings) if w.state is READY]
+        if not self.workers.count(RUNNING):
+            return  # the scripts of all members are over; their exit statuses say what follows
         leavers = [w for w in self.workers.having(RUNNING) if w.leaving]
         if not newcomers and not leavers:
             current.stop_waiting("change")
@@ -90,14 +95,14 @@ class Membership(Rule):
 
     def _watch_leaving(self, now: float) -> None:
         current, timeout = self.rounds.current, self.settings.elastic_timeout
-        still_in = self.workers.count(RUNNING)
+        still_in = list(self._not_left())
         if not still_in:
             if self.outcome.first_success is None or self.workers.count(READY):
                 self.rounds.open_next(now, f"all members have left round {current.number}")
             return
         if current.at_boundary:
             self._hurry_stragglers(now)
-        waiting = f"{still_in} workers have not left round {current.number} yet"
+        waiting = f"{len(still_in)} workers have not left round {current.number} yet"
         if not self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
             return
         if current.at_boundary:
@@ -107,9 +112,29 @@ class Membership(Rule):
             overdue = f"no step boundary for {timeout:g} s; does the script call commit()?"
             self.effects.announce("boundary_overdue", overdue)
             return
-        for worker in self.workers.having(RUNNING):
+        for worker in still_in:
             late = f"did not leave the round within {timeout:g} s"
             self.reports.give_up_worker(worker, late, now)
+
+    def _not_left(self) -> Iterator[Worker]:
+        """Yield the members that have not left the round.
+
+        Survivors do not wait until the processes of those end whose scripts are over. Without a
+        survivor, their exit statuses decide how the job goes on.
+        """
+        yield from self.workers.having(RUNNING)
+        if all(worker.admitted is None for worker in self.workers.having(READY)):
+            yield from self.workers.having(ENDING)
+
+    def _watch_ending(self, now: float) -> None:
+        """Give up workers whose processes do not end, though the others have gone on."""
+        current, timeout = self.rounds.current, self.settings.elastic_timeout
+        for worker in self.workers.having(ENDING):
+            if worker.left_behind:
+                waiting = f"the process of {worker.id} has not ended yet"
+                if self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
+                    late = f"its process did not end within {timeout:g} s after its script"
+                    self.reports.give_up_worker(worker, late, now)
 
     def _hurry_stragglers(self, now: float) -> None:
         """Tell members to leave at once that do not follow the first one at the boundary.
@@ -173,6 +198,9 @@ class Membership(Rule):
         else:
             lost = next((loss for loss in self.outcome.losses if loss.member), None)
             without = f"without {lost.failure.worker}, which {lost.reason}" if lost else ""
+            ending = next(self.workers.having(ENDING), None)
+            if ending is not None:
+                without = without or f"without {ending.id}, whose script is over"
             self._complete(ready, now, without or "membership changed")
 
     def _founders_boot(self, now: float) -> bool:
@@ -212,6 +240,7 @@ class Membership(Rule):
         if booting and not self.effects.due_or_set_alarm(at, now, waiting):
             return
         if ready:
+            self._leave_behind()
             self.rounds.complete(ready, now, "the workers that are left finish together")
             return
         for worker in self.workers.having(STARTING):
@@ -249,9 +278,17 @@ class Membership(Rule):
         holders = self._state_holders(ready)
         shares = units.shares(ready, self.settings, holders)[: self.capacity.wanted]
         members = units.fit(shares, self.settings)
+        self._leave_behind()
         self.rounds.complete(members, now, reason)
         self.reports.settle_losses()
         self._release_leavers(members)
+
+    def _leave_behind(self) -> None:
+        """Record that the others go on without the workers whose processes are about to end."""
+        for worker in self.workers.having(ENDING):
+            if self.workers.leave_behind(worker):
+                why = "the others go on before its process has ended"
+                self.effects.announce("worker_left", why, worker)
 
     # ---- workers that have to leave ------------------------------------------------------
 

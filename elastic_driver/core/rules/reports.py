@@ -12,7 +12,15 @@ from elastic_driver.core.decisions import KillAgent
 from elastic_driver.core.documents import Failure
 from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, ScriptKind, failed_by_itself
 from elastic_driver.core.rules.rounds import COMPLETE, FORMING, Rule
-from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STARTING, Worker, WorkerNews
+from elastic_driver.core.rules.workers import (
+    ACTIVE,
+    ENDING,
+    READY,
+    RUNNING,
+    STARTING,
+    Worker,
+    WorkerNews,
+)
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.core.tf_config import TfLayout
 
@@ -80,6 +88,13 @@ class Reports(Rule):
         seconds, many = round(event.seconds, 6) or None, len(receivers)
         detail = {"step": step, "receivers": many, "first_step": event.step, "seconds": seconds}
         self.effects.announce("state_synced", reason, worker, **detail)
+
+    def on_ending(self, worker: Worker, event: ev.WorkerEnding, now: float) -> None:
+        """Record that a worker takes part no more; its exit status says later what that means."""
+        if event.round and event.round != self.rounds.current.number:
+            raise ev.StaleEvent(f"{worker.id} has ended in round {event.round}, which is over")
+        self.workers.ending(worker)
+        self.capacity.note_change()
 
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         """Record the end of a worker's process: a success, a failure, or a stop that was ordered.
@@ -150,7 +165,7 @@ class Reports(Rule):
 
         `silent`: its host answers no more, so its peers see no end of their connections.
         """
-        rank, member = worker.place.rank, worker.is_member
+        rank, member = worker.place.rank, worker.is_member and not worker.left_behind
         failure = Failure(worker.id, rank, worker.host, worker.pid, exit_code, log_tail)
         reason = _describe(failure, cause)
         current, given = self.rounds.current, self.settings.host_failures
@@ -195,7 +210,8 @@ class Reports(Rule):
         """Return whether a worker of the present world lives; a newcomer does not carry it on."""
         if self.rounds.current.state is FORMING or not self.outcome.elastic:
             return self.workers.count(*ACTIVE) > 0
-        return any(worker.admitted is not None for worker in self.workers.having(READY, RUNNING))
+        there = self.workers.having(READY, RUNNING, ENDING)
+        return any(worker.admitted is not None for worker in there)
 
     def _judge_wipe_out(self) -> None:
         outcome, progress = self.outcome, self.outcome.has_progress

@@ -22,6 +22,7 @@ class WorkerState(str, Enum):
     STARTING = "starting"  # ordered; the process may be up, it has not reported yet
     READY = "ready"  # in no process group, waits for the next round
     RUNNING = "running"  # a member of the current round that has not left it
+    ENDING = "ending"  # its script is over and it is in no world; its process has not ended yet
     STOPPING = "stopping"  # told to stop; its exit, whatever the code, is expected
     LOST = "lost"  # given up; its process may still be there
     SUCCESS = "success"  # exited 0 by itself
@@ -37,6 +38,7 @@ class WorkerNews(str, Enum):
     READY = "ready"
     ADMITTED = "admitted"  # the core made it a member of a round
     PROMOTED = "promoted"  # the core gave a slot to a spare
+    ENDING = "ending"  # it has left its world for good
     TOLD_TO_STOP = "told to stop"
     RECALLED = "recalled"  # by a resumed driver, which may need its state
     LOST = "lost"
@@ -44,7 +46,9 @@ class WorkerNews(str, Enum):
     EXITED_NONZERO = "exited non-zero"
 
 
-STARTING, READY, RUNNING, STOPPING, LOST, SUCCESS, FAILURE, STOPPED, WARMING, SPARE = WorkerState
+(
+    STARTING, READY, RUNNING, ENDING, STOPPING, LOST, SUCCESS, FAILURE, STOPPED, WARMING, SPARE
+) = WorkerState  # fmt: skip
 _N = WorkerNews
 _ENDS = {_N.TOLD_TO_STOP: STOPPING, _N.LOST: LOST}
 _ENDS |= {_N.EXITED_ZERO: SUCCESS, _N.EXITED_NONZERO: FAILURE}
@@ -52,8 +56,9 @@ _ENDS |= {_N.EXITED_ZERO: SUCCESS, _N.EXITED_NONZERO: FAILURE}
 TRANSITIONS: dict[WorkerState, dict[WorkerNews, WorkerState]] = {
     # A plain worker never says READY and is admitted as it starts.
     STARTING: {_N.READY: READY, _N.ADMITTED: RUNNING, **_ENDS},
-    READY: {_N.ADMITTED: RUNNING, **_ENDS},
-    RUNNING: {_N.READY: READY, **_ENDS},
+    READY: {_N.ADMITTED: RUNNING, _N.ENDING: ENDING, **_ENDS},
+    RUNNING: {_N.READY: READY, _N.ENDING: ENDING, **_ENDS},
+    ENDING: {**_ENDS},
     STOPPING: {_N.RECALLED: READY, _N.EXITED_ZERO: STOPPED, _N.EXITED_NONZERO: STOPPED},
     # It was given up and replaced: too late to succeed.
     LOST: {_N.EXITED_ZERO: FAILURE, _N.EXITED_NONZERO: FAILURE},
@@ -65,7 +70,7 @@ TRANSITIONS: dict[WorkerState, dict[WorkerNews, WorkerState]] = {
     SPARE: {_N.PROMOTED: READY, **_ENDS, _N.EXITED_ZERO: FAILURE},
 }
 
-ACTIVE = (STARTING, READY, RUNNING)  # takes part, or is going to
+ACTIVE = (STARTING, READY, RUNNING, ENDING)  # takes part, is going to, or is about to end
 SPARES = (WARMING, SPARE)
 OCCUPYING = (*ACTIVE, *SPARES, STOPPING, LOST)  # its process may exist
 
@@ -88,6 +93,7 @@ class Worker:
     version: int = -1  # committed steps it reported with its last READY
     clean: bool = True
     left: int = 0  # the round it reported to have left with its last READY
+    left_behind: bool = False  # it is ending, and a round was formed without it
     stepped_in: int = 0  # the last round in which it has finished a step; 0: in none
     leaving: str = ""  # the reason why it has to leave at the next chance; empty: it stays
     spare: bool = False  # it is in no slot, and was in none when it was told to stop
@@ -241,6 +247,16 @@ class WorkerStateRegistry:
         if event.round:
             self._note_member(worker)  # perhaps of a round that is not in the books
         worker.bound = event.bound
+
+    def ending(self, worker: Worker) -> None:
+        """Record that the worker's script is over; raise `ev.StaleEvent` if it cannot be."""
+        if not self.apply(worker, WorkerNews.ENDING):
+            raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, its script cannot end")
+
+    def leave_behind(self, worker: Worker) -> bool:
+        """Record that a round is formed without a worker that is ending; False if that is known."""
+        known, worker.left_behind = worker.left_behind, True
+        return not known
 
     def stepped(self, worker: Worker, round_id: int) -> None:
         """Record that the worker has finished a step in a round; `ev.StaleEvent` if not new."""

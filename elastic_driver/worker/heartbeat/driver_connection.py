@@ -185,13 +185,20 @@ class DriverConnection:
         self._send(self.client, wait=0.0, patience=patience)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the heartbeat, delete the leases and close the connections, within seconds."""
+    def stop(self, *, over_in: int | None = None) -> None:
+        """End the heartbeat, delete the leases and close the connections, within seconds.
+
+        `over_in`: the round in which the script has ended, 0 if in none; None: it goes on.
+        """
         self._heart_client.abort()
         self.preemption.wake()
         if self._thread.is_alive():
             self._thread.join(STOP_S)
         self.preemption.close()
+        if over_in is not None:
+            ending = documents.encode(events.WorkerEnding(self.born.worker, over_in))
+            with contextlib.suppress(RendezvousError):
+                self.client.post_json(EVENTS_PATH, ending, deadline=STOP_S)
         # A lease that expired would count as a hang, and the process may take long to end.
         with contextlib.suppress(RendezvousError):
             self.client.batch(*map(Delete, self._leases), deadline=STOP_S)

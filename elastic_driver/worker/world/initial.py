@@ -112,9 +112,9 @@ class InitialMembership(JobMembership):
         if place.rank == 0 and number > 1:  # all have left the meeting before this one
             self._client.batch(DeletePrefix(f"{prefix}{number - 1}/"))
 
-    def stop(self) -> None:
+    def stop(self, *, script_is_over: bool = False) -> None:
         """Leave the world; bounded, whatever the peers do."""
-        super().stop()
+        super().stop(script_is_over=script_is_over)
         if self._client is not None:
             self._client.close()
 

@@ -120,11 +120,15 @@ class JobMembership:
             say(f"no driver came within --driver-timeout; this worker ends ({error})")
             raise SystemExit(ExitCode.UNAVAILABLE) from error
 
-    def stop(self) -> None:
-        """Leave the world and end the heartbeat; bounded, whatever the peers do."""
+    def stop(self, *, script_is_over: bool = False) -> None:
+        """Leave the world and end the heartbeat; bounded, whatever the peers do.
+
+        `script_is_over`: tell the driver that this process takes part no more.
+        """
+        round_id = self.progress.round
         self.leave()
         if self._driver is not None:
-            self._driver.stop()
+            self._driver.stop(over_in=round_id if script_is_over else None)
         self._end_left_groups()
         until = time.monotonic() + END_S
         for ending in self._endings:

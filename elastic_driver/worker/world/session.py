@@ -1,8 +1,9 @@
 """The one membership of this process: `elastic.init()` starts it, `elastic.shutdown()` ends it.
 
 Scripts call `init` themselves or leave it to `@elastic.run`. The membership stops when the script
-ends. A forked child drops it: it must neither send heartbeats nor hold on to the connections of the
-training process.
+ends, or as soon as an exception that ends it is shown: the process may take seconds to end, and the
+others do not wait for that. A forked child drops it: it must neither send heartbeats nor hold on to
+the connections of the training process.
 
 A worker that makes no progress for long counts as hung (`heartbeat.stall_watch`,
 `core.rules.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
@@ -13,15 +14,18 @@ that `elasticrun` did not start. Scripts call them on the training thread. Times
 import atexit
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 from elastic_driver.core.measured import MAX_NAME_CHARS, MAX_NUMBERS
 from elastic_driver.errors import UsageError
 from elastic_driver.worker import context, current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.world import companions
 from elastic_driver.worker.world.backend import choose_backend
 from elastic_driver.worker.world.initial import InitialMembership, place_at_start
 from elastic_driver.worker.world.membership import JobMembership
@@ -35,6 +39,7 @@ class _Session:
 
     membership: JobMembership | None = None
     initial: InitialMembership | None = None  # instead, until the script joins the job
+    watched: bool = False  # for an exception that ends the script
     alone: bool = False  # no elasticrun has started this process, and that was said
 
 
@@ -101,9 +106,29 @@ def _context() -> context.WorkerContext | None:
         if not _Session.alone:
             say("not started by elasticrun: training in this process alone, as a world of one")
         _Session.alone = True
-    elif born.scratch:
+        return None
+    if born.scratch:
         context.use_scratch(born.scratch)
+    if not _Session.watched:
+        _leave_upon_exception()
     return born
+
+
+def _leave_upon_exception() -> None:
+    """Have this process leave its world as soon as an exception that ends the script is shown."""
+    _Session.watched, show = True, sys.excepthook
+
+    def show_and_leave(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        try:
+            show(kind, error, trace)
+        finally:
+            if membership() is not None:
+                companions.stop_all(broken=True)
+            _shutdown(script_is_over=True)
+
+    sys.excepthook = show_and_leave
 
 
 def membership() -> JobMembership | None:
@@ -129,10 +154,14 @@ def expect_round() -> None:
 
 def shutdown() -> None:
     """Leave the world and end the heartbeat. Called at exit; a second call does nothing."""
+    _shutdown(script_is_over=False)
+
+
+def _shutdown(*, script_is_over: bool) -> None:
     leave_initial()
     member, _Session.membership = _Session.membership, None
     if member is not None:
-        member.stop()
+        member.stop(script_is_over=script_is_over)
 
 
 def report_progress(
@@ -231,5 +260,5 @@ def _forget_in_child() -> None:
     current.forget()
 
 
-atexit.register(shutdown)
+atexit.register(_shutdown, script_is_over=True)
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -36,6 +36,7 @@ def in_state(state: WorkerState) -> tuple[WorkerStateRegistry, Worker]:
         WorkerState.STARTING: [],
         WorkerState.READY: [WorkerNews.READY],
         WorkerState.RUNNING: [WorkerNews.ADMITTED],
+        WorkerState.ENDING: [WorkerNews.READY, WorkerNews.ENDING],
         WorkerState.STOPPING: [WorkerNews.TOLD_TO_STOP],
         WorkerState.LOST: [WorkerNews.LOST],
         WorkerState.SUCCESS: [WorkerNews.EXITED_ZERO],

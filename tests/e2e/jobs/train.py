@@ -1,11 +1,13 @@
 """A small elastic job that writes down every finished step; knobs come from the environment.
 
 STEPS steps of about STEP_MS milliseconds, of a model of about 80 WIDTH bytes; FAIL_STEP,
-FAIL_RANK and FAIL_HOW make a worker fail. CURVE: steps of STEP_MS that the job does at once with
+FAIL_RANK and FAIL_HOW make a worker fail. END_AFTER: a file without which no worker's process ends
+(within a minute). CURVE: steps of STEP_MS that the job does at once with
 1, 2, … workers, for example `1 1.8 2.4`. With TALK, every step is a line of
 output.
 """
 
+import atexit
 import json
 import os
 import time
@@ -27,6 +29,16 @@ FAIL_HOW = os.environ.get("FAIL_HOW", "raise")
 CURVE = [float(word) for word in os.environ.get("CURVE", "").split()]
 RECORDS = Path(os.environ["STEP_RECORDS"])
 
+
+def hold_end(path: Path) -> None:
+    """Wait for the file; this runs when the script is over."""
+    until = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+if "END_AFTER" in os.environ:
+    atexit.register(hold_end, Path(os.environ["END_AFTER"]))
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(20, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
