@@ -36,7 +36,8 @@ class JobView(Struct, frozen=True, kw_only=True):
     `most`: the limits of its size; None: no limit. `held`: the size that a user asked for, which
     outranks everything. `changes`: how often its size was changed; `change_cost`: the seconds that
     one such change costs. `micro_batches`: into which a step of a fixed batch is divided; None:
-    each worker brings a batch of its own, so a step of twice the workers does twice the work.
+    each worker brings a batch of its own, so a step of twice the workers does twice the work, less
+    what a sample of a larger batch teaches by `noise` (`policies.scaling.noise`; None: not known).
     `memory`: the largest memory of a worker in bytes; None: not known.
     """
 
@@ -53,6 +54,7 @@ class JobView(Struct, frozen=True, kw_only=True):
     change_cost: float = 0.0
     speeds: tuple[SpeedAt, ...] = ()
     micro_batches: int | None = None
+    noise: float | None = None
     memory: int | None = None
 
 

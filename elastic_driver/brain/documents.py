@@ -45,7 +45,8 @@ class Speed(Struct, frozen=True, kw_only=True):
     """How far a world of `size` workers on `hosts` hosts has come.
 
     `steps` were done until `at`, by the clock of the worker that is rank 0. `rest`: the steps until
-    the end. `micro_batches`: into which a step of a fixed batch is divided. None: not known.
+    the end. `micro_batches`: into which a step of a fixed batch is divided. `noise`: the scale of
+    the gradients' noise (`policies.scaling.noise`). None: not known.
     """
 
     round: _Count
@@ -56,6 +57,7 @@ class Speed(Struct, frozen=True, kw_only=True):
     at: _Seconds
     rest: _Count | None = None
     micro_batches: _Count | None = None
+    noise: Annotated[float, Meta(ge=0.0, le=1e12)] | None = None
 
 
 class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):

@@ -60,6 +60,7 @@ class BrainReports:
                 at=seen.at,
                 rest=seen.rest,
                 micro_batches=seen.micro_batches,
+                noise=seen.noise,
             )
         capacity = job.capacity
         report = JobReport(

@@ -80,7 +80,7 @@ def job_spec(
         env[contract.VIRTUAL_WORKERS] = str(virtual)
     if options.balance:
         env[contract.BALANCE] = "1"
-    if settings.auto_scale:
+    if settings.auto_scale or options.brain is not None:
         env[contract.MEASURE_GRADIENTS] = "1"
     env = {**worker_variables(options, environ if shares else {}), **env}
     passed_on = {} if shares else forwarded(environ)
