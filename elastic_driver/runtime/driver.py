@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from elastic_driver.brain.priors import Prior
 from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import JobKey
 from elastic_driver.brain.store.writer import StatisticsWriter
@@ -27,6 +28,7 @@ from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.masking import masked
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.policies.scaling.messages import PriorFound
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.executor import Executor
@@ -119,11 +121,11 @@ class ElasticDriver:
         resources.journal.serves_at(self.endpoint)
         job = Job(setup.settings) if setup.resumed is None else setup.resumed.job
         self._begun = True
-        self._start_statistics()
         if setup.resumed is not None:
             resources.tell_agents(setup.resumed)
         self._mailbox.put(mail.JobBegins(job, setup.spec.run_id))
         self._takes_events = True
+        self._start_statistics()  # what it finds about similar jobs is for a job that has begun
         self._start_telemetry()
         self._find_hosts(discovery or setup.discovery)
 
@@ -142,12 +144,22 @@ class ElasticDriver:
         """Keep the job's statistics in a database, if there is one for them."""
         setup, began = self._setup, self._resources.began
         if setup.statistics is not None and self._loop is not None:
-            job = JobKey(setup.spec.run_id, began)
             limits = setup.settings.min_np, setup.settings.max_np
-            record = Record(kind_of(setup.spec), *limits)
-            self._statistics = StatisticsWriter(setup.statistics, job, record, self.reporter.note)
+            self._statistics = StatisticsWriter(
+                setup.statistics,
+                JobKey(setup.spec.run_id, began),
+                Record(kind_of(setup.spec), *limits),
+                self.reporter.note,
+                on_prior=self._take_prior if setup.settings.auto_scale else None,
+            )
             self._statistics.start()
             self._loop.statistics = self._statistics.take
+
+    def _take_prior(self, prior: Prior) -> None:
+        """Tell the search of the best size what similar jobs have measured."""
+        if prior.speeds:
+            times = tuple((each.size, each.hosts, each.step_time) for each in prior.speeds)
+            self._mailbox.put(PriorFound(jobs=prior.jobs, step_times=times))
 
     def _start_telemetry(self) -> None:
         """Send the job's trace and metrics to a collector, if OpenTelemetry's variables say so."""

@@ -81,6 +81,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "hosts_granted": (Level.NORMAL, "the Brain grants the job's slots anew"),
     "size_proposed": (Level.NORMAL, "another size is tried"),
     "size_found": (Level.NORMAL, "the best size is found"),
+    "prior_dropped": (Level.NORMAL, "what similar jobs have measured does not fit this one"),
     "size_search_reopened": (Level.NORMAL, "the best size is searched anew"),
     "job_succeeded": (Level.NORMAL, "the job has succeeded"),
     "job_failed": (Level.NORMAL, "the job has failed"),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from elastic_driver.brain.algorithm import SpeedAt
+from elastic_driver.brain.documents import Kind
+from elastic_driver.brain.store.address import Address
+from elastic_driver.brain.store.records import Record
+from elastic_driver.brain.store.rows import JobKey
 from tests.e2e.test_control import ctl
 from tests.support.job import JOBS, assert_no_step_lost_or_repeated, elasticrun
 
 pytest.importorskip("scipy")
 TRAIN = "--", str(JOBS / "train.py")
+CURVE = {"STEPS": "1000000", "STEP_MS": "25", "CURVE": "1 1.9 1.2"}  # two workers are best
 
 
 @pytest.mark.timeout(300)
@@ -28,8 +36,7 @@ def test_a_batch_that_grows_counts_for_what_it_teaches() -> None:
 
 @pytest.mark.timeout(300)
 def test_it_finds_the_best_size_and_a_user_outranks_it() -> None:
-    curve = {"STEPS": "1000000", "STEP_MS": "25", "CURVE": "1 1.9 1.2"}
-    with elasticrun("-H", "localhost:3", "--auto-scale", *TRAIN, env=curve) as job:
+    with elasticrun("-H", "localhost:3", "--auto-scale", *TRAIN, env=CURVE) as job:
         found = job.until(lambda: job.events("size_found"), "the end of the search", 200)[0]
         assert found["size"] == 2, found
         job.until(lambda: len(job.events("size_proposed")) == 3, "the move to it")
@@ -45,3 +52,26 @@ def test_it_finds_the_best_size_and_a_user_outranks_it() -> None:
         job.wait()
         job.assert_nothing_left()
         assert_no_step_lost_or_repeated(job, last)
+
+
+def test_a_job_begins_where_a_finished_one_of_its_name_was_best(tmp_path: Path) -> None:
+    pytest.importorskip("sqlalchemy")
+    from elastic_driver.brain.store.database import Database
+
+    speeds = [SpeedAt(size=n, hosts=1, step_time=t) for n, t in ((1, 0.025), (2, 0.026), (3, 0.06))]
+    kind = Kind(name="digits", command="python train.py")
+    finished = Record(kind, speeds=tuple(speeds), ended=2.0, exit_code=0)
+    database = Database(Address(file=str(tmp_path / "stats.db")))
+    database.remember(JobKey("digits", 1.0), finished)
+    line = "--run-id", "digits", "--stats-db", f"sqlite:///{tmp_path}/stats.db", "-H", "localhost:3"
+    with elasticrun(*line, "--auto-scale", *TRAIN, env={**CURVE, "TEST_RUN_ID": "digits"}) as job:
+        job.run_id = "digits"
+        proposed = job.until(lambda: job.events("size_proposed"), "the first move")[0]
+        assert proposed["wanted"] == 2
+        assert "best in similar jobs (1 of them)" in proposed["reason"]
+        job.until_size(2)
+        job.process.terminate()
+        assert job.wait(60) == 143, job.describe()
+    names = [(record.kind.name, record.exit_code) for _key, record in database.records()]
+    assert names == [("digits", 0), ("digits", 143)]
+    database.close()

@@ -26,11 +26,10 @@ class Trained:
 
     def take(self, sample: Sample) -> None:
         """Take in a sample of the job."""
-        used = [each.memory for each in sample.measured.workers.values() if each.memory is not None]
-        known = [] if self.record.memory is None else [self.record.memory]
-        kind = self.record.kind
+        workers, kind = sample.measured.workers.values(), self.record.kind
+        peaks = [self.record.memory, *(each.memory_peak or each.memory for each in workers)]
         self.record = self.record._replace(
-            memory=max([*used, *known], default=None),
+            memory=max((peak for peak in peaks if peak is not None), default=None),
             kind=replace(
                 kind,
                 parameters=kind.parameters if sample.parameters is None else sample.parameters,

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from elastic_driver.brain.documents import Kind
+from elastic_driver.brain.priors import JOBS, Prior, prior_of
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.figures import Sample, figures_of
 from elastic_driver.brain.store.records import Record
@@ -37,6 +39,8 @@ class StatisticsWriter:
     Args:
         record: what is known of the job before it trains.
         say: shows a line to the user; any thread may call it.
+        on_prior: takes what similar jobs have measured, if there are any; called by the thread, at
+            once and, if there are none of the name, when the model is known. None: nobody asks.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class StatisticsWriter:
         record: Record,
         say: Callable[[str], None],
         *,
+        on_prior: Callable[[Prior], None] | None = None,
         pause: float = PAUSE_S,
         most_rows: int = MOST_ROWS,
     ) -> None:
@@ -57,6 +62,8 @@ class StatisticsWriter:
         self._end: tuple[float, int] | None = None  # when the job has ended, and its exit code
         # Of the thread:
         self._trained = Trained(record)
+        self._on_prior = on_prior
+        self._asked_for: Kind | None = None  # whose prior was looked for last
         self._buckets = Buckets()
         self._rows: deque[Row] = deque()
         self._most_rows = most_rows
@@ -90,7 +97,7 @@ class StatisticsWriter:
     # ---- the thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._over.wait(self._pause):
+        if self._on_prior is None and self._over.wait(self._pause):
             return
         try:
             from elastic_driver.brain.store.database import Database  # noqa: PLC0415 - the extra
@@ -149,7 +156,16 @@ class StatisticsWriter:
             else "nothing was lost"
         )
 
+    def _look_for_prior(self, database: "Database") -> None:
+        kind = self._trained.record.kind
+        if self._on_prior is not None and kind != self._asked_for:
+            if prior := prior_of(database.similar(kind, JOBS)):
+                self._on_prior(prior)
+                self._on_prior = None
+            self._asked_for = kind
+
     def _write(self, database: "Database", *, over: bool) -> None:
+        self._look_for_prior(database)
         while self._rows:
             some = list(islice(self._rows, TOGETHER))
             database.write(self._job, some)

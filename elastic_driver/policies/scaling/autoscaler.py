@@ -2,8 +2,10 @@
 
 About once a second the driver says how far the job is (`SpeedSeen`). Once the step time of a size
 is known (`gauge`), the search (`search`) names the next one, which becomes an event for the job.
-After the search the machine watches for a change of the step time, and for hosts that come and go.
-While a size that a user asked for holds, it proposes nothing. Pure. Times are seconds.
+What similar jobs have measured (`PriorFound`) stands for sizes that were not tried, as long as it
+fits what is measured. After the search the machine watches for a change of the step time, and for
+hosts that come and go. While a size that a user asked for holds, it proposes nothing. Pure. Times
+are seconds.
 """
 
 from dataclasses import replace
@@ -15,7 +17,7 @@ from elastic_driver.core.events import SizeProposed, Tick
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.gauge import DRIFT, Gauge
-from elastic_driver.policies.scaling.messages import SpeedSeen
+from elastic_driver.policies.scaling.messages import WRONG, PriorFound, SpeedSeen
 from elastic_driver.policies.scaling.noise import efficiency
 from elastic_driver.policies.scaling.search import CLOSE, Proposal, Search
 from elastic_driver.policies.scaling.speed_model import Layout
@@ -47,11 +49,16 @@ class AutoScaler(Restorable):
         self._noise_seen: float | None = None  # the scale of the gradients' noise, a mean
         self._noise_looks = 0
         self._noise: float | None = None  # the same, as the search weighs it
+        self._prior: dict[tuple[int, int], float] = {}  # the same of similar jobs
+        self._similar = 0  # how many jobs those are
 
     # ---- a machine's methods -------------------------------------------------------------
 
-    def handle(self, event: SpeedSeen | Tick, now: float) -> list[Decided]:
+    def handle(self, event: SpeedSeen | PriorFound | Tick, now: float) -> list[Decided]:
         """Take in how far the job is; propose a size, or nothing."""
+        if isinstance(event, PriorFound) and not self.found:
+            self._similar = event.jobs
+            self._prior = {(size, hosts): took for size, hosts, took in event.step_times}
         if not isinstance(event, SpeedSeen):
             return []
         self._began = now if self._began is None else self._began
@@ -74,6 +81,10 @@ class AutoScaler(Restorable):
         if event.size != event.wanted:
             return self._on_the_way(event, self.search, now)
         self._asked_at = None
+        if self._prior and not self.search.moves and not self.search.rates:
+            self._prior = self._of_layout(layout)
+            if begin := self._begin_where_similar_jobs_were_best(event, self.search, now):
+                return begin
         if event.round != self._round:
             self._enter(event)
         self._gauge.take(event.steps, event.at)
@@ -152,6 +163,7 @@ class AutoScaler(Restorable):
                 return []
             was, self.found = self.found, 0.0
             self._times.clear()
+            self._prior.clear()
             self._unreachable.clear()
             self.search = search = Search(search.layout)
             reason = f"a step takes {self._gauge.mean:.3g} s, it was {was:.3g} s"
@@ -164,6 +176,7 @@ class AutoScaler(Restorable):
 
     def _move(self, event: SpeedSeen, search: Search, now: float) -> list[Decided]:
         """Take in the step time of this size, and go on to the next one."""
+        said = self._compare_with_similar_jobs(event, search)
         search.measured(event.size, self._gauge.mean, self._gauge.error)
         self._times[event.size, search.layout.hosts.get(event.size, 0)] = self._gauge.mean
         proposal = search.next()
@@ -179,14 +192,47 @@ class AutoScaler(Restorable):
             detail: dict[str, Detail] = {"size": proposal.size}
             if search.layout.noise is not None:
                 detail["noise"] = search.layout.noise
-            said = [Announce("size_found", proposal.reason, detail=detail)]
-        else:
-            said = []
+            said = [*said, Announce("size_found", proposal.reason, detail=detail)]
         if proposal.size == event.size:
             return [*said]
         search.moves += 1
         self._asked_at = now
         return [*said, SendEvent(SizeProposed(proposal.size, proposal.reason), proposal.reason)]
+
+    # ---- similar jobs --------------------------------------------------------------------
+
+    def _of_layout(self, layout: Layout) -> dict[tuple[int, int], float]:
+        """Return what similar jobs have measured at the sizes that this job may have now."""
+        return {(n, h): t for (n, h), t in self._prior.items() if layout.hosts.get(n) == h}
+
+    def _begin_where_similar_jobs_were_best(
+        self, event: SpeedSeen, search: Search, now: float
+    ) -> list[Decided]:
+        if not self._prior:
+            return []
+        layout = search.layout
+        rates = {n: layout.work(n) / t for (n, _h), t in self._prior.items()}
+        size = Search(layout, rates).winner()
+        if size == event.size:
+            return []
+        why = f"{size} workers were best in similar jobs ({self._similar} of them)"
+        search.moves += 1
+        self._asked_at = now
+        return [SendEvent(SizeProposed(size, why), why)]
+
+    def _compare_with_similar_jobs(self, event: SpeedSeen, search: Search) -> list[Decided]:
+        """Compare this size with theirs; take over their other sizes, or forget them all."""
+        layout, measured = search.layout, self._gauge.mean
+        theirs = self._prior.get((event.size, layout.hosts.get(event.size, 0)))
+        if theirs is None:
+            return []
+        ratio, prior, self._prior = measured / theirs, self._of_layout(layout), {}
+        if abs(ratio - 1) > WRONG:
+            why = f"a step of {event.size} workers takes {measured:.3g} s, it took {theirs:.3g} s"
+            return [Announce("prior_dropped", why)]
+        for (size, _hosts), took in prior.items():
+            search.rates.setdefault(size, layout.work(size) / (took * ratio))
+        return []
 
     def _repays(self, event: SpeedSeen, now: float, gain: float) -> bool:
         """Return whether a move that makes the job faster by this share repays itself."""

@@ -1,10 +1,24 @@
-"""The event of the machine that searches the best number of workers."""
+"""The events of the machine that searches the best number of workers."""
 
 from typing import ClassVar
 
 from msgspec import Struct
 
 from elastic_driver.policies.messages import MachineName
+
+WRONG = 0.2  # a prior that differs so much from what is measured is dropped
+
+
+class PriorFound(Struct, frozen=True, kw_only=True, tag="prior_found"):
+    """Similar jobs have finished before: `jobs` of them.
+
+    `step_times`: seconds of a step, by size and hosts; there is at least one.
+    """
+
+    machine: ClassVar[MachineName] = "scaling"
+
+    jobs: int
+    step_times: tuple[tuple[int, int, float], ...]
 
 
 class SpeedSeen(Struct, frozen=True, kw_only=True, tag="speed_seen"):

@@ -30,7 +30,7 @@ class Job:
                 at=self.t,
                 micro_batches=8,
             )
-            memory = WorkerMeasured(step=1, memory=size * 100)
+            memory = WorkerMeasured(step=1, memory=size, memory_peak=size * 100)
             measured = Measured(workers={"n1.0.0": memory, "n1.0.1": WorkerMeasured(step=1)})
             self.trained.take(Sample(self.t, size, measured, speed, 10, 32))
         return self.trained.record

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,9 @@ pytest.importorskip("sqlalchemy")
 
 from sqlalchemy import Connection, text
 
+from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.documents import Kind, Speed
+from elastic_driver.brain.priors import Prior
 from elastic_driver.brain.store import writer as module
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
@@ -37,10 +40,10 @@ PAUSE_S = 0.05
 class Run:
     """A writer that gets samples; `t` is the time of the next one."""
 
-    def __init__(self, address: Address, **settings: int) -> None:
+    def __init__(self, address: Address, record: Record = RECORD, **settings: Any) -> None:
         self.address, self.said = address, list[str]()
         self.writer = StatisticsWriter(
-            address, JOB, RECORD, self.said.append, pause=PAUSE_S, **settings
+            address, JOB, record, self.said.append, pause=PAUSE_S, **settings
         )
         self.t = time.time() // HOUR * HOUR
         self.writer.start()
@@ -72,7 +75,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def run(address: Address, **settings: int) -> Iterator[Run]:
+def run(address: Address, **settings: Any) -> Iterator[Run]:
     running = Run(address, **settings)
     try:
         yield running
@@ -112,6 +115,30 @@ def test_the_end_of_a_job_is_kept_with_what_was_measured(address: Address) -> No
     assert began <= found.ended <= time.time()
     assert (found.exit_code, found.kind.parameters, found.best) == (3, 7, 2)
     assert found.speeds[0].step_time == pytest.approx(0.1)
+
+
+def test_similar_jobs_are_looked_for_at_once_and_when_the_model_is_known(
+    address: Address,
+) -> None:
+    speeds = (SpeedAt(size=2, hosts=1, step_time=0.5),)
+    done = Record(RECORD.kind, speeds=speeds, ended=1.0, exit_code=0)
+    of_model = Kind(name="another", command="a", parameters=7)
+    database = Database(address)
+    database.remember(JobKey("mnist", 0.0), done)
+    database.remember(JobKey("another", 0.0), done._replace(kind=of_model))
+    database.close()
+    found: list[Prior] = []
+    with run(address, on_prior=found.append):
+        eventually(lambda: found, within=20, what="a prior without a sample")
+    assert found == [Prior(1, 2, None, speeds)]
+    found.clear()
+    with run(address, record=Record(Kind(name="new", command="a")), on_prior=found.append) as job:
+        job.trains()
+        job.has_rows(0)
+        assert found == []
+        job.writer.take(Sample(job.t, 2, Measured(), parameters=7))
+        eventually(lambda: found, within=20, what="a prior of the same model")
+    assert job.said == []
 
 
 def test_a_job_that_another_driver_goes_on_with_has_no_end(in_file: Address) -> None:

@@ -12,7 +12,7 @@ from elastic_driver.core.events import SizeProposed, Tick
 from elastic_driver.core.snapshots import unpack
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.autoscaler import GIVE_UP_S, AutoScaler
-from elastic_driver.policies.scaling.messages import SpeedSeen
+from elastic_driver.policies.scaling.messages import PriorFound, SpeedSeen
 from tests.policies.scaling.curves import CURVES, Curve
 
 LOOK_S = 1.0
@@ -295,3 +295,66 @@ def test_it_comes_back_from_a_snapshot() -> None:
     job.machine = again
     job.until_found()
     assert job.wanted == 5
+
+
+def knows(job: SimulatedJob, curve: Curve, factor: float = 1.0) -> None:
+    """Tell the machine the speeds of similar jobs."""
+    times = tuple(
+        (size, hosts, factor * curve.step_time(size, job.base))
+        for size, hosts in curve.hosts().items()
+    )
+    assert job.machine.handle(PriorFound(jobs=3, step_times=times), job.now) == []
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_it_begins_where_similar_jobs_were_best_and_stays_there(name: str) -> None:
+    job = SimulatedJob(CURVES[name])
+    knows(job, job.curve, factor=1.15)  # another machine, a little slower
+    job.until_found()
+    assert job.curve.speed(job.wanted) >= 0.95 * max(job.curve.speeds)
+    assert len(job.proposals) <= 1
+    assert all("similar jobs" in each.reason for each in job.proposals)
+    job.run(600)
+    assert len(job.proposals) <= 1
+
+
+@pytest.mark.parametrize("factor", [0.75, 1.3])
+def test_what_similar_jobs_have_measured_is_dropped_if_it_is_wrong(factor: float) -> None:
+    job = SimulatedJob(CURVES["peak at 3"])
+    knows(job, CURVES["linear"], factor)
+    job.run(30)
+    assert job.proposals[0].num_proc == 8
+    assert job.announced[0].event == "prior_dropped"
+    job.until_found()
+    assert job.wanted == 3
+
+
+def test_a_size_of_similar_jobs_that_turned_out_wrong_is_noticed_later() -> None:
+    job = SimulatedJob(CURVES["peak at 5"], size=2)
+    curve = CURVES["peak at 5"]
+    times = tuple((n, 1, curve.step_time(n, 0.1) * (0.5 if n == 8 else 1.0)) for n in (2, 5, 8))
+    job.machine.handle(PriorFound(jobs=1, step_times=times), job.now)
+    job.run(300)
+    job.until_found()
+    assert curve.speed(job.wanted) >= 0.95 * max(curve.speeds)
+
+
+def test_sizes_that_this_job_cannot_have_are_left_out() -> None:
+    job = SimulatedJob(CURVES["linear"], most=3)
+    knows(job, job.curve)
+    job.until_found()
+    assert [each.num_proc for each in job.proposals] == [3]
+    other_hosts = SimulatedJob(CURVES["linear over hosts"])
+    knows(other_hosts, Curve((1, 2, 3, 4, 5, 6, 7, 8), (1,) * 8))
+    other_hosts.until_found()
+    assert other_hosts.wanted == 8
+    assert len(other_hosts.proposals) > 1, "they lay on other hosts, so each size is tried"
+
+
+def test_what_comes_after_the_search_changes_nothing() -> None:
+    job = SimulatedJob(CURVES["peak at 3"])
+    job.until_found()
+    before = len(job.proposals)
+    knows(job, CURVES["linear"])
+    job.run(60)
+    assert len(job.proposals) == before
