@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -53,3 +54,24 @@ def frozen(group: ControlGroup) -> Callable[[], bool]:
         )
 
     return look
+
+
+@pytest.mark.parametrize("root", roots(), ids=lambda root: root.name)
+def test_a_process_that_outgrows_its_group_is_killed(root: Path) -> None:
+    try:
+        group = ControlGroup(f"elastic-test-{uuid.uuid4().hex[:8]}", root)
+    except OSError:
+        pytest.skip("no control group can be made here")
+    try:
+        try:
+            group.limit_memory(50 * 2**20)
+        except OSError:
+            pytest.skip("memory is counted in another hierarchy")
+        script = "input(); b'x' * (200 * 2**20); print('survived')"
+        argv = [sys.executable, "-c", script]
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            group.add(child.pid)
+            assert child.communicate(b"go\n", timeout=30)[0] == b""
+        assert child.returncode == -9
+    finally:
+        group.remove()

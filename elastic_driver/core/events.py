@@ -13,6 +13,7 @@ from msgspec.structs import force_setattr
 
 from elastic_driver import contract
 from elastic_driver.core.documents import Count, Host, LongText, Seconds, Text, WorkerId
+from elastic_driver.core.measured import Bytes
 from elastic_driver.core.stack_location import shorten
 
 MAX_WORKERS = 4096  # of one agent
@@ -182,6 +183,18 @@ class WorkerStack(WorkerEvent, frozen=True, tag="worker_stack", forbid_unknown_f
         force_setattr(self, "stack", shorten(self.stack))
 
 
+class OutOfMemory(Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's end because memory was short, as its agent saw it.
+
+    `peak`: the most memory that it had, in bytes; `idle`: what was idle on its host when it was
+    gone. None: not known. `of_device`: the memory of a GPU was short, not that of the host.
+    """
+
+    peak: Bytes | None = None
+    idle: Bytes | None = None
+    of_device: bool = False
+
+
 class WorkerExited(WorkerReport, frozen=True, tag="worker_exited", forbid_unknown_fields=True):
     """A worker's process is gone, its whole group with it; negative codes are signals.
 
@@ -191,6 +204,7 @@ class WorkerExited(WorkerReport, frozen=True, tag="worker_exited", forbid_unknow
     exit_code: Annotated[int, Meta(ge=-128, le=255)]
     log_tail: Text
     victim: bool = False
+    out_of_memory: OutOfMemory | None = None
 
 
 class WorkerEnding(WorkerReport, frozen=True, tag="worker_ending", forbid_unknown_fields=True):
@@ -350,6 +364,15 @@ class DriverResumed(Event, frozen=True, tag="driver_resumed"):
     term: int
     reason: str
     moved: bool = False
+
+
+class HostsMeasured(Event, frozen=True, tag="hosts_measured"):
+    """The idle memory of hosts in bytes, as their agents have measured it last.
+
+    It comes before the `WorkerExited` of a worker that ran out of memory.
+    """
+
+    idle: tuple[tuple[str, int], ...]
 
 
 class HostsDiscovered(Event, frozen=True, tag="hosts_discovered"):
@@ -527,7 +550,8 @@ AnyAgentEvent: TypeAlias = (
     AgentReady | AgentReturned | AgentLost | AgentSuspected | AgentHeard | AgentProbed | HostLeaving
 )  # every AgentEvent
 OtherEvent: TypeAlias = (
-    HostProbed | LeaseExpired | HostsDiscovered | HostsGranted | DiscoveryFailed | HostsChecked
+    HostProbed | LeaseExpired | HostsMeasured | HostsDiscovered | HostsGranted | DiscoveryFailed
+    | HostsChecked
     | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
     | PlanApplied | SizeProposed | StopRequested | DriverResumed | Tick

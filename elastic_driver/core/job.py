@@ -26,6 +26,7 @@ RULES = (
     "adoption",  # agents of an earlier driver that do not return are given up
     "rechecks",  # hosts are checked
     "stacks",  # a question to all workers is settled
+    "memory",  # the job ends because no host has the memory for its workers
     "reports",  # the job ends because its workers have
     "preemption",  # the job ends because it has to go
     "drains",  # a slow worker is replaced
@@ -125,6 +126,7 @@ class Job(JobParts):
                 self.reports.on_ending(worker, event, now)
             case ev.WorkerExited():
                 self.reports.on_exited(worker, event, now)
+                self.memory.on_exited(worker, event, now)
             case ev.WorkerStalled():
                 self.adoption.on_round(event.round, trains=True)
                 self.hangs.on_stalled(worker, event, now)
@@ -161,6 +163,8 @@ class Job(JobParts):
                 self.unreachable.on_probed(event, now)
             case ev.LeaseExpired():
                 self.agents.on_lease_expired(event, now)
+            case ev.HostsMeasured():
+                self.memory.on_hosts_measured(event, now)
             case ev.HostsDiscovered():
                 self.discovered.on_hosts(event, now)
             case ev.HostsGranted():

@@ -19,6 +19,7 @@ from elastic_driver.core.rules.hangs import Hangs, Stacks
 from elastic_driver.core.rules.host_limits import HostLimits
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.membership import Membership
+from elastic_driver.core.rules.memory import Memory
 from elastic_driver.core.rules.outcome import Budget, JobOutcome
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.plain import Plain
@@ -55,6 +56,7 @@ class JobParts(Restorable):
         self.rechecks = self._make(Rechecks)
         self.discovered = self._make(Discovered)
         self.reports = self._make(Reports)
+        self.memory = self._make(Memory)
         self.stacks = self._make(Stacks)
         self.hangs = self._make(Hangs)
         self.drains = self._make(Drains)

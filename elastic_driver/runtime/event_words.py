@@ -46,6 +46,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "worker_left": (Level.VERBOSE, "the script of worker {worker} is over"),
     "worker_exited": (Level.VERBOSE, "worker {worker} exited"),
     "worker_lost": (Level.NORMAL, "worker {worker} lost"),
+    "out_of_memory": (Level.NORMAL, "worker {worker} ran out of memory"),
     "worker_hung": (Level.NORMAL, "worker {worker} hangs"),
     "worker_stalled": (Level.NORMAL, "worker {worker} stands still"),
     "worker_resumed": (Level.NORMAL, "worker {worker} goes on"),

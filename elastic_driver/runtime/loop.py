@@ -185,6 +185,8 @@ class DriverLoop:
             for_job.append(each)
             if isinstance(each, _FOR_SHARDS_TOO):
                 self._decide("shards", each)
+        if any(isinstance(e, ev.WorkerExited) and e.out_of_memory is not None for e in for_job):
+            self._decide("job", ev.HostsMeasured(self.measurements.idle_memory()))
         if for_job:
             self._decide("job", ev.EventBatch(tuple(for_job)) if len(for_job) > 1 else for_job[0])
         self.unanswered = []

@@ -239,6 +239,11 @@ class Measurements:
             hosts={host: found.host for host, found in usage.items()},
         )
 
+    def idle_memory(self) -> tuple[tuple[str, int], ...]:
+        """Return the hosts whose idle memory is known, with it in bytes."""
+        hosts = self.document().hosts
+        return tuple((host, max(h.memory_total - h.memory_used, 0)) for host, h in hosts.items())
+
     def _of(self, key: str) -> Usage | None:
         """Return the usage under a key; None if there is none, or something else."""
         entry = self._read.get(key)

@@ -1,15 +1,20 @@
 """The memory of this host, of the containers around a process, and of processes.
 
-A container is a control group of Linux, of version 1 or 2 of its interface, with a limit of
+Also tells the workers that ran out of memory from those that were killed for another reason. A
+container is a control group of Linux, of version 1 or 2 of its interface, with a limit of
 memory. Sizes are bytes.
 """
 
 import contextlib
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from elastic_driver.core.events import OutOfMemory
+from elastic_driver.out_of_memory import lacks_memory, lost_a_loader
 
 OWN = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -89,3 +94,65 @@ def host_memory(limit: MemoryLimit) -> tuple[int, int]:
 def usable_memory() -> int:
     """Return the memory of this host, or of its container if that has a limit."""
     return host_memory(MemoryLimit())[1]
+
+
+class KillCount:
+    """Counts the processes that the kernel killed because memory was short.
+
+    Workers are in the control group of their agent, or below it. The group's counter has their
+    kills and no others; without one, the counter of the whole system has to do.
+    """
+
+    def __init__(self, cgroups: Path = CGROUPS, of: Path = OWN) -> None:
+        self._files = (*_counters(cgroups, of), Path("/proc/vmstat"))
+        self._explained = 0  # the part of the count that was taken
+
+    def now(self) -> int:
+        """Return how many were killed so far."""
+        found = (numbers_in(file).get("oom_kill") for file in self._files)
+        return next((count for count in found if count is not None), 0)
+
+    def take(self, before: int) -> bool:
+        """Return whether one was killed since `before`; each kill is taken once."""
+        known = max(before, self._explained)
+        if self.now() <= known:
+            return False
+        self._explained = known + 1
+        return True
+
+
+def _counters(cgroups: Path, of: Path) -> Iterator[Path]:
+    """Yield the files that may count the kills of the inner control group around a process."""
+    for folder in list(memory_groups(cgroups, of)):
+        for name in ("memory.events", "memory.oom_control"):
+            if "oom_kill" in numbers_in(folder / name):
+                yield folder / name
+                return
+
+
+class MemoryJudge:
+    """Finds out which workers of an agent ran out of memory."""
+
+    def __init__(self, kills: KillCount | None = None) -> None:
+        self._kills, self._limit = kills or KillCount(), MemoryLimit()
+
+    def begin(self) -> int:
+        """Return what `judge` has to know of the time before a worker."""
+        return self._kills.now()
+
+    def judge(self, before: int, code: int, tail: str, peak: int | None) -> OutOfMemory | None:
+        """Return the facts if an ended worker ran out of memory; call it once its process is gone.
+
+        `before` is what `begin` returned when it was started, `peak` the most memory that it had.
+        """
+        if code == 0:
+            return None
+        lacking = lacks_memory(tail)
+        if lacking == "device":
+            return OutOfMemory(peak, of_device=True)
+        if lacking is None:
+            may_be = code == -signal.SIGKILL or lost_a_loader(tail)
+            if not may_be or not self._kills.take(before):
+                return None
+        used, total = host_memory(self._limit)
+        return OutOfMemory(peak, max(total - used, 0))

@@ -295,6 +295,7 @@ class WorkerProcess:
     def __init__(self, pid: int, strays: Callable[[], list[int]], marks: dict[str, str]) -> None:
         self.pid = pid
         self._strays, self._marks = strays, marks
+        self.peak: int | None = None  # bytes of memory at most, known at its end
         self._ended = False
         self._kill_at: asyncio.TimerHandle | None = None
 
@@ -335,7 +336,11 @@ class WorkerProcess:
         # The worker is still a zombie, so no other process can have its number.
         self._signal(signal.SIGKILL)
         await end_all(lambda: [p for p in self._strays() if stems_from(p, self.pid, self._marks)])
-        return reap(self.pid) or 0
+        with contextlib.suppress(ChildProcessError):  # collected elsewhere: it counts as 0
+            _, status, used = os.wait4(self.pid, 0)
+            self.peak = used.ru_maxrss * 1024
+            return os.waitstatus_to_exitcode(status)
+        return 0
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

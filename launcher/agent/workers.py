@@ -18,6 +18,7 @@ from elastic_driver.core.events import RunningWorker, WorkerExited, WorkerStack,
 from elastic_driver.peer_loss import looks_like_peer_loss
 from launcher.agent import processes
 from launcher.agent.environment import Meeting, worker_environment
+from launcher.agent.memory import MemoryJudge
 from launcher.agent.output import WorkerOutput, link_ranks
 from launcher.agent.processes import EXIT_NOT_EXECUTABLE, ProcessSpec, StartError, WorkerProcess
 from launcher.agent.recorded_output import Record
@@ -58,7 +59,7 @@ class Workers:
         self._spec, self._meeting, self._starter = spec, meeting, starter
         self._own, self._record = own, record
         self._consoles, self._report, self._say = consoles, report, say
-        self._inherited = dict(os.environ)
+        self._inherited, self._memory = dict(os.environ), MemoryJudge()
         self._log_dir = None if spec.log_dir is None else Path(spec.cwd, spec.log_dir)
         self._leaders: set[int] = set()  # pids of workers that are not reaped yet
         self._running: dict[str, tuple[WorkerProcess, WorkerOutput]] = {}
@@ -181,6 +182,7 @@ class Workers:
         except (OSError, ValueError) as error:
             self._ended(WorkerExited(worker, EXIT_NOT_EXECUTABLE, f"cannot start: {error}"))
             return
+        before = self._memory.begin()
         try:
             process = self._execute(order, output)
         except (StartError, TokenError) as error:
@@ -198,8 +200,9 @@ class Workers:
         del self._running[worker]
         # A worker that was killed is no victim of another's failure, whatever it logged before.
         failed = code > 0 or code == -signal.SIGABRT
-        victim = failed and looks_like_peer_loss(tail)
-        self._ended(WorkerExited(worker, code, tail, victim=victim))
+        short = self._memory.judge(before, code, tail, process.peak)
+        victim = failed and short is None and looks_like_peer_loss(tail)
+        self._ended(WorkerExited(worker, code, tail, victim=victim, out_of_memory=short))
 
     def _ended(self, event: WorkerExited) -> None:
         self._known[event.worker] = event.exit_code

@@ -36,6 +36,7 @@ _EVENTS: dict[type, str] = {
     ev.WorkerLeaving: "{e.worker} has to leave in {e.deadline:g} s: {e.reason}",
     ev.DrainRequested: "a drain of {e.host} was requested: {e.reason}",
     ev.DrainCancelled: "the drain of {e.host} was cancelled: {e.reason}",
+    ev.HostsMeasured: "the agents have told the idle memory of their hosts",
     ev.DiscoveryFailed: "discovery failed: {e.reason}",
     ev.HostProbed: "host {e.host} was probed; it answered: {e.answered}",
     ev.AgentSuspected: "the agent {e.host}.{e.incarnation} may be lost: {e.reason}",

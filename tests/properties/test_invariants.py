@@ -85,6 +85,10 @@ def seldom(random: Random) -> list[ev.Event]:
         ev.DrainCancelled(host, random.choice(["", WHY])),
         ev.HostsChecked((passed,), random.randint(1, 2)),
         ev.HostProbed(host, number, random.random() < 0.5),
+        ev.HostsMeasured((("a", random.choice([0, 10, 2**40])), ("b", 2**30))),
+        ev.WorkerExited(
+            worker, -9, "", out_of_memory=ev.OutOfMemory(random.choice([None, 8, 2**29]), 2**29)
+        ),
         ev.StacksRequested(random.choice(["", WHY])),
         ev.DriverResumed(random.randint(1, 2), random.choice(["", WHY]), random.random() < 0.5),
         *(returned(random, host, term) for term in (1, 2)),

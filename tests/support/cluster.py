@@ -204,6 +204,10 @@ class Node:
         finally:
             self._control_group().unlimit()
 
+    def limit_memory(self, size: int) -> None:
+        """From now on, let all processes of the node together have `size` bytes of memory."""
+        self._control_group().limit_memory(size)
+
     def _ends(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return (self._netns, "eth0"), (self._cluster.switch, self._port)
 

@@ -1,4 +1,4 @@
-"""A control group of processes, with a share of one processor and a freezer; needs root.
+"""A control group of processes, with a share of one processor, memory and a freezer; needs root.
 
 Both versions of the kernel's interface are spoken: one folder in the unified hierarchy (v2), or
 one in each controller's own (v1).
@@ -21,11 +21,12 @@ class ControlGroup:
         self._unified = (root / "cgroup.controllers").exists()
         if self._unified:
             with contextlib.suppress(OSError):  # a controller that is elsewhere; the others do
-                (root / "cgroup.subtree_control").write_text("+cpu")
-            self._cpu = self._freezer = root / name
+                (root / "cgroup.subtree_control").write_text("+cpu +memory")
+            self._cpu = self._freezer = self._memory = root / name
         else:
             self._cpu, self._freezer = root / "cpu" / name, root / "freezer" / name
-        self._folders = sorted({self._cpu, self._freezer})
+            self._memory = root / "memory" / name
+        self._folders = sorted({self._cpu, self._freezer, self._memory})
         made: list[Path] = []
         try:
             for folder in self._folders:
@@ -62,6 +63,14 @@ class ControlGroup:
             (self._cpu / "cpu.max").write_text("max")
         else:
             (self._cpu / "cpu.cfs_quota_us").write_text("-1")
+
+    def limit_memory(self, size: int) -> None:
+        """Let all of its processes together have `size` bytes of memory, and no swap space."""
+        names = ("memory.max", "memory.swap.max") if self._unified else ("memory.limit_in_bytes",)
+        (self._memory / names[0]).write_text(str(size))
+        for name in names[1:]:
+            with contextlib.suppress(OSError):  # a kernel that counts no swap space
+                (self._memory / name).write_text("0")
 
     def freeze(self) -> None:
         """Stop all of its processes, which cannot tell."""

@@ -156,8 +156,14 @@ class Discovered(Rule):
     def on_agent_up(self, event: ev.AgentUp) -> None:
         """Record what a host has; a plan may leave it fewer slots for that."""
         self.limits.equipped(event.host, event.cpus, event.memory)
-        if self.limits.plan is not None:
+        if self.limits.memory_need:
+            self.limit_memory()
+        elif self.limits.plan is not None:
             self._take_in(f"no worker of plan {self.limits.plan.number} fits there")
+
+    def limit_memory(self) -> None:
+        """Leave hosts the slots for which they have the memory."""
+        self._take_in("it has too little memory for a worker")
 
     def on_plan_applied(self, event: ev.PlanApplied) -> None:
         """Carry out a plan; raises `StaleEvent` for one that cannot be."""

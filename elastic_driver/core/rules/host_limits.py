@@ -1,7 +1,8 @@
-"""The slots that a plan leaves of those that discovery found, or the Brain has granted.
+"""The slots that a plan, and the memory of hosts, leave of those found or granted by the Brain.
 
 A plan may limit the workers of each host by number, and by the processors and the memory that each
-worker needs. Agents report what their host has; until then only the number counts. Memory is bytes.
+worker needs. Agents report what their host has; until then only the number counts. After a worker
+has run out of memory, a host gets no more workers than there is memory for. Memory is bytes.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ class HostLimits:
     began: float = 0.0  # the run's beginning as the Brain knows it
     plan: ev.PlanApplied | None = None
     equipment: dict[str, tuple[int, int]] = field(default_factory=dict)  # processors, memory
+    memory_need: int = 0  # of one more worker; 0: not known
+    room: dict[str, int] = field(default_factory=dict)  # the most workers that have the memory
 
     def discovered(self, hosts: tuple[tuple[str, int], ...]) -> None:
         """Record the hosts there are; raises `StaleEvent` if the Brain says that."""
@@ -36,11 +39,17 @@ class HostLimits:
 
     def equipped(self, host: str, cpus: int, memory: int) -> None:
         """Record what an agent has said of its host; 0: it does not know."""
+        if self.equipment.get(host, (cpus, memory)) != (cpus, memory):
+            self.room.pop(host, None)  # it is another machine now
         self.equipment[host] = cpus, memory
 
     def limit(self, plan: ev.PlanApplied | None) -> None:
         """Let this plan hold; None: none."""
         self.plan = plan
+
+    def short_of_memory(self, need: int, room: dict[str, int]) -> None:
+        """Let one more worker need so much memory, and these hosts have room for so many."""
+        self.memory_need, self.room = need, room
 
     def slots(self, plan: ev.PlanApplied | None) -> tuple[tuple[str, int], ...]:
         """Return the hosts with the slots that this plan leaves them."""
@@ -48,9 +57,13 @@ class HostLimits:
 
     def _bounds(self, host: str, slots: int, plan: ev.PlanApplied | None) -> Iterator[int]:
         yield slots
+        cpus, memory = self.equipment.get(host, (0, 0))
+        if host in self.room:
+            yield self.room[host]
+        elif self.memory_need and memory:
+            yield memory // self.memory_need
         if plan is None:
             return
-        cpus, memory = self.equipment.get(host, (0, 0))
         if plan.slots_per_host is not None:
             yield plan.slots_per_host
         if plan.cpu_per_worker is not None and cpus:

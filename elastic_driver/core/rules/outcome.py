@@ -35,10 +35,13 @@ class Cause(str, Enum):
     VICTIM = "victim"  # it failed because a peer was lost
     HUNG = "hung"
     AGENT = "agent"  # its agent was lost, and it ended with it
+    MEMORY = "memory"  # it ran out of memory
 
     @classmethod
-    def of(cls, exit_code: int, *, victim: bool) -> "Cause":
-        """Return the cause of an exit; negative codes are signals."""
+    def of(cls, exit_code: int, *, victim: bool, short: bool = False) -> "Cause":
+        """Return the cause of an exit; negative codes are signals. `short`: of memory."""
+        if short:
+            return cls.MEMORY
         own = cls.SIGNAL if exit_code < 0 else cls.OWN
         return cls.VICTIM if victim else own
 
@@ -70,9 +73,11 @@ def failed_by_itself(losses: Sequence[Loss], *, kind: ScriptKind, has_progress: 
 
     An elastic job in which no worker ever finished a step has failed when all its members ended in
     any way, unless all of them ended with their agents. Any other job has failed when every member
-    exited non-zero by itself.
+    exited non-zero by itself. A script that ran out of memory may find more elsewhere.
     """
     members = [loss for loss in losses if loss.member]
+    if any(loss.cause is Cause.MEMORY for loss in members):
+        return False
     if kind is ScriptKind.ELASTIC and not has_progress:
         return any(loss.cause is not Cause.AGENT for loss in members)
     return bool(members) and all(loss.cause is Cause.OWN for loss in members)

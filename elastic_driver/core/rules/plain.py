@@ -109,7 +109,7 @@ class Plain(Rule):
         other signals may be a crash that all its peers share.
         """
         first = self.outcome.losses[0]
-        outside = first.cause in (Cause.HUNG, Cause.AGENT)
+        outside = first.cause in (Cause.HUNG, Cause.AGENT, Cause.MEMORY)
         if first.cause is Cause.SIGNAL:
             outside = self.outcome.has_progress or first.failure.exit_code == KILLED
         if not outside and self.workers.count(*ACTIVE):

@@ -124,7 +124,8 @@ class Reports(Rule):
         elif finished:
             self.outcome.succeeded(now)
         else:  # a newcomer that exits 0 before it ever took part has not done its work either
-            cause = Cause.of(code, victim=event.victim)
+            short = event.out_of_memory is not None
+            cause = Cause.of(code, victim=event.victim, short=short)
             self.record_loss(worker, cause, now, code, event.log_tail)
 
     def after_the_end(self, event: ev.Event) -> None:
@@ -176,7 +177,8 @@ class Reports(Rule):
         self.outcome.record(Loss(failure, cause, reason, member, now))
         self.capacity.note_change(vacated=(worker.host, worker.slot))
         if cause not in (Cause.VICTIM, Cause.AGENT):
-            if given is not None or not (worker.stepped or plain_progress):
+            of_host = given is not None or not (worker.stepped or plain_progress)
+            if of_host and cause is not Cause.MEMORY:
                 why, needed = f"{worker.id} {reason}", self.is_needed(worker.host)
                 cooldown = self.hosts.worker_failed(worker.host, now, why, needed=needed)
                 if cooldown is not None:
@@ -267,4 +269,5 @@ def _describe(failure: Failure, cause: Cause) -> str:
     code, after = failure.exit_code, " after losing a peer" if cause is Cause.VICTIM else ""
     text = f"was killed by signal {-code}" if code < 0 else f"exited {code}"
     others = {Cause.HUNG: "stopped making progress", Cause.AGENT: "was lost with its agent"}
+    others[Cause.MEMORY] = "ran out of memory"
     return others.get(cause, text + after)

@@ -4,7 +4,7 @@ STEPS steps of about STEP_MS milliseconds, of a model of about 80 WIDTH bytes; F
 FAIL_RANK and FAIL_HOW make a worker fail. END_AFTER: a file without which no worker's process ends
 (within a minute). CURVE: steps of STEP_MS that the job does at once with
 1, 2, … workers, for example `1 1.8 2.4`. With TALK, every step is a line of
-output.
+output. Each step keeps GROW_MIB more memory.
 """
 
 import atexit
@@ -27,6 +27,7 @@ FAIL_STEP = int(os.environ.get("FAIL_STEP", "-1"))
 FAIL_RANK = int(os.environ.get("FAIL_RANK", "-1"))
 FAIL_HOW = os.environ.get("FAIL_HOW", "raise")
 CURVE = [float(word) for word in os.environ.get("CURVE", "").split()]
+GROW = int(os.environ.get("GROW_MIB", "0")) * 2**20
 RECORDS = Path(os.environ["STEP_RECORDS"])
 
 
@@ -71,7 +72,7 @@ def maybe_fail() -> None:
 def train(state):
     ddp = elastic.wrap(state.model)
     step_s = STEP_S * elastic.size() / CURVE[elastic.size() - 1] if CURVE else STEP_S
-    path = RECORDS / f"{os.environ['ELASTIC_WORKER_ID']}.jsonl"
+    path, kept = RECORDS / f"{os.environ['ELASTIC_WORKER_ID']}.jsonl", []
     with path.open("a") as file:
         while state.step < STEPS:
             began, started = time.time(), time.perf_counter()
@@ -82,6 +83,7 @@ def train(state):
             state.optimizer.zero_grad()
             loss.backward()
             time.sleep(max(0.0, step_s - (time.perf_counter() - started)))
+            kept.append(b"x" * GROW)
             state.optimizer.step()
             state.step += 1
             note(file, began)

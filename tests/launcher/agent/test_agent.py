@@ -369,3 +369,29 @@ def test_a_worker_that_is_stopped_while_the_warm_parent_warms_up_is_never_starte
         assert [e.worker for e in driver.told(WorkerStarted)] == [kept]
         driver.shutdown()
         assert agent.wait() == 0
+
+
+def test_a_worker_without_memory_says_so_with_its_peak(driver: Driver) -> None:
+    driver.python(
+        "import resource\n"
+        "held = b'x' * 80_000_000\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29))\n"
+        "more = bytes(2**30)\n"
+    )
+    with agent_of(driver):
+        event = driver.wait(WorkerExited, driver.start_worker())
+    assert event.exit_code == 1
+    assert event.out_of_memory is not None
+    assert event.out_of_memory.peak is not None
+    assert 80_000_000 < event.out_of_memory.peak < 2**29
+    assert event.out_of_memory.idle is not None
+
+
+def test_a_killed_worker_is_not_short_of_memory(driver: Driver) -> None:
+    driver.python(WAIT)
+    with agent_of(driver) as agent:
+        worker = driver.start_worker()
+        eventually(lambda: "up" in agent.out)
+        os.kill(driver.wait(WorkerStarted, worker).pid, signal.SIGKILL)
+        event = driver.wait(WorkerExited, worker)
+    assert (event.exit_code, event.out_of_memory) == (-9, None)

@@ -8,7 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.agent.memory import MemoryLimit, host_memory, memory_of, usable_memory
+from launcher.agent.memory import (
+    KillCount,
+    MemoryJudge,
+    MemoryLimit,
+    host_memory,
+    memory_of,
+    usable_memory,
+)
 
 
 def test_the_memory_of_a_container_counts_up_to_its_limit(tmp_path: Path) -> None:
@@ -52,3 +59,61 @@ def test_a_process_has_memory_and_a_peak_of_it() -> None:
     assert memory == pytest.approx(psutil.Process().memory_info().rss, rel=0.05)
     assert peak is not None
     assert peak >= memory * 0.95
+
+
+def counted(folder: Path, kills: int) -> KillCount:
+    """A count of kills that a control group of version 2 makes."""
+    (folder / "box").mkdir(exist_ok=True)
+    (folder / "box" / "memory.events").write_text(f"low 0\noom 5\noom_kill {kills}\n")
+    (folder / "own").write_text("0::/box\n")
+    return KillCount(folder, folder / "own")
+
+
+def test_a_kill_explains_the_end_of_one_worker(tmp_path: Path) -> None:
+    kills = counted(tmp_path, 3)
+    before = kills.now()
+    assert before == 3
+    assert not kills.take(before), "earlier kills were of others"
+    counted(tmp_path, 5)
+    assert [kills.take(before) for _ in range(3)] == [True, True, False]
+    assert not kills.take(kills.now())
+
+
+def test_without_a_counter_of_its_group_the_systems_count_has_to_do(tmp_path: Path) -> None:
+    found = [line for line in Path("/proc/vmstat").read_text().splitlines() if "oom_kill " in line]
+    expected = int(found[0].split()[1]) if found else 0
+    assert KillCount(tmp_path, tmp_path / "none").now() == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "tail", "killed", "short"),
+    [
+        (-9, "", 1, True),
+        (-9, "", 0, False),  # by somebody else
+        (-15, "", 1, False),  # the kernel sends no SIGTERM
+        (0, "", 1, False),
+        (1, "MemoryError\n", 0, True),
+        (1, "ValueError: x\n", 1, False),
+        (1, "RuntimeError: DataLoader worker (pid 3) is killed by signal: Killed.\n", 1, True),
+        (1, "RuntimeError: DataLoader worker (pid 3) is killed by signal: Killed.\n", 0, False),
+    ],
+)
+def test_a_worker_that_ran_out_of_memory_is_told_from_others(
+    tmp_path: Path, code: int, tail: str, killed: int, short: bool
+) -> None:
+    judge = MemoryJudge(counted(tmp_path, 0))
+    before = judge.begin()
+    counted(tmp_path, killed)
+    found = judge.judge(before, code, tail, 1000)
+    assert (found is not None) == short
+    if found is not None:
+        assert (found.peak, found.of_device) == (1000, False)
+        assert found.idle is not None
+        assert 0 < found.idle < psutil.virtual_memory().total
+
+
+def test_the_memory_of_a_gpu_says_nothing_of_the_hosts(tmp_path: Path) -> None:
+    judge = MemoryJudge(counted(tmp_path, 0))
+    found = judge.judge(0, 1, "torch.OutOfMemoryError: CUDA out of memory.\n", 1000)
+    assert found is not None
+    assert (found.of_device, found.idle) == (True, None)

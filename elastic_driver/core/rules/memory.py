@@ -1,0 +1,117 @@
+"""Workers that run out of memory: where others may be started, and when no host is large enough.
+
+A worker that ran out of memory is started again where half as much again as its peak is idle. That
+may be another host; then its own one keeps the workers that it has. No host is put in cool-down for
+it. The job ends if fewer workers than it needs have the memory. If a GPU's memory was short, hosts
+are no larger or smaller for it: the worker is started again as after any other failure, and the
+budget of restarts ends a job that fails again and again. Memory is bytes.
+"""
+
+from dataclasses import dataclass, field
+
+from elastic_driver.core import events as ev
+from elastic_driver.core.documents import Failure
+from elastic_driver.core.rules import units
+from elastic_driver.core.rules.discovered import Discovered
+from elastic_driver.core.rules.host_limits import HostLimits
+from elastic_driver.core.rules.outcome import Cause
+from elastic_driver.core.rules.rounds import Rule
+from elastic_driver.core.rules.workers import ACTIVE, STARTING, Worker
+
+FACTOR = 1.5  # of the largest peak, which has to be idle for one more worker
+
+
+@dataclass(slots=True)
+class Memory(Rule):
+    """Decides which hosts have the memory for more workers."""
+
+    limits: HostLimits
+    discovered: Discovered
+    idle: dict[str, int] = field(default_factory=dict)  # by host, as agents measured it last
+    failure: Failure | None = None  # of the last worker that ran out of memory
+    peak: int | None = None  # of that worker
+    _ran_out: set[str] = field(default_factory=set)  # hosts on which a worker has
+
+    def on_hosts_measured(self, event: ev.HostsMeasured, now: float) -> None:
+        """Record the idle memory of hosts."""
+        self.idle = dict(event.idle)
+
+    def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
+        """Record the end of a worker that ran out of memory, if it counts as a failure."""
+        found, losses = event.out_of_memory, self.outcome.losses
+        counts = losses and losses[-1].cause is Cause.MEMORY
+        if found is None or not counts or losses[-1].failure.worker != worker.id:
+            return
+        peak = "not known" if found.peak is None else in_words(found.peak)
+        if found.of_device:
+            what = "the memory of its GPU was too small; give it a smaller batch or another GPU"
+            self.effects.announce("out_of_memory", what, worker, peak=found.peak)
+            return
+        self.failure, self.peak = losses[-1].failure, found.peak
+        if found.idle is not None:
+            self.idle[worker.host] = found.idle
+        need = max(self.limits.memory_need, int(FACTOR * (found.peak or 0)))
+        self.limits.short_of_memory(need, self._rooms(worker.host, need))
+        self._ran_out.add(worker.host)
+        most = self.limits.room[worker.host]
+        what = f"its peak was {peak}; {worker.host} has the memory for {most} workers"
+        self.effects.announce("out_of_memory", what, worker, peak=found.peak, room=most)
+        self.discovered.limit_memory()
+
+    def _rooms(self, ran_out: str, need: int) -> dict[str, int]:
+        """Return the most workers of each host whose memory is known.
+
+        A host keeps those that it has. On the host of the worker that `ran_out` there is room for
+        another one if so much is idle, but not twice.
+        """
+        rooms: dict[str, int] = {}
+        equipped = (host for host, (_, memory) in self.limits.equipment.items() if memory)
+        for host in dict.fromkeys((*self.idle, *equipped, ran_out)):
+            there = [w for w in self.workers.in_slots(host) if w.state in ACTIVE and not w.leaving]
+            room = len(there)
+            if need and not (host == ran_out and host in self._ran_out):
+                room = self._room(host, need, there)
+            elif host != ran_out:
+                continue
+            if host in self._ran_out:
+                room = min(room, self.limits.room.get(host, room))
+            rooms[host] = room
+        return rooms
+
+    def _room(self, host: str, need: int, there: list[Worker]) -> int:
+        """Return how many workers a host has the memory for, at least those that are there.
+
+        What is idle includes the memory that workers which are starting will take.
+        """
+        idle = self.idle.get(host)
+        if idle is None:  # no sample yet: all of its memory counts
+            return max(len(there), self.limits.equipment.get(host, (0, 0))[1] // need)
+        starting = sum(worker.state is STARTING for worker in there)
+        return len(there) + max(0, idle // need - starting)
+
+    def advance(self, now: float) -> None:
+        """End the job if the hosts have the memory for fewer workers than it needs."""
+        failure, need = self.failure, self.limits.memory_need
+        if failure is None or self.outcome.finishing:
+            return
+        slots = [n for _, n in self.limits.slots(self.limits.plan) if n > 0]
+        if sum(slots) >= self.capacity.least and len(slots) >= units.width(self.settings):
+            return
+        who = f"rank {failure.rank} on host {failure.host} ran out of memory"
+        hint = "use hosts with more memory, fewer workers (--min-np), or a smaller batch"
+        if not need:
+            self.outcome.finish_with(failure, f"{who}, and no other host has a free slot; {hint}")
+            return
+        known = {host: memory for host, (_, memory) in self.limits.equipment.items() if memory}
+        known |= self.idle
+        largest = max(known, key=known.__getitem__, default=failure.host)
+        least, has = in_words(need), in_words(known.get(largest, 0))
+        none = f"no host has {least} idle: the largest, {largest}, has {has}"
+        self.outcome.finish_with(
+            failure, f"{who} at {in_words(self.peak or 0)}, and {none}; {hint}"
+        )
+
+
+def in_words(size: int) -> str:
+    """Return a size in bytes as people read it."""
+    return f"{size / 2**20:.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:.0f} GiB"

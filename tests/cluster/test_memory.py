@@ -1,0 +1,48 @@
+"""A worker that outgrows the memory of its host, for real: the kernel kills it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.cluster_job import elasticrun_on
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+MIB = 2**20
+SMALL = 700 * MIB  # an agent and a worker that has begun take less than 500
+STEPS, GROWTH = 100, 8  # 800 MiB in the end
+GROWS = ("--env", f"GROW_MIB={GROWTH}")
+
+
+def test_a_worker_that_outgrows_a_small_host_finishes_on_a_large_one_after_one_relaunch(
+    cluster: Cluster,
+) -> None:
+    cluster.node("node0").limit_memory(SMALL)
+    args = ("-H", "node[0-2]:1", "-np", "2", "--min-np", "2", *GROWS)
+    with elasticrun_on(cluster, *args, steps=STEPS) as job:
+        assert job.wait(240) == 0, job.describe()
+        (told,) = job.events("out_of_memory")
+        assert told["host"] == "node0", job.describe()
+        assert 0.3 * SMALL < told["peak"] < 1.5 * SMALL
+        assert told["room"] == 0
+        starts = [event["host"] for event in job.events("worker_started")]
+        assert sorted(starts) == ["node0", "node1", "node2"], "one relaunch, on a large host"
+        assert job.events("host_blacklisted") == []
+        job.check_steps({"node0"})
+
+
+def test_a_job_that_no_host_is_large_enough_for_ends_with_one_line(cluster: Cluster) -> None:
+    for name in ("node0", "node1"):
+        cluster.node(name).limit_memory(SMALL)
+    args = ("-H", "node[0-1]:1", "-np", "2", "--min-np", "2", *GROWS)
+    with elasticrun_on(cluster, *args, steps=STEPS) as job:
+        assert job.wait(240) == 128 + 9, job.describe()
+        said = [line for line in job.stderr.splitlines() if "ran out of memory at" in line]
+        assert said, job.describe()
+        assert "no host has" in said[-1]
+        assert "use hosts with more memory" in said[-1]
+        assert len(job.events("worker_started")) == 2
+        assert os.linesep not in said[-1]
