@@ -62,6 +62,7 @@ run "$MINUTES minutes of hostile input for every parser" \
 run "$PROGRAMS random programs of Horovod calls" \
     "$PYTHON" -m tests.horovod.seeds --seeds "$PROGRAMS"
 run "$SEEDS simulated clusters" "$PYTHON" -m tests.sim --seeds "$SEEDS"
+run "$SEEDS simulated clusters of several jobs" "$PYTHON" -m tests.brain.seeds --seeds "$SEEDS"
 
 printf '\n%s' "$summary"
 exit $status

@@ -38,6 +38,8 @@ class JobView(Struct, frozen=True, kw_only=True):
     one such change costs. `micro_batches`: into which a step of a fixed batch is divided; None:
     each worker brings a batch of its own, so a step of twice the workers does twice the work, less
     what a sample of a larger batch teaches by `noise` (`policies.scaling.noise`; None: not known).
+    `measured`: whether the speed at the present size and place is among `speeds`.
+    `unchanged_for`: the seconds since its size was changed.
     `memory`: the largest memory of a worker in bytes; None: not known.
     """
 
@@ -52,6 +54,8 @@ class JobView(Struct, frozen=True, kw_only=True):
     age: float = 0.0
     changes: int = 0
     change_cost: float = 0.0
+    measured: bool = False
+    unchanged_for: float = 0.0
     speeds: tuple[SpeedAt, ...] = ()
     micro_batches: int | None = None
     noise: float | None = None

@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 MOST_HOSTS = 10_000
 MOST_WORKERS = 100_000
+JOB_LEASE_S = 10.0  # how long the lease of a job lasts after its driver has renewed it
 
 _Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=255)]
 _Workers: TypeAlias = Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
@@ -91,9 +92,11 @@ class JobOver(Struct, frozen=True, kw_only=True, tag="job_over"):
 class Grant(Struct, frozen=True, kw_only=True):
     """The slots that a job may use, by host, in the order in which it is to use them.
 
-    No hosts: the job has to wait.
+    No hosts: the job has to wait. `began` is that of the run it is for (0: any): another run of the
+    same job may find it, and must not use it.
     """
 
+    began: _Seconds = 0.0
     number: Annotated[int, Meta(ge=1, le=2**53)]
     hosts: SlotsByHost
     reason: Annotated[str, Meta(max_length=1000)]

@@ -11,13 +11,19 @@ from collections.abc import Callable
 
 import msgspec
 
-from elastic_driver.brain.documents import Grant, JobOver, JobReport, grant_key, lease_key
+from elastic_driver.brain.documents import (
+    JOB_LEASE_S,
+    Grant,
+    JobOver,
+    JobReport,
+    grant_key,
+    lease_key,
+)
 from elastic_driver.errors import UsageError
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, RequestError, UnauthorizedError
 from rendezvous.wire import EVENTS_PATH, UNREADABLE, Entries, Get, Set, Watch, Written, expect
 
-LEASE_S = 10.0  # the job's driver is silent when it has not renewed its lease for this long
 POLL_S = 3.0  # of one question for grants
 ANSWER_S = 3.0  # for an answer, beside that wait
 REPORT_S = 1.0  # between two reports that say the same
@@ -139,7 +145,7 @@ class BrainLink:
 
     def _ask(self) -> None:
         """Renew the lease and ask for grants until an attempt fails."""
-        lease, key = Set(lease_key(self._job), lease=LEASE_S), grant_key(self._job)
+        lease, key = Set(lease_key(self._job), lease=JOB_LEASE_S), grant_key(self._job)
         seen, wait = 0, 0.0  # the first answer comes at once: it shows that the Brain is there
         while not self._closing:
             asked = lease, Watch({key: seen}, wait=wait), Get((key,))
@@ -169,6 +175,8 @@ class BrainLink:
             self._say(f"the Brain's grant cannot be read ({error}); the job keeps its slots")
             return
         with self._news:
+            if self._report is None or grant.began not in (0.0, self._report.began):
+                return  # it is for an earlier run of this job
             if self._grant is None or grant.number > self._grant.number:
                 self._grant = grant
                 if self._take is not None:

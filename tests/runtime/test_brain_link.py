@@ -7,12 +7,14 @@ import queue
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind
+from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, grant_key
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.brain_link import BrainLink
 from rendezvous.client import RendezvousClient
+from rendezvous.wire import Set
 from tests.support.brain import played_brain, token_of
 from tests.support.job import eventually
 
@@ -49,6 +51,18 @@ def test_a_job_reports_itself_and_gets_its_grants_in_order() -> None:
         brain.grant("j", 2, a=1)
         brain.grant("j", 4, b=1)
         assert grants.get(timeout=10).number == 4, "an older one is not handed over"
+
+
+def test_a_grant_for_an_earlier_run_of_the_job_is_not_used() -> None:
+    with played_brain() as brain, linked(brain.url) as link:
+        former = Grant(began=4.0, number=7, hosts={"a": 2}, reason="it is still running there")
+        brain.server.apply([Set(grant_key("j"), msgspec.json.encode(former))])
+        grants = taken(link)
+        link.update(FIRST)
+        brain.until(lambda report: report == FIRST, "the first report")
+        own = Grant(began=FIRST.began, number=8, hosts={"b": 1}, reason="a test says so")
+        brain.server.apply([Set(grant_key("j"), msgspec.json.encode(own))])
+        assert grants.get(timeout=10) == own
 
 
 def test_the_order_of_the_hosts_is_the_brains() -> None:

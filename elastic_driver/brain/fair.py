@@ -1,0 +1,237 @@
+"""The algorithm that the Brain uses if no other is named: fair shares, from speeds as measured.
+
+How fast a job is with so many workers comes from its measured sizes and the model of the step time
+(`policies.scaling.speed_model`), which is optimistic about sizes that were not tried: so they are
+tried when slots are there. A job of which nothing is measured counts as one that grows linearly.
+`shares` gives each job its number of workers, `placement` their hosts. A plan differs from what is
+there only if that makes the jobs faster by a noticeable part, or saves slots. Pure.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import inf
+
+from elastic_driver.brain.algorithm import JobView, Plan, SpeedAt, View
+from elastic_driver.brain.placement import place
+from elastic_driver.brain.shares import SharedJob, fair_shares, share_costs
+from elastic_driver.policies.scaling.speed_model import Layout, SpeedModel, fit
+
+CLOSE = 0.95  # a measured size this near to the fastest one is as good
+GAIN = 0.02  # a plan has to save this share of the costs of the jobs that it changes
+MEASURE_S = 60.0  # a job is left alone for so long while its size is measured
+HOPE = 0.25  # the power of the size by which the speed shrinks with fewer workers than measured
+BUSY = 0.9  # of the processors of a host without any of our workers: others use it
+_OPTIONAL = {"size measured", "slowdown", "time passed", "job back"}  # others may make room
+
+
+def fair(view: View) -> Plan:
+    """Return the plan with fair shares for all jobs."""
+    hosts = _usable(view)
+    slots = sum(hosts.values())
+    sizes = _sizes(view, hosts, slots)
+    now = {job.name: job.at for job in view.jobs}
+    if all(sizes[job.name] == _size(job, hosts) == job.size for job in view.jobs):
+        placement: Mapping[str, Mapping[str, int]] = now
+    else:
+        placement = place(sizes, hosts, now)
+    workers = {job: dict(at) for job, at in placement.items() if at}
+    shares = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+    reasons = {job.name: _reason(job, sizes[job.name]) for job in view.jobs}
+    return Plan(workers=workers, reason=f"fair shares ({view.event}): {shares}", reasons=reasons)
+
+
+def _reason(job: JobView, size: int) -> str:
+    if not size:
+        return f"it waits for {job.least} free slots"
+    if job.held is not None:
+        return f"a user asked for {job.held} workers"
+    return f"its fair share is {size} workers"
+
+
+def _usable(view: View) -> dict[str, int]:
+    """Return the slots of each host, without hosts that others keep busy if the rest is enough."""
+    ours = {host for job in view.jobs for host, count in job.at.items() if count}
+    busy = {h.name for h in view.hosts if h.name not in ours and (h.cpu or 0.0) >= BUSY}
+    calm = {host.name: host.slots for host in view.hosts if host.name not in busy}
+    needed = sum(max(job.least, job.held or 0) for job in view.jobs)
+    return calm if needed <= sum(calm.values()) else {h.name: h.slots for h in view.hosts}
+
+
+def _size(job: JobView, hosts: Mapping[str, int]) -> int:
+    """Return how many of its workers are on hosts that can be used."""
+    return sum(count for host, count in job.at.items() if host in hosts)
+
+
+# ---- how many workers --------------------------------------------------------------------
+
+
+def _sizes(view: View, hosts: Mapping[str, int], slots: int) -> dict[str, int]:
+    """Return the number of workers of each job."""
+    optional = set(view.event.split(", ")) <= _OPTIONAL
+    layout, held = _hosts_needed(hosts), _held(view.jobs, slots)
+    jobs = []
+    for job in view.jobs:
+        if job.least > slots:
+            continue  # no plan can help it
+        if job.name in held:
+            speeds = {held[job.name]: 1.0}
+        elif optional and job.size and not job.measured and job.unchanged_for < MEASURE_S:
+            speeds = {job.size: 1.0}
+        else:
+            speeds = _speeds(job, layout)
+        jobs.append(_shared(job, speeds))
+    found = dict.fromkeys((job.name for job in view.jobs), 0) | fair_shares(jobs, slots)
+    kept = {job.name: job.size for job in view.jobs}
+    return kept if _is_as_good(jobs, kept, found, slots) else found
+
+
+def _shared(job: JobView, speeds: Mapping[int, float]) -> SharedJob:
+    return SharedJob(
+        name=job.name,
+        speeds=speeds,
+        weight=job.weight,
+        size=job.size,
+        age=job.age,
+        changes=job.changes,
+        change_cost=job.change_cost,
+    )
+
+
+def _held(jobs: Sequence[JobView], slots: int) -> dict[str, int]:
+    """Return the sizes of the jobs that a user asked a size for.
+
+    They get all of it if there are so many slots, without ending a job that trains.
+    """
+    needed = {job.name: job.least for job in jobs if job.size}
+    found = {}
+    for job in sorted(jobs, key=lambda job: job.size == 0):  # those that train come first
+        if job.held is not None:
+            others = sum(needed.values()) - needed.get(job.name, 0)
+            most = job.held if job.most is None else min(job.held, job.most)
+            found[job.name] = needed[job.name] = max(job.least, min(most, slots - others))
+    return found
+
+
+def _is_as_good(
+    jobs: Sequence[SharedJob], kept: Mapping[str, int], found: Mapping[str, int], slots: int
+) -> bool:
+    """Return whether what is there is as good as what was found, so that nothing has to change."""
+    if sum(kept.values()) > slots or any(kept[job.name] not in job.speeds for job in jobs):
+        return False
+    costs = dict(zip((job.name for job in jobs), share_costs(jobs, slots), strict=True))
+    changed = [name for name in costs if kept[name] != found[name]]
+    if any(not found[name] for name in changed):
+        return False
+    before = sum(costs[name][kept[name]] for name in changed)
+    after = sum(costs[name][found[name]] for name in changed)
+    saves = sum(found.values()) < sum(kept.values())
+    return not saves and before - after < GAIN * before
+
+
+# ---- how fast ----------------------------------------------------------------------------
+
+
+def _hosts_needed(hosts: Mapping[str, int]) -> dict[int, int]:
+    """Return how many hosts each size needs, if it gets the largest."""
+    found, size = {}, 0
+    for number, slots in enumerate(sorted(hosts.values(), reverse=True), start=1):
+        for _slot in range(slots):
+            size += 1
+            found[size] = number
+    return found
+
+
+def _speeds(job: JobView, hosts: Mapping[int, int]) -> dict[int, float]:
+    """Return the speed at each size that a job may have now."""
+    most = len(hosts) if job.most is None else min(max(job.least, job.most), len(hosts))
+    sizes = [size for size in hosts if job.least <= size <= most]
+    if not job.speeds:
+        return {size: float(size) for size in sizes}
+    times = _nearest(job.speeds, hosts)
+    largest = max(job.least, 2 * max(times))
+    noise = None if job.noise is None else float(f"{job.noise:.1e}")  # it differs from look to look
+    layout = Layout({n: hosts.get(n, 1) for n in {*sizes, *times}}, job.micro_batches, noise)
+    worthwhile = {*layout.candidates(), *times, job.least, job.size}
+    offered = [size for size in sizes if size <= largest and size in worthwhile]
+    fixed = layout.micro_batches, layout.noise
+    speeds = _predicted(fixed, tuple(layout.hosts.items()), tuple(times.items()))
+    return _without_needless({size: speeds[size] for size in offered}, set(times), job.least)
+
+
+def _nearest(speeds: Sequence[SpeedAt], hosts: Mapping[int, int]) -> dict[int, float]:
+    """Return one step time for each size: that on the number of hosts it would likely have."""
+    found: dict[int, SpeedAt] = {}
+    for each in speeds:
+        expected = hosts.get(each.size, 1)
+        before = found.get(each.size)
+        if before is None or abs(each.hosts - expected) < abs(before.hosts - expected):
+            found[each.size] = each
+    return {size: found[size].step_time for size in sorted(found)}
+
+
+@lru_cache(maxsize=1024)
+def _predicted(
+    fixed: tuple[int | None, float | None],
+    hosts: tuple[tuple[int, int], ...],
+    times: tuple[tuple[int, float], ...],
+) -> Mapping[int, float]:
+    """Return the speed at each size: measured, or the model's pulled to its measured neighbours."""
+    layout, measured = Layout(dict(hosts), *fixed), dict(times)
+    model = fit(layout, measured) if len(measured) > 1 else _one_pass(layout, *times[0])
+    rates = {size: layout.work(size) / time for size, time in times}
+    wrong = {size: rate / model.rate(size) for size, rate in rates.items()}
+    found = dict(rates)
+    for size in layout.hosts:
+        if size < min(rates):
+            found[size] = _hoped(rates, size)
+        elif size not in rates:
+            below = max((s for s in wrong if s < size), default=min(wrong))
+            above = min((s for s in wrong if s > size), default=max(wrong))
+            part = (size - below) / (above - below) if above > below else 0.0
+            found[size] = model.rate(size) * ((1 - part) * wrong[below] + part * wrong[above])
+        if size > max(rates):
+            found[size] = min(found[size], _most_above(layout, rates, size))
+    return found
+
+
+def _one_pass(layout: Layout, size: int, step_time: float) -> SpeedModel:
+    """Return the model of a single measurement, in which the exchange costs nothing."""
+    free = (0.0, 0.0)
+    return SpeedModel(layout, step_time / layout.passes(size), free, free, overlap=1.0)
+
+
+def _most_above(layout: Layout, rates: Mapping[int, float], size: int) -> float:
+    """Return the most to hope for above all measured sizes, if the last workers brought nothing.
+
+    If they brought another host, the dip may be that of its first exchange.
+    """
+    if len(rates) == 1:
+        return inf
+    before, largest = sorted(rates)[-2:]
+    if rates[largest] >= (1 + GAIN) * rates[before]:
+        return inf
+    joined = layout.hosts[before] == 1 < layout.hosts[largest]
+    return rates[largest] * float((size / largest) ** (2 * HOPE if joined else HOPE))
+
+
+def _hoped(rates: Mapping[int, float], size: int) -> float:
+    """Return the speed hoped for below all measured sizes: little less than at the smallest.
+
+    Else a job that grows no more would never be tried with fewer workers, and others would lack
+    its slots. A curve of speed lies below the line through any two of its points.
+    """
+    smallest, *larger = sorted(rates)
+    hoped = rates[smallest] * float((size / smallest) ** HOPE)
+    if larger:
+        slope = (rates[larger[0]] - rates[smallest]) / (larger[0] - smallest)
+        hoped = min(hoped, rates[smallest] - slope * (smallest - size))
+    return max(hoped, rates[smallest] * size / smallest)
+
+
+def _without_needless(
+    speeds: Mapping[int, float], measured: set[int], least: int
+) -> dict[int, float]:
+    """Leave out sizes above a measured one that is as good as the fastest."""
+    enough = CLOSE * max(speeds.values())
+    good = [size for size in speeds if size in measured and speeds[size] >= enough]
+    return {size: s for size, s in speeds.items() if not good or size <= max(least, min(good))}

@@ -1,0 +1,338 @@
+"""The Brain's machine, one rule after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_driver.brain.algorithm import HostView, Plan, View
+from elastic_driver.brain.cluster import ANSWER_S, GATHER_S, RETRY_S, BrainDecision, Cluster
+from elastic_driver.brain.documents import JOB_LEASE_S, JobOver, JobReport, Kind
+from elastic_driver.brain.fair import fair
+from elastic_driver.brain.messages import (
+    AskAlgorithm,
+    HostsFound,
+    HostsMeasured,
+    JobEnded,
+    JobHeard,
+    JobSilent,
+    PlanFailed,
+    Planned,
+    PublishGrant,
+    Tell,
+)
+from elastic_driver.core.events import Tick
+from tests.brain.world import World
+
+LIVES_ON_S = 10.0
+FALLING = [0, 1, 1.8, 2.4, 2.2, 2.0, 1.7, 1.4, 1.2]
+
+
+class Brain:
+    """A machine, with the plans that a test names; its decisions by kind."""
+
+    def __init__(self, hosts: dict[str, int], algorithm: str = "") -> None:
+        self.now = 0.0
+        self.cluster = Cluster(algorithm)
+        self.plans: list[dict[str, dict[str, int]]] = []
+        self.asked: list[AskAlgorithm] = []
+        self.grants: dict[str, dict[str, int]] = {}
+        self.numbers: dict[str, int] = {}
+        self.told: list[Tell] = []
+        self.hosts(hosts)
+
+    def hosts(self, hosts: dict[str, int]) -> None:
+        self.send(HostsFound(tuple(HostView(name=n, slots=s) for n, s in hosts.items())))
+
+    def send(self, event: Any, after: float = 0.0) -> list[BrainDecision]:
+        self.now += after
+        decisions = self.cluster.handle(event, self.now)
+        assert self.cluster.check() == []
+        for decision in decisions:
+            if isinstance(decision, PublishGrant):
+                self.grants[decision.job] = dict(decision.grant.hosts)
+                self.numbers[decision.job] = decision.grant.number
+            elif isinstance(decision, AskAlgorithm):
+                self.asked.append(decision)
+                if self.plans:
+                    plan = Plan(workers=self.plans.pop(0), reason="the test says so")
+                    decisions = [*decisions, *self.send(Planned(decision.request, plan))]
+            else:
+                self.told.append(decision)
+        return decisions
+
+    def report(self, job: str, after: float = 0.0, **fields: Any) -> None:
+        fields = {"began": 1.0, "least": 1, "lives_on": LIVES_ON_S, **fields}
+        self.send(JobHeard(job, JobReport(kind=Kind(name=job, command=""), **fields)), after)
+
+    def carried_out(self, job: str, holding: dict[str, int] | None = None) -> None:
+        held = self.grants[job] if holding is None else holding
+        self.report(job, carried_out=self.numbers[job], holding=held)
+
+
+@pytest.fixture
+def two() -> Brain:
+    """A and B have two slots each, on n1 and n2."""
+    brain = Brain({"n1": 2, "n2": 2})
+    brain.plans = [{"A": {"n1": 2, "n2": 2}}]
+    brain.report("A")
+    brain.carried_out("A")
+    brain.plans = [{"A": {"n1": 2}, "B": {"n2": 2}}]
+    brain.report("B")
+    brain.carried_out("A")
+    brain.carried_out("B")
+    return brain
+
+
+def test_a_job_that_arrives_gets_what_the_plan_says() -> None:
+    brain = Brain({"n1": 4})
+    brain.plans = [{"A": {"n1": 3}}]
+    brain.report("A")
+    assert brain.grants == {"A": {"n1": 3}}
+    assert brain.asked[0].view.event == "job arrived"
+
+
+def test_a_slot_is_given_on_only_when_the_job_before_has_no_process_there() -> None:
+    brain = Brain({"n1": 4})
+    brain.plans = [{"A": {"n1": 4}}]
+    brain.report("A")
+    brain.carried_out("A")
+    brain.plans = [{"A": {"n1": 2}, "B": {"n1": 2}}]
+    brain.report("B")
+    assert brain.grants == {"A": {"n1": 2}, "B": {}}
+    brain.report("A", carried_out=brain.numbers["A"] - 1, holding={"n1": 2})
+    assert brain.grants["B"] == {}, "the report is older than the grant"
+    brain.carried_out("A", holding={"n1": 4})
+    assert brain.grants["B"] == {}
+    brain.carried_out("A")
+    assert brain.grants["B"] == {"n1": 2}
+
+
+def test_slots_that_become_free_one_after_the_other_are_given_together() -> None:
+    brain = Brain({"n1": 4})
+    brain.plans = [{"A": {"n1": 4}}]
+    brain.report("A")
+    brain.carried_out("A")
+    brain.plans = [{"A": {"n1": 1}, "B": {"n1": 3}}]
+    brain.report("B")
+    brain.carried_out("A", holding={"n1": 2})
+    assert brain.grants["B"] == {}
+    assert brain.cluster.deadline() == brain.now + GATHER_S
+    brain.send(Tick(), after=GATHER_S)
+    assert brain.grants["B"] == {"n1": 2}
+    brain.carried_out("A")
+    assert brain.grants["B"] == {"n1": 3}
+
+
+def test_a_silent_job_keeps_its_slots_until_its_processes_have_ended(two: Brain) -> None:
+    two.send(JobSilent("B"))
+    two.plans = [{"A": {"n1": 2, "n2": 2}}]
+    two.send(Tick(), after=LIVES_ON_S - 1)
+    assert two.grants["A"] == {"n1": 2}
+    two.send(Tick(), after=1.0)
+    assert two.grants["A"] == {"n1": 2, "n2": 2}
+    assert "job_gone" in [told.event for told in two.told]
+
+
+def test_a_silent_job_that_comes_back_keeps_its_slots(two: Brain) -> None:
+    two.send(JobSilent("B"))
+    two.plans = [{"A": {"n1": 2}, "B": {"n2": 2}}]
+    two.report("B", after=5.0, carried_out=two.numbers["B"], holding={"n2": 2})
+    two.send(Tick(), after=LIVES_ON_S)
+    assert two.grants == {"A": {"n1": 2}, "B": {"n2": 2}}
+
+
+def test_a_new_run_gets_the_slots_of_the_run_before_when_that_has_certainly_ended(
+    two: Brain,
+) -> None:
+    two.report("B", began=2.0)
+    assert two.asked[-1].view.hosts == (HostView(name="n1", slots=2),)
+    two.plans = [{"A": {"n1": 2}}]
+    two.send(Planned(two.asked[-1].request, Plan(workers={"A": {"n1": 2}}, reason="no room")))
+    assert two.grants["B"] == {}
+    two.plans = [{"A": {"n1": 2}, "B": {"n2": 2}}]
+    two.send(JobEnded("B", JobOver(began=1.0, exit_code=143)))
+    assert two.grants["B"] == {"n2": 2}
+
+
+def test_the_slots_of_a_job_that_ends_are_free_at_once(two: Brain) -> None:
+    two.plans = [{"A": {"n1": 2, "n2": 2}}]
+    two.send(JobEnded("B", JobOver(began=1.0, exit_code=0)))
+    assert two.grants["A"] == {"n1": 2, "n2": 2}
+    assert two.asked[-1].view.event == "slots freed"
+
+
+def test_a_host_that_is_lost_is_not_given_and_what_still_runs_there_counts(two: Brain) -> None:
+    two.plans = [{"A": {"n1": 1}, "B": {"n1": 1}}]
+    two.hosts({"n1": 2})
+    assert two.grants == {"A": {"n1": 1}, "B": {"n2": 2}}, "n1 is not free yet"
+    two.carried_out("A")
+    assert two.grants["B"] == {"n1": 1}
+    two.carried_out("B", holding={"n1": 1, "n2": 2})
+    two.plans = [{"A": {"n1": 1, "n2": 2}, "B": {"n1": 1}}]
+    two.hosts({"n1": 2, "n2": 2})
+    assert two.grants["A"] == {"n1": 1}, "B has processes on n2"
+    two.carried_out("B")
+    assert two.grants["A"] == {"n1": 1, "n2": 2}
+
+
+# ---- plans that are refused ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workers", "why"),
+    [
+        ({"A": {"n1": 5}}, "5 workers on 4 slots"),
+        ({"A": {"n7": 1}}, "1 workers on 'n7'"),
+        ({"B": {"n1": 1}}, "there is no job 'B'"),
+        ({"A": {"n1": 1}}, "1 workers, allowed are 2 to all"),
+    ],
+)
+def test_a_plan_out_of_bounds_is_refused_by_name_and_the_built_in_algorithm_asked(
+    workers: dict[str, dict[str, int]], why: str
+) -> None:
+    brain = Brain({"n1": 4}, algorithm="mine")
+    brain.plans = [workers]
+    brain.report("A", least=2)
+    assert [ask.algorithm for ask in brain.asked] == ["mine", ""]
+    assert brain.asked[1].view.event == "job arrived"
+    (line,) = [told.line for told in brain.told if told.event == "plan_refused"]
+    assert line.startswith("algorithm mine: its plan is out of bounds: ")
+    assert why in line
+    brain.send(Planned(brain.asked[1].request, fair(brain.asked[1].view)))
+    assert brain.grants == {"A": {"n1": 4}}
+
+
+def test_an_algorithm_that_fails_is_named_and_the_built_in_one_is_asked_again_later() -> None:
+    brain = Brain({"n1": 4}, algorithm="mine")
+    brain.report("A")
+    brain.send(PlanFailed(1, "raised ValueError: no"))
+    brain.send(PlanFailed(1, "an answer that comes twice"))
+    lines = [told.line for told in brain.told if told.event == "plan_refused"]
+    assert lines == ["algorithm mine: raised ValueError: no; the built-in one is asked instead"]
+    brain.send(Tick(), after=ANSWER_S)
+    assert "algorithm fair: no answer within 30 s" in brain.told[-1].line
+    brain.plans = [{"A": {"n1": 4}}]
+    brain.send(Tick(), after=RETRY_S)
+    assert brain.grants == {"A": {"n1": 4}}
+
+
+def test_a_plan_for_a_state_that_is_over_is_asked_for_again() -> None:
+    brain = Brain({"n1": 4})
+    brain.report("A")
+    brain.report("B")
+    assert len(brain.asked) == 1, "one at a time"
+    brain.plans = [{"A": {"n1": 2}, "B": {"n1": 2}}]
+    brain.send(Planned(1, Plan(workers={"A": {"n1": 4}}, reason="B was not there yet")))
+    assert brain.grants == {"A": {"n1": 2}, "B": {"n1": 2}}
+
+
+# ---- the next Brain ------------------------------------------------------------------------
+
+
+def restarted(brain: Brain, after: float = 0.0) -> None:
+    brain.now += after
+    brain.cluster = Cluster.restored(brain.cluster.snapshot())
+    assert brain.cluster.deadline() == 0.0, "the time of the restart is not known yet"
+    brain.grants = {}
+    brain.hosts({"n1": 2, "n2": 2})
+
+
+def test_a_restarted_brain_plans_when_it_has_heard_of_each_job_with_slots(two: Brain) -> None:
+    restarted(two, after=100.0)
+    before = len(two.asked)
+    numbers = dict(two.numbers)
+    two.report("A", carried_out=numbers["A"], holding={"n1": 2})
+    assert two.grants == {"A": {"n1": 2}}, "it may not have been published before"
+    assert len(two.asked) == before
+    two.plans = [{"A": {"n1": 1}, "B": {"n2": 2, "n1": 1}}]
+    two.report("B", carried_out=numbers["B"], holding={"n2": 2})
+    assert len(two.asked) == before + 1
+    assert min(two.numbers.values()) >= min(numbers.values())
+    two.carried_out("A")
+    assert two.grants["B"] == {"n2": 2, "n1": 1}
+    assert two.numbers["B"] > max(numbers.values())
+
+
+def test_a_restarted_brain_waits_for_the_lease_and_the_processes_of_a_job_it_does_not_hear(
+    two: Brain,
+) -> None:
+    restarted(two, after=100.0)
+    before = len(two.asked)
+    two.report("A", carried_out=two.numbers["A"], holding={"n1": 2})
+    two.send(Tick(), after=JOB_LEASE_S + LIVES_ON_S - 0.1)
+    assert len(two.asked) == before
+    two.plans = [{"A": {"n1": 2, "n2": 2}}]
+    two.send(Tick(), after=0.1)
+    assert two.grants == {"A": {"n1": 2, "n2": 2}}
+
+
+def test_what_a_job_of_a_forgotten_brain_holds_counts_as_granted() -> None:
+    brain = Brain({"n1": 4})
+    brain.report("A", carried_out=70, holding={"n1": 4})
+    brain.plans = [{"A": {"n1": 2}, "B": {"n1": 2}}]
+    brain.report("B")
+    brain.send(Planned(1, Plan(workers={}, reason="late")))
+    assert brain.grants == {"A": {"n1": 2}, "B": {}}
+    assert brain.numbers["A"] > 70
+
+
+# ---- what algorithms see -------------------------------------------------------------------
+
+
+def test_figures_of_hosts_are_in_the_view_while_they_are_new(two: Brain) -> None:
+    two.send(HostsMeasured((HostView(name="n1", slots=2, cpu=0.5), HostView(name="x", slots=1))))
+    two.report("A", weight=2.0)
+    view = two.asked[-1].view
+    assert view.hosts == (HostView(name="n1", slots=2, cpu=0.5), HostView(name="n2", slots=2))
+    assert view.event == "limits changed"
+    assert [(job.name, job.size, job.at) for job in view.jobs] == [
+        ("A", 2, {"n1": 2}),
+        ("B", 2, {"n2": 2}),
+    ]
+
+
+def five_hosts() -> World:
+    world = World({"n1": 2, "n2": 2, "n3": 2, "n4": 1, "n5": 1})
+    world.add("A", lambda size: 5.0 * size)
+    world.add("B", lambda size: 5.0 * min(size, 2))
+    world.add("C", lambda size: 5.0 * FALLING[size])
+    return world
+
+
+def test_three_jobs_find_their_sizes_by_trying_and_two_get_the_slots_of_the_third() -> None:
+    world = five_hosts()
+    world.run(world.now + 60.0)
+    assert world.sizes() == {"A": 3, "B": 2, "C": 3}
+    world.run(world.now + 300.0)
+    assert world.sizes() == {"A": 3, "B": 2, "C": 3}
+    assert len(world.published) <= 15
+    world.end(world.jobs["C"])
+    world.run(world.now + 5.0)
+    assert world.sizes() == {"A": 6, "B": 2}
+
+
+def test_a_job_that_gets_slower_is_measured_anew_and_its_slots_go_to_the_other() -> None:
+    world = five_hosts()
+    world.end(world.jobs["C"])
+    world.end(world.jobs["B"])
+    world.add("D", lambda size: 5.0 * size)
+    world.run(world.now + 60.0)
+    assert world.sizes() == {"A": 4, "D": 4}
+    world.jobs["A"].count(world.now)
+    world.jobs["A"].curve = lambda size: 2.0 * min(size, 2)
+    world.run(world.now + 300.0)
+    assert world.sizes() == {"A": 2, "D": 6}
+    events = [view.event for view in world.views]
+    assert "slowdown" in events
+
+
+def _names(view: View) -> list[str]:
+    return [job.name for job in view.jobs]
+
+
+def test_jobs_are_in_the_view_in_order_of_arrival() -> None:
+    world = five_hosts()
+    world.run(world.now + 3.0)
+    assert _names(world.views[-1]) == ["A", "B", "C"]
