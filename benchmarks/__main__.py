@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "journal": ("--rounds 5", ""),
     "observed": ("--pairs 6", "--pairs 40"),
     "horovod": ("--blocks 3", ""),
+    "auto_scale": ("--slots 4", ""),
     "balance": ("--turns 2", "--turns 5"),
 }
 LONGEST_S = 1800.0
