@@ -16,11 +16,13 @@ from random import Random
 from msgspec.structs import replace
 
 from elastic_driver.brain.algorithm import Plan, View
+from elastic_driver.brain.documents import JOB_LEASE_S
 from elastic_driver.brain.fair import fair
 from elastic_driver.brain.messages import AskAlgorithm, HostsFound
 from tests.brain.world import LIVES_ON_S, Curve, SimJob, World
 
-FAULTS_S, QUIET_S, END_S = 300.0, 100.0, 3000.0
+FAULTS_S, QUIET_S = 200.0, 100.0
+ALONE_S = JOB_LEASE_S + LIVES_ON_S - 1.1  # processes without a driver, which reports each second
 
 
 @dataclass
@@ -154,9 +156,9 @@ class Faults:
         job.driver_lives = False
         self.out.silent += 1
         if self.random.random() < 0.5:
-            world.after(self.random.uniform(0.1, LIVES_ON_S), lambda: world.come_back(job))
+            world.after(self.random.uniform(0.1, ALONE_S), lambda: world.come_back(job))
         else:
-            world.after(self.random.uniform(0.1, LIVES_ON_S), lambda: self._die(job))
+            world.after(self.random.uniform(0.1, ALONE_S), lambda: self._die(job))
 
     def _die(self, job: SimJob) -> None:
         self.world.jobs.pop(job.name, None)
@@ -171,7 +173,7 @@ class Faults:
         del world.jobs[job.name]
         ghost = replace_name(job)
         world.ghosts.append(ghost)
-        world.after(self.random.uniform(0.1, LIVES_ON_S), lambda: world.ghosts.remove(ghost))
+        world.after(self.random.uniform(0.1, ALONE_S), lambda: world.ghosts.remove(ghost))
         world.add(job.name, job.curve, steps_wanted=job.steps_wanted, least=job.least)
 
     def kill_brain(self) -> None:

@@ -7,8 +7,8 @@ import pytest
 from elastic_driver.brain.jobs import Job
 from tests.brain.seeds import run_seed
 
-SEEDS = 120
-PER_TEST = 30
+SEEDS = 80
+PER_TEST = 20
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
