@@ -18,6 +18,7 @@ HEARTBEAT_S = 2.0
 HANG_S = 1.5
 SILENT_S = 1.0
 FAVOUR = 6
+GIB = 2**30
 
 
 class Faults:
@@ -55,7 +56,9 @@ class Faults:
             (1, self._discovery_fails),
             (2 if own_exits else 0, self._exit),
             (6 if cluster.settings.replace_slow else 0, self._slow),
+            (2 if own_exits else 0, self._run_out),
         ]
+        self._memory = Random(f"memory of {seed}")
         if cluster.driver.mortal:
             self._kinds += [(4, self._crash_driver), (1, self._cut_from_etcd)]
             cluster.back.append(self.driver_is_back)
@@ -152,6 +155,19 @@ class Faults:
         worker = self._pick()
         if worker is not None and not worker.frozen:
             worker.end(3)
+
+    def _run_out(self) -> None:
+        """The kernel kills a worker that has taken more memory than there was.
+
+        Most hosts have room for more, some for none.
+        """
+        worker, random = self._pick(), self._memory
+        if worker is None:
+            return
+        idle = {host: random.choice([0, 10, 10]) * GIB for host in self.hosts}
+        self.cluster.deliver(ev.HostsMeasured(tuple(idle.items())))
+        found = ev.OutOfMemory(random.choice([None, GIB, 2 * GIB]), random.choice([0, 10]) * GIB)
+        worker.end(-9, short=found)
 
     def _freeze(self) -> None:
         worker = self._pick()

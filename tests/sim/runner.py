@@ -284,6 +284,8 @@ def _check_end(cluster: Cluster, faults: Faults) -> None:
     # Ending with a failure is right only where the script itself may be to blame.
     mismatches = sum("mismatch" in fault for fault in faults.injected)
     own = any("exit" in fault for fault in faults.injected) or mismatches > 1
+    short = any("run_out" in fault for fault in faults.injected)
+    small = short and "ran out of memory" in cluster.end.reason
     early = cluster.elastic and not cluster.job.outcome.has_progress
-    if not own and not early:
+    if not own and not early and not small:
         raise Violation(f"failed without a reason: {cluster.end.reason}")

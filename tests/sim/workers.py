@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from elastic_driver.core.documents import Notice, SaveRequest, StartWorkerOrder, World
-from elastic_driver.core.events import WorkerExited, WorkerReady, WorkerSaved, WorkerStepped
+from elastic_driver.core.events import (
+    OutOfMemory,
+    WorkerExited,
+    WorkerReady,
+    WorkerSaved,
+    WorkerStepped,
+)
 
 if TYPE_CHECKING:
     from tests.sim.cluster import Cluster, SimAgent
@@ -82,7 +88,9 @@ class SimWorker:
     def break_from(self, group: Group) -> None:
         raise AssertionError("a kind of worker says what a lost peer does to it")
 
-    def end(self, exit_code: int, *, victim: bool = False) -> None:
+    def end(
+        self, exit_code: int, *, victim: bool = False, short: OutOfMemory | None = None
+    ) -> None:
         """The process is gone, whoever ended it."""
         if not self.alive:
             return
@@ -90,7 +98,7 @@ class SimWorker:
         group, self.group = self.group, None
         if group is not None and group.members.pop(self.id) and exit_code != 0:
             break_group(group)
-        self.agent.reap(self, WorkerExited(self.id, exit_code, "log", victim))
+        self.agent.reap(self, WorkerExited(self.id, exit_code, "log", victim, short))
 
     def finish_step(self, version: int) -> None:
         raise AssertionError("a kind of worker says what a step means to it")
