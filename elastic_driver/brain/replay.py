@@ -21,13 +21,18 @@ AGAIN_S = 61.0  # after the last event, for algorithms that leave a job alone fo
 
 
 class Recorded(NamedTuple):
-    """A job that was recorded. `trained`: its batches, or those of all its workers together."""
+    """A job that was recorded.
+
+    `trained`: its batches; without a fixed batch, those of all its workers together. `samples`: of
+    one such batch; None: not known.
+    """
 
     name: str
     began: float
     ended: float
     record: Record
     trained: float
+    samples: float | None = None
 
 
 class Played(NamedTuple):
@@ -173,10 +178,10 @@ class _Play:
             over = [job for job in self._here if job.of.ended == then]
             self._here = [job for job in self._here if job.of.ended != then]
             self._over += over
-            return f"job {over[0].of.name} ended"
+            return "slots freed"
         if then == comes:
             self._here.append(self._coming.pop(0))
-            return f"job {self._here[-1].of.name} arrived"
+            return "job arrived"
         if then == known:
             return self._measure()
         self._again = inf

@@ -1,7 +1,7 @@
-"""Backends and sources of hosts by name: Python entry points, ours and those of other packages.
+"""What entry points name: backends, sources of hosts, algorithms and monitors of the Brain.
 
-Ours are registered in setup.cfg. In a checkout this module reads that file, because the metadata of
-an editable installation may be older.
+Other packages may have more of each. Ours are registered in setup.cfg. In a checkout this module
+reads that file, because the metadata of an editable installation may be older.
 """
 
 import configparser
@@ -10,6 +10,7 @@ import os
 from importlib import metadata
 from typing import Any
 
+from elastic_driver.brain.algorithm import GROUP
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import Backend, BackendJob
 from launcher import DISTRIBUTION
@@ -17,7 +18,13 @@ from launcher.backends.base import PACKAGE_ROOT
 
 BACKENDS = "elastic_driver.backends"
 DISCOVERY = "elastic_driver.discovery"
-_OPTIONS = {BACKENDS: "--backend", DISCOVERY: "--host-discovery"}
+MONITORS = "elastic_driver.monitors"
+_OPTIONS = {
+    BACKENDS: "--backend",
+    DISCOVERY: "--host-discovery",
+    GROUP: "--algorithm",
+    MONITORS: "--source",
+}
 _PLANNED = {"ray": "it does not exist yet; use ssh, or local for this machine alone"}
 
 

@@ -137,6 +137,11 @@ class Database:
         with self._transaction() as connection:
             return record_statements.fresh_nodes(connection, now)
 
+    def known_nodes(self) -> list[Node]:
+        """Return all machines, however old their figures are: not to place anything there."""
+        with self._transaction() as connection:
+            return record_statements.known_nodes(connection)
+
     # ---- connections -----------------------------------------------------------------------
 
     @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, delete, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, or_, select, true
 
 from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.documents import Kind
@@ -78,8 +78,18 @@ def put_nodes(connection: Connection, found: Sequence[Node]) -> None:
 def fresh_nodes(connection: Connection, now: float) -> list[Node]:
     """Return the machines whose figures are fresh now, by their names."""
     fresh = nodes.c.seen.between(now - FRESH_S, now + FRESH_S)  # clocks differ
-    query = select(*(nodes.c[name] for name in Node._fields)).where(fresh)
-    return sorted(Node(*each) for each in connection.execute(query))
+    return _nodes(connection, fresh)
+
+
+def known_nodes(connection: Connection) -> list[Node]:
+    """Return all machines, by their names."""
+    return _nodes(connection, true())
+
+
+def _nodes(connection: Connection, which: ColumnElement[bool]) -> list[Node]:
+    query = select(*(nodes.c[name] for name in Node._fields)).where(which)
+    found = [Node(*each) for each in connection.execute(query)]
+    return sorted(found, key=lambda node: node.name)
 
 
 def _values(record: Record) -> dict[str, Any]:

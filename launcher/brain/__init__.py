@@ -1,0 +1,1 @@
+"""The `elasticbrain` command: a process that shares hosts among jobs (docs/brain.md)."""
