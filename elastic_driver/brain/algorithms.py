@@ -1,0 +1,204 @@
+"""Runs algorithms for the Brain, each in a child process, so that none can hold it up or end it.
+
+A plan may take `LIMIT_S`. The child that takes longer is killed, with all that it has started in
+its group, and the next plan begins with a new one. `algorithm_child` is the other side. One thread
+starts the children and talks to them.
+"""
+
+import contextlib
+import difflib
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import IO
+
+import msgspec
+
+from elastic_driver.brain.algorithm import BUILT_IN, LIMIT_S, View
+from elastic_driver.brain.algorithm_child import Answer, Failed, Loaded, Made, entry_points
+from elastic_driver.brain.messages import PlanFailed, Planned
+from elastic_driver.errors import UsageError
+
+START_S = 20.0  # until a child has loaded its algorithm
+END_S = 2.0  # until a killed child is gone, and this thread with it
+MOST_BYTES = 64 * 2**20  # of one answer
+_CHUNK = 1 << 16
+
+_decode: Callable[[bytes], Answer] = msgspec.json.Decoder(Answer).decode
+
+
+class Algorithms:
+    """The algorithms that the Brain asks, by their names; "" is the built-in one.
+
+    `limit` is the time for one plan, in seconds.
+    """
+
+    def __init__(self, limit: float = LIMIT_S) -> None:
+        self._limit = limit
+        self._children: dict[str, _Child] = {}
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="algorithms", daemon=True)
+        self._thread.start()
+
+    def check(self, name: str) -> None:
+        """Raise UsageError if there is no such algorithm, or if it cannot be loaded."""
+        known = entry_points()
+        name = name or BUILT_IN
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
+            raise UsageError(f"--algorithm {name}: there is no such algorithm; {hint}")
+        checked: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._work.put(lambda: checked.put(self._child(name).problem))
+        try:
+            problem = checked.get(timeout=START_S + END_S)
+        except queue.Empty:
+            problem = f"nothing within {START_S:g} s"
+        if problem:
+            hint = "mend the package that it belongs to, or install it again"
+            raise UsageError(f"--algorithm {name}: it cannot be loaded ({problem}); {hint}")
+
+    def ask(
+        self, request: int, name: str, view: View, done: Callable[[Planned | PlanFailed], None]
+    ) -> None:
+        """Have an algorithm make a plan; `done` is called with it, or with why there is none."""
+
+        def work() -> None:
+            answer = self._child(name or BUILT_IN).ask(view, self._limit)
+            if isinstance(answer, Made):
+                done(Planned(request, answer.plan))
+            else:
+                done(PlanFailed(request, answer.reason))
+
+        self._work.put(work)
+
+    def close(self) -> None:
+        """End all children; plans that were asked for do not come any more."""
+        self._closing = True
+        self._work.put(None)
+        for child in list(self._children.values()):
+            child.kill()
+        self._thread.join(self._limit + END_S)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None and not self._closing:
+            work()
+        for child in self._children.values():
+            child.end()
+
+    def _child(self, name: str) -> "_Child":
+        """Return a living child for an algorithm, or one that says why there is none."""
+        child = self._children.get(name)
+        if child is not None and child.lives:
+            return child
+        if child is not None:
+            child.end()
+        self._children[name] = _Child(name)
+        return self._children[name]
+
+
+class _Child:
+    """A process that runs one algorithm. `problem`: why it could not be loaded; "": it was."""
+
+    def __init__(self, name: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "elastic_driver.brain.algorithm_child", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.problem = ""
+        loaded = self._exchange(b"", START_S)
+        if not isinstance(loaded, Loaded):
+            self.problem = loaded.reason if isinstance(loaded, Failed) else "it did not load"
+            self.end()
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process can be asked."""
+        return self._process.poll() is None
+
+    def ask(self, view: View, limit: float) -> Made | Failed:
+        """Return the plan for a view, or why there is none within the limit."""
+        if self.problem:
+            return Failed(f"it cannot be loaded ({self.problem})")
+        answer = self._exchange(msgspec.json.encode(view) + b"\n", limit)
+        return answer if isinstance(answer, Made | Failed) else Failed("returned no plan")
+
+    def kill(self) -> None:
+        """Kill the process and its group; another thread may read from it."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill the process, and free what belongs to it."""
+        self.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+
+    def _exchange(self, line: bytes, limit: float) -> Answer:
+        """Send a line, and return the next answer; the process is over if there is none in time."""
+        try:
+            return _decode(self._answer_line(line, time.monotonic() + limit))
+        except TimeoutError:
+            why = f"took longer than {limit:g} s"
+        except (OSError, EOFError):
+            self.end()
+            why = f"its process has ended ({_how(self._process.returncode)})"
+        except msgspec.MsgspecError as error:
+            why = f"returned no plan ({error})"
+        self.end()
+        return Failed(why)
+
+    def _answer_line(self, line: bytes, until: float) -> bytes:
+        to, by = self._process.stdin, self._process.stdout
+        if to is None or by is None:
+            raise EOFError
+        answer = b""
+        with selectors.DefaultSelector() as selector:
+            _watch(selector, by, selectors.EVENT_READ)
+            if line:
+                _watch(selector, to, selectors.EVENT_WRITE)
+            while not answer.endswith(b"\n"):
+                if not (ready := selector.select(max(0.0, until - time.monotonic()))):
+                    raise TimeoutError
+                for key, _ in ready:
+                    if key.fileobj is by:
+                        answer += _read(by)
+                    else:
+                        line = line[os.write(to.fileno(), line[:_CHUNK]) :]
+                        if not line:
+                            selector.unregister(to)
+                if len(answer) > MOST_BYTES:
+                    raise EOFError
+        return answer
+
+
+def _watch(selector: selectors.DefaultSelector, stream: IO[bytes], what: int) -> None:
+    os.set_blocking(stream.fileno(), False)
+    selector.register(stream, what)
+
+
+def _read(stream: IO[bytes]) -> bytes:
+    """Return what a pipe has; raises EOFError at its end."""
+    if found := os.read(stream.fileno(), _CHUNK):
+        return found
+    raise EOFError
+
+
+def _how(status: int | None) -> str:
+    if status is None:
+        return "it cannot be killed"
+    return f"signal {-status}" if status < 0 else f"exit status {status}"
