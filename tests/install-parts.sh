@@ -35,6 +35,7 @@ slurmd:slurmd
 srun:slurm-client
 munged:munge
 prometheus:prometheus
+prometheus-node-exporter:prometheus-node-exporter
 chromium:chromium
 etcd:etcd-server
 etcdctl:etcd-client

@@ -1,0 +1,1 @@
+"""The monitors of `elasticbrain monitor`: where the figures of machines come from."""

@@ -1,0 +1,193 @@
+"""`elasticbrain monitor` with this machine, a real node_exporter, and what sinfo prints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+pytest.importorskip("sqlalchemy")
+
+from elastic_driver import contract
+from elastic_driver.brain.monitoring import Monitor, MonitorOptions
+from elastic_driver.brain.store.address import Address
+from elastic_driver.brain.store.database import Database
+from elastic_driver.brain.store.records import Node
+from elastic_driver.errors import UsageError
+from launcher.backends.registry import MONITORS, load
+from launcher.brain import monitor as module
+from launcher.brain.monitor import Watch
+from launcher.brain.monitors import prometheus, slurm
+from launcher.brain.monitors.agents import Agents
+from launcher.brain.monitors.prometheus import Prometheus
+from tests.support.job import eventually
+
+EXPORTER = shutil.which("prometheus-node-exporter")
+needs_exporter = pytest.mark.skipif(
+    EXPORTER is None, reason="node_exporter is not installed (prometheus-node-exporter)"
+)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def exporter(port: int) -> Iterator[None]:
+    """A node_exporter that answers on this port."""
+    assert EXPORTER is not None
+    argv = [EXPORTER, f"--web.listen-address=127.0.0.1:{port}", "--collector.disable-defaults"]
+    process = subprocess.Popen(
+        [*argv, "--collector.cpu", "--collector.meminfo"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return True
+        return False
+
+    try:
+        eventually(answers, within=20, what="node_exporter answers")
+        yield
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@contextlib.contextmanager
+def watching(monitor: Monitor, address: Address) -> Iterator[list[str]]:
+    """Have a monitor write into a database; what it tells."""
+    told: list[str] = []
+    watch = Watch(monitor, Database(address), told.append)
+    thread = threading.Thread(target=watch.run)
+    thread.start()
+    try:
+        yield told
+    finally:
+        watch.stop(0)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def nodes(address: Address, now: float | None = None) -> list[Node]:
+    database = Database(address)
+    try:
+        return database.nodes(time.time() if now is None else now)
+    finally:
+        database.close()
+
+
+def test_ours_are_found_by_name_and_another_name_is_refused() -> None:
+    assert isinstance(load(MONITORS, "agents")(MonitorOptions()), Agents)
+    with pytest.raises(UsageError, match="--source promtheus: did you mean prometheus"):
+        load(MONITORS, "promtheus")
+    with pytest.raises(UsageError, match="needs the hosts to ask"):
+        Prometheus(MonitorOptions())
+    with pytest.raises(UsageError, match="measures its own machine"):
+        Agents(MonitorOptions(hosts=(("n1", 1), ("n2", 1))))
+
+
+def test_a_machine_measures_itself_and_counts_the_workers_of_jobs() -> None:
+    found = Agents(MonitorOptions(hosts=(("n1", 4),)))
+    (before,) = found.look(5.0)
+    assert (before.name, before.seen, before.slots) == ("n1", 5.0, 4)
+    assert before.memory_total is not None
+    assert before.memory_free is not None
+    assert 0 < before.memory_free < before.memory_total <= psutil.virtual_memory().total
+    assert before.idle is not None
+    names = {contract.RUN_ID: "run", contract.WORKER_ID: "n1.0.1"}
+    worker = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    started = [
+        subprocess.Popen(worker, stdin=subprocess.PIPE, env={**os.environ, **names})
+        for _ in range(2)  # a worker and its child are one
+    ]
+    try:
+        (during,) = found.look(6.0)
+        assert during.idle == before.idle - 1
+        assert during.cpu is not None
+        assert 0 <= during.cpu <= 1
+    finally:
+        for process in started:
+            process.communicate(timeout=20)
+
+
+@needs_exporter
+def test_figures_of_a_node_exporter_come_into_the_database_and_grow_old(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "INTERVAL_S", 0.2)
+    port = free_port()
+    monitor = Prometheus(MonitorOptions(hosts=(("127.0.0.1", 4), ("127.0.0.9", 2)), port=port))
+    with watching(monitor, address) as told:
+        with exporter(port):
+            eventually(lambda: nodes(address), within=20, what="a node")
+            eventually(lambda: nodes(address)[0].cpu is not None, within=20, what="its processors")
+            (node,) = nodes(address)
+        assert (node.name, node.slots, node.idle) == ("127.0.0.1", 4, None)
+        assert node.memory_total == pytest.approx(psutil.virtual_memory().total, rel=0.05)
+        assert node.memory_free == pytest.approx(psutil.virtual_memory().available, rel=0.3)
+        eventually(lambda: told, within=20, what="a line that nothing answers")
+        (last,) = nodes(address)
+        assert nodes(address, last.seen + 31) == [], "figures older than 30 s place nothing"
+        with exporter(port):
+            eventually(lambda: nodes(address)[0].seen > last.seen, within=20, what="a newer look")
+            eventually(lambda: len(told) == 2, within=20, what="a line that it goes on")
+    assert told[0].startswith(f"nothing could be measured: no host answers; 127.0.0.1:{port}: ")
+    assert told[0].endswith("; it is tried again")
+    assert told[1] == "the machines are measured again"
+
+
+def test_an_answer_that_is_no_node_exporters_is_refused() -> None:
+    with pytest.raises(ValueError, match="is it a node_exporter"):
+        prometheus.read("up 1\n")
+    with pytest.raises(ValueError):  # noqa: PT011 - the parser's own words
+        prometheus.read("<html>no metrics</html>\n")
+
+
+def test_a_database_that_is_away_is_told_once_and_written_again(
+    in_file: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "INTERVAL_S", 0.1)
+    folder = os.path.dirname(in_file.file)
+    os.rename(folder, folder + ".away")
+    with watching(Agents(MonitorOptions()), in_file) as told:
+        eventually(lambda: told, within=20, what="a line")
+        os.rename(folder + ".away", folder)
+        eventually(lambda: len(told) == 2, within=20, what="a line that it goes on")
+    assert told == [
+        "nothing could be measured: No such file or directory; it is tried again",
+        "the machines are measured again",
+    ]
+    assert len(nodes(in_file)) == 1
+
+
+def test_sinfos_lines_are_read_and_nodes_that_take_no_jobs_left_out() -> None:
+    text = (
+        "n1|2/6/0/8|4.00|1000|4000|mixed\n"
+        "n1|2/6/0/8|4.00|1000|4000|mixed\n"  # once for each partition
+        "n2|0/8/0/8|N/A|N/A|4000|idle\n"
+        "n3|0/0/8/8|0.10|1000|4000|down*\n"
+        "n4|0/8/0/8|0.10|1000|4000|drained\n"
+        "n5|0/8/0/8|0.10|1000|4000|idle*\n"
+        "n6|8/0/0/8|16.0|1000|4000|allocated\n"
+    )
+    mib = 1 << 20
+    assert slurm.read(text, MonitorOptions(hosts=(("n1", 4),)), 7.0) == [
+        Node("n1", 7.0, 4, 3, 0.5, 1000 * mib, 4000 * mib),
+        Node("n2", 7.0, 8, 8, None, None, 4000 * mib),
+        Node("n6", 7.0, 8, 0, 1.0, 1000 * mib, 4000 * mib),
+    ]
+    with pytest.raises(ValueError, match="sinfo printed 'slurm_load_partitions"):
+        slurm.read("slurm_load_partitions: error", MonitorOptions(), 7.0)
