@@ -314,6 +314,14 @@ class SizeProposed(Event, frozen=True, tag="size_proposed"):
     reason: Reason
 
 
+class HostStarved(Event, frozen=True, tag="host_starved"):
+    """Workers wait for a host's processors; `--auto-scale` wants at most `workers` there."""
+
+    host: str
+    workers: int
+    reason: Reason
+
+
 class DrainRequested(Event, frozen=True, tag="drain_requested", forbid_unknown_fields=True):
     """A user wants no worker on this host until the drain is cancelled.
 
@@ -554,7 +562,7 @@ OtherEvent: TypeAlias = (
     | HostsChecked
     | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
     | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
-    | PlanApplied | SizeProposed | StopRequested | DriverResumed | Tick
+    | PlanApplied | SizeProposed | HostStarved | StopRequested | DriverResumed | Tick
 )  # fmt: skip
 # Every event for the job; mypy reports one that no rule takes in (`core/job.py`).
 JobEvent: TypeAlias = ProcessEvent | AnyAgentEvent | OtherEvent

@@ -157,7 +157,7 @@ class Job(JobParts):
             case _:
                 assert_never(event)
 
-    def _take_in_other(self, event: ev.OtherEvent, now: float) -> None:  # noqa: PLR0912
+    def _take_in_other(self, event: ev.OtherEvent, now: float) -> None:  # noqa: PLR0912, PLR0915
         match event:
             case ev.HostProbed():
                 self.unreachable.on_probed(event, now)
@@ -199,6 +199,8 @@ class Job(JobParts):
                 self.discovered.on_plan_applied(event)
             case ev.SizeProposed():
                 self.capacity.on_size_proposed(event)
+            case ev.HostStarved():
+                self.discovered.on_host_starved(event)
             case ev.StopRequested():
                 self.outcome.on_stop_requested(event, now)
             case ev.DriverResumed():

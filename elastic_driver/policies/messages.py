@@ -11,7 +11,9 @@ from msgspec import Meta, Struct
 from elastic_driver.core.decisions import CausedDecision
 from elastic_driver.core.events import JobEvent
 
-MachineName: TypeAlias = Literal["job", "check", "stragglers", "shards", "tf", "scaling"]
+MachineName: TypeAlias = Literal[
+    "job", "check", "stragglers", "shards", "tf", "scaling", "starvation"
+]
 # Values of the store with their revisions, by key.
 Entries: TypeAlias = dict[str, tuple[bytes, int]]
 

@@ -21,6 +21,7 @@ from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.errors import ElasticError, ExitCode
 from elastic_driver.policies.messages import KeysRead, MachineName, Reply
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
+from elastic_driver.policies.scaling.starvation import Starvation
 from elastic_driver.policies.shard_messages import ShardBatch, ShardRequest
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.stragglers import RoundPublished, Stragglers
@@ -38,7 +39,7 @@ from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
 from elastic_driver.runtime.measurements import Measurements
 from elastic_driver.runtime.run_ledger import sizes_of
-from elastic_driver.runtime.speed import new_auto_scaler, sample_of, speed_seen
+from elastic_driver.runtime.speed import loads_seen, new_auto_scaler, sample_of, speed_seen
 
 MAX_TOGETHER = 1000  # events that are handled together
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
@@ -130,6 +131,7 @@ class DriverLoop:
             self.executor.read(keys, measurements.usage_read)
         if "scaling" in self._machines and (seen := speed_seen(job, watch)) is not None:
             self._decide("scaling", seen)
+            self._decide("starvation", loads_seen(job, measurements.document()))
         measurements.looked(self.clock(), now)
 
     def wind_down(self, grace: float) -> None:
@@ -329,6 +331,7 @@ class DriverLoop:
         """Have the number of workers searched, if the job was started so."""
         if job.settings.auto_scale:
             self._machines["scaling"] = new_auto_scaler()
+            self._machines["starvation"] = Starvation()
 
     def _begin_check(self, hosts: Hosts, answer: CheckAnswer) -> None:
         """Check hosts; any thread may later call `answer` with the report, or with an error."""

@@ -16,7 +16,7 @@ from elastic_driver.errors import TakenOverError
 from elastic_driver.policies.messages import KeysRead, RequestDropped
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.nodecheck.report import CheckReport
-from elastic_driver.policies.scaling.messages import PriorFound, SpeedSeen
+from elastic_driver.policies.scaling.messages import LoadsSeen, PriorFound, SpeedSeen
 from elastic_driver.policies.shard_messages import ShardRequest, StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
 from elastic_driver.policies.tf_messages import TfRequest
@@ -71,7 +71,7 @@ class StopNow:
 
 PolicyEvent: TypeAlias = (
     ShardRequest | StopOrdered | TfRequest | RequestDropped | KeysRead | RoundPublished | SpeedSeen
-    | PriorFound | TaskEnded
+    | LoadsSeen | PriorFound | TaskEnded
 )  # fmt: skip
 # The events of machines; each has a `machine`.
 MachineEvent: TypeAlias = JobEvent | EventBatch | PolicyEvent

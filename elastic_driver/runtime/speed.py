@@ -1,6 +1,7 @@
 """The speed of the job, as the search of the best size and the statistics want it."""
 
 import hashlib
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from elastic_driver.core.machine import Machine
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.rules.rounds import COMPLETE
 from elastic_driver.core.rules.workers import RUNNING
-from elastic_driver.policies.scaling.messages import SpeedSeen
+from elastic_driver.policies.scaling.messages import HostLoad, LoadsSeen, SpeedSeen
 from elastic_driver.policies.scaling.noise import noise_scale
 from elastic_driver.policies.stragglers import Stragglers
 
@@ -24,6 +25,28 @@ def new_auto_scaler() -> Machine[Any, Any]:
     from elastic_driver.policies.scaling.autoscaler import AutoScaler  # noqa: PLC0415
 
     return AutoScaler()
+
+
+def loads_seen(job: Job, measured: Measured) -> LoadsSeen:
+    """Return the load of the hosts that train; one of which a figure is not known is left out."""
+    computing: dict[str, list[float]] = {}
+    for worker in job.workers.having(RUNNING):
+        found = measured.workers.get(worker.id)
+        if found is not None and found.times is not None and found.times.compute is not None:
+            computing.setdefault(worker.host, []).append(found.times.compute)
+    hosts = (
+        HostLoad(
+            host=host,
+            workers=len(job.workers.in_slots(host)),
+            compute=median(times),
+            cpu=used.cpu,
+            pressure=used.pressure.cpu,
+        )
+        for host, times in computing.items()
+        if (used := measured.hosts.get(host)) is not None
+    )
+    held = job.capacity.target is not None
+    return LoadsSeen(round=job.rounds.current.number, hosts=tuple(hosts), held=held)
 
 
 def kind_of(spec: JobSpec) -> Kind:

@@ -50,6 +50,7 @@ _EVENTS: dict[type, str] = {
     ev.ScaleRequested: "the number of workers was requested: {e.num_proc}",
     ev.PlanApplied: "the user applied {e}",
     ev.SizeProposed: "{e.num_proc} workers are proposed: {e.reason}",
+    ev.HostStarved: "{e.workers} workers at most are proposed for {e.host}: {e.reason}",
     ev.StopRequested: "the end of the job was requested: {e.reason}",
     ev.Tick: "time has passed",
 }

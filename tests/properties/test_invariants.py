@@ -89,6 +89,7 @@ def seldom(random: Random) -> list[ev.Event]:
         ev.WorkerExited(
             worker, -9, "", out_of_memory=ev.OutOfMemory(random.choice([None, 8, 2**29]), 2**29)
         ),
+        ev.HostStarved(host, random.randint(0, 2), WHY),
         ev.StacksRequested(random.choice(["", WHY])),
         ev.DriverResumed(random.randint(1, 2), random.choice(["", WHY]), random.random() < 0.5),
         *(returned(random, host, term) for term in (1, 2)),
@@ -122,6 +123,7 @@ def test_no_news_breaks_an_invariant_or_raises(seed: int) -> None:
             fruitless_restarts=99,
             blacklist_cooldown=(1, 5),
             replace_slow=True,
+            auto_scale=seed % 3 == 0,
             slow_for=0.0,
         )
     )

@@ -177,7 +177,27 @@ class Discovered(Rule):
         """Aim at another number of workers; None releases the plan, too."""
         self.capacity.on_scale_requested(event)
         if event.num_proc is None:
+            self.limits.forget_starved()
             self._limit(None)
+
+    def on_host_starved(self, event: ev.HostStarved) -> None:
+        """Leave a host fewer slots; raises `StaleEvent` where that cannot be, or is old."""
+        host, all_slots = self.hosts.known.get(event.host), self.hosts.known.values()
+        if not self.settings.auto_scale or self.capacity.target is not None:
+            raise ev.StaleEvent("the sizes of this job are not for --auto-scale to decide")
+        if host is None or not 0 < event.workers < host.slots:
+            raise ev.StaleEvent(f"{event.host} has not more than {event.workers} slots any more")
+        left = sum(each.slots for each in all_slots) - host.slots + event.workers
+        if left < self.capacity.least:
+            raise ev.StaleEvent(f"{left} slots would be left, the job needs {self.capacity.least}")
+        self.effects.announce("host_starved", event.reason, event.host, slots=event.workers)
+        self.limits.starved(event.host, event.workers)
+        wanted = self.capacity.wanted
+        if wanted is not None and wanted > left:
+            fewer = f"{event.host} gets {event.workers} workers at most"
+            self.capacity.on_size_proposed(ev.SizeProposed(left, fewer))
+        self._take_in("its workers would wait for its processors")
+        self.capacity.hosts_limited()
 
     def _limit(self, plan: ev.PlanApplied | None) -> None:
         self.limits.limit(plan)

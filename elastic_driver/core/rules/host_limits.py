@@ -22,6 +22,7 @@ class HostLimits:
     equipment: dict[str, tuple[int, int]] = field(default_factory=dict)  # processors, memory
     memory_need: int = 0  # of one more worker; 0: not known
     room: dict[str, int] = field(default_factory=dict)  # the most workers that have the memory
+    fewer: dict[str, int] = field(default_factory=dict)  # the most that do not wait for processors
 
     def discovered(self, hosts: tuple[tuple[str, int], ...]) -> None:
         """Record the hosts there are; raises `StaleEvent` if the Brain says that."""
@@ -41,6 +42,7 @@ class HostLimits:
         """Record what an agent has said of its host; 0: it does not know."""
         if self.equipment.get(host, (cpus, memory)) != (cpus, memory):
             self.room.pop(host, None)  # it is another machine now
+            self.fewer.pop(host, None)
         self.equipment[host] = cpus, memory
 
     def limit(self, plan: ev.PlanApplied | None) -> None:
@@ -51,11 +53,20 @@ class HostLimits:
         """Let one more worker need so much memory, and these hosts have room for so many."""
         self.memory_need, self.room = need, room
 
+    def starved(self, host: str, most: int) -> None:
+        """Let a host have at most so many workers, because they wait for its processors."""
+        self.fewer[host] = most
+
+    def forget_starved(self) -> None:
+        """Let hosts have as many workers again as before they were starved."""
+        self.fewer = {}
+
     def slots(self, plan: ev.PlanApplied | None) -> tuple[tuple[str, int], ...]:
         """Return the hosts with the slots that this plan leaves them."""
         return tuple((host, min(self._bounds(host, slots, plan))) for host, slots in self.found)
 
     def _bounds(self, host: str, slots: int, plan: ev.PlanApplied | None) -> Iterator[int]:
+        yield self.fewer.get(host, slots)
         yield slots
         cpus, memory = self.equipment.get(host, (0, 0))
         if host in self.room:

@@ -52,7 +52,7 @@ class Reports(Rule):
             if lost is not None:  # as long as the job passed for plain, that broke no round
                 self.rounds.leave(now, f"{lost.failure.worker} {lost.reason}")
         running, current = worker.state is RUNNING, self.rounds.current
-        if running and event.round < current.number:
+        if running and (event.round < current.number or event.round == worker.left):
             raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
         self.workers.ready(worker, event)
         undone, why = round(event.undone, 6) or None, event.reason or "waits for a round"

@@ -1,4 +1,4 @@
-"""The events of the machine that searches the best number of workers."""
+"""The events of the machines that search the best number of workers, in all and on a host."""
 
 from typing import ClassVar
 
@@ -48,3 +48,27 @@ class SpeedSeen(Struct, frozen=True, kw_only=True, tag="speed_seen"):
     rest: int | None = None
     micro_batches: int | None = None
     noise: float | None = None
+
+
+class HostLoad(Struct, frozen=True, kw_only=True):
+    """A host that trains: its workers, and the seconds that they compute in a step (the median).
+
+    `cpu`: the share of its processors that worked. `pressure`: the share of the last ten seconds in
+    which a process waited for one; None: not known.
+    """
+
+    host: str
+    workers: int
+    compute: float
+    cpu: float
+    pressure: float | None = None
+
+
+class LoadsSeen(Struct, frozen=True, kw_only=True, tag="loads_seen"):
+    """The load of the hosts that train now; `held`: a user has asked for a size."""
+
+    machine: ClassVar[MachineName] = "starvation"
+
+    round: int
+    hosts: tuple[HostLoad, ...]
+    held: bool = False

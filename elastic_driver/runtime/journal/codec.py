@@ -12,7 +12,7 @@ from msgspec import Struct
 from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import MachineName
-from elastic_driver.policies.scaling.messages import PriorFound, SpeedSeen
+from elastic_driver.policies.scaling.messages import LoadsSeen, PriorFound, SpeedSeen
 from elastic_driver.policies.stragglers import RoundPublished
 from elastic_driver.runtime.mailbox import MachineEvent
 
@@ -33,7 +33,7 @@ class _Requests(Struct, frozen=True, tag="requests"):
 
 _KINDS = {kind.__name__: kind for kind in get_args(shards.Request)}
 _TF_KINDS = {kind.__name__: kind for kind in get_args(tf.TfRequest.__annotations__["request"])}
-_OTHERS = (shards.ShardRequest, tf.TfRequest, RoundPublished, PriorFound, SpeedSeen)
+_OTHERS = (shards.ShardRequest, tf.TfRequest, RoundPublished, LoadsSeen, PriorFound, SpeedSeen)
 _TAGGED = (_Requests, *(kind for kind in get_args(MachineEvent) if kind not in _OTHERS))
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Union[_TAGGED]).decode  # noqa: UP007 - known at run time
