@@ -17,6 +17,7 @@ from launcher.brain import database as given_database
 from launcher.edge import handled
 
 INTERVAL_S = 5.0
+MOST_PORT = 65535
 _DESCRIPTION = """\
 Write how busy machines are into the statistics database, every 5 seconds until Ctrl-C.
 
@@ -43,7 +44,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    monitor.set_defaults(run=run)
+    monitor.set_defaults(act=run)
     monitor.add_argument(
         "--source", metavar="NAME", required=True, help="agents, prometheus, slurm, or another one"
     )
@@ -61,10 +62,13 @@ def add_parser(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Look and write until a signal; return the exit status."""
+    port = _whole("--port", given.port)
+    if port is not None and port > MOST_PORT:
+        raise UsageError(f"--port {port} is no port; name one up to {MOST_PORT}")
     options = MonitorOptions(
         hosts=parse_hosts(given.hosts) if given.hosts is not None else (),
         slots=_whole("--slots-per-host", given.slots_per_host),
-        port=_whole("--port", given.port, most=65535),
+        port=port,
     )
     monitor: Monitor = load(MONITORS, given.source)(options)
     address = given_database.address_of(given.stats_db, new=True)
@@ -75,16 +79,13 @@ def run(given: argparse.Namespace) -> int:
         return watch.run()
 
 
-def _whole(option: str, text: str | None, most: int | None = None) -> int | None:
+def _whole(option: str, text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        number = whole(least=1).read(text)
+        return whole(least=1).read(text)
     except ValueError as error:
         raise UsageError(f"{option} {error}") from None
-    if most is not None and number > most:
-        raise UsageError(f"{option} {number} is more than {most}; name another one")
-    return number
 
 
 class Watch:

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    replay.set_defaults(run=run)
+    replay.set_defaults(act=run)
     replay.add_argument(
         "--algorithm", metavar="A", default=BUILT_IN, help="an algorithm (default: %(default)s)"
     )

@@ -130,8 +130,9 @@ def test_figures_of_a_node_exporter_come_into_the_database_and_grow_old(
     monkeypatch.setattr(module, "INTERVAL_S", 0.2)
     port = free_port()
     monitor = Prometheus(MonitorOptions(hosts=(("127.0.0.1", 4), ("127.0.0.9", 2)), port=port))
-    with watching(monitor, address) as told:
+    with contextlib.ExitStack() as stack:
         with exporter(port):
+            told = stack.enter_context(watching(monitor, address))
             eventually(lambda: nodes(address), within=20, what="a node")
             eventually(lambda: nodes(address)[0].cpu is not None, within=20, what="its processors")
             (node,) = nodes(address)
@@ -144,6 +145,7 @@ def test_figures_of_a_node_exporter_come_into_the_database_and_grow_old(
         with exporter(port):
             eventually(lambda: nodes(address)[0].seen > last.seen, within=20, what="a newer look")
             eventually(lambda: len(told) == 2, within=20, what="a line that it goes on")
+            stack.close()
     assert told[0].startswith(f"nothing could be measured: no host answers; 127.0.0.1:{port}: ")
     assert told[0].endswith("; it is tried again")
     assert told[1] == "the machines are measured again"
