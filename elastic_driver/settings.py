@@ -51,6 +51,11 @@ class Settings:
     host_failures: int | None = option(POLICY, whole("K", least=1), None,
         "A host that fails K times within --host-failure-window is put in cool-down.",
         shown="3 failures of workers that never finished a step")
+    failed_hosts: str | None = option(POLICY, o.choice("keep", "leave"), None,
+        "What becomes of a host of an elastic job on which a worker fails. keep: a new worker is "
+        "started there. leave: it is put in cool-down at once, or after --host-failures, and its "
+        "other workers leave, as with horovodrun; the job ends if no host is left. The only host "
+        "of a job is kept.", shown="leave with --horovod, else keep")
     host_failure_window: float = option(POLICY, o.SECONDS, 60.0,
         "The window in which a host's failures count.")
     blacklist_cooldown: tuple[float, float] = option(POLICY, o.SECONDS_RANGE, (10.0, 600.0),

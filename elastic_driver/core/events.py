@@ -211,10 +211,11 @@ class WorkerEnding(WorkerReport, frozen=True, tag="worker_ending", forbid_unknow
     """A worker's script is over, and it has left its world for good; `WorkerExited` follows.
 
     An interpreter that has imported torch takes a second to end, or longer. `round`: the one that
-    the worker was in; 0: none.
+    the worker was in; 0: none. `failed`: an exception that no lost peer has caused ended it.
     """
 
     round: Count
+    failed: bool = False
 
 
 class WorkerSaved(WorkerEvent, frozen=True, tag="worker_saved", forbid_unknown_fields=True):

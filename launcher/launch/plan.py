@@ -272,6 +272,7 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
         max_hosts=nodes[1] if nodes else None,
         fixed_hosts=isinstance(hosts, where.FixedHosts),
         tf_roles=tf_roles(line),
+        failed_hosts=line["failed_hosts"] or ("leave" if line["horovod"] else "keep"),
     )
     needed, there = units.width(settings), sum(1 for _, slots in hosts.hosts or () if slots)
     if settings.fixed_hosts and there < needed:

@@ -1,7 +1,8 @@
 """Situations that Horovod's elastic driver has to master, told as conversations with our core.
 
 The situations are Horovod's (its elastic driver and discovery unit tests); the expectations
-are ours where we promise more: healthy siblings of a failed worker live on.
+are ours where we promise more: healthy siblings of a failed worker live on, unless hosts are left
+at a failure (`--failed-hosts leave`), as in Horovod.
 """
 
 from __future__ import annotations
@@ -107,6 +108,80 @@ def test_all_workers_failing_fails_the_job(scenario: MakeScenario) -> None:
     s.exit("b.0.1", 1)
     assert s.end is not None
     assert s.end.exit_code == 1
+
+
+def test_a_host_that_is_left_at_a_failure_loses_its_other_workers(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4, min_np=2, max_np=4, failed_hosts="leave").training(a=2, b=2)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", "b.0.1", "b.1.1", version=2)
+    assert s.members == ["b.0.1", "b.1.1"]
+    assert s.in_state("stopping") == ["a.1.1"]
+    s.wait(9.9)
+    assert s.starting == []
+
+
+def test_a_host_that_was_left_is_used_again_after_its_cool_down(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4, min_np=2, max_np=4, failed_hosts="leave").training(a=2, b=2)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", "b.0.1", "b.1.1", version=2)
+    s.obey_stops()
+    s.wait(10.0)
+    assert s.starting == ["a.0.2", "a.1.2"]
+
+
+def test_a_host_is_left_as_soon_as_the_script_of_a_worker_has_failed(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=4, min_np=2, max_np=4, failed_hosts="leave").training(a=2, b=2)
+    s.send(ev.WorkerEnding("a.0.1", 1, failed=True))
+    s.ready("a.1.1", "b.0.1", "b.1.1", version=2)
+    assert s.members == ["b.0.1", "b.1.1"]
+    s.exit("a.0.1", 1)
+    assert len(s.announced("host_blacklisted")) == 1
+    assert s.job.outcome.budget.failures == 1
+    assert s.round == (2, "complete")
+
+
+def test_failures_on_all_hosts_that_are_left_end_the_job(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4, min_np=2, max_np=4, failed_hosts="leave").training(a=2, b=2)
+    s.send(ev.WorkerEnding("a.0.1", 1, failed=True))
+    s.send(ev.WorkerEnding("b.0.1", 1, failed=True))
+    assert s.end is None  # the job ends with the status of the first one, which is not known yet
+    s.exit("b.0.1", 3)
+    assert s.end is not None
+    assert s.end.exit_code == 3
+    assert "workers have failed on every host" in s.end.reason
+
+
+def test_a_job_that_needs_a_host_that_was_left_waits_for_it(scenario: MakeScenario) -> None:
+    s = scenario(
+        start_np=4, min_np=4, max_np=4, failed_hosts="leave", elastic_timeout=1.0
+    ).training(a=2, b=2)
+    s.exit("a.0.1", 1)
+    s.ready("a.1.1", "b.0.1", "b.1.1", version=2)
+    s.wait(1.0)
+    assert s.end is not None
+    assert "need 4 slots" in s.end.reason
+
+
+def test_the_only_host_of_a_job_is_not_left_at_a_failure(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=2, failed_hosts="leave").training(a=2)
+    s.exit("a.0.1", 1)
+    s.ready("a.1.1", version=2)
+    assert s.members == ["a.1.1"]
+    assert s.starting == ["a.0.2"]
+
+
+def test_hosts_are_left_after_as_many_failures_as_were_asked_for(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3, max_np=3, failed_hosts="leave", host_failures=2).training(a=1, b=2)
+    s.exit("b.0.1", 1)
+    s.ready("a.0.1", "b.1.1", version=2)
+    assert s.members == ["a.0.1", "b.1.1"]
+    s.ready("b.0.2")
+    s.exit("b.1.1", 1)
+    s.ready("a.0.1", version=3)
+    assert s.members == ["a.0.1"]
+    assert s.in_state("stopping") == ["b.0.2"]
 
 
 def test_success_of_all_stops_the_job(scenario: MakeScenario) -> None:

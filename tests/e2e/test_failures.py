@@ -95,6 +95,18 @@ def test_survivors_do_not_wait_until_the_process_of_a_worker_that_raised_has_end
         assert "ValueError: boom at step 20" in job.stderr
 
 
+def test_a_host_is_left_at_the_failure_of_a_worker_where_that_was_asked_for() -> None:
+    env = {"STEPS": "100000", "FAIL_STEP": "20", "FAIL_RANK": "3"}
+    hosts = ("-H", "localhost:2,127.0.0.2:2", "-np", "4", "--failed-hosts", "leave")
+    times = ("--blacklist-cooldown-range", "1", "1")
+    with elasticrun(*hosts, *times, "--", TRAIN, env=env) as job:
+        first = job.until_size(4)
+        job.until(lambda: job.rounds()[1:2] == [2], "the world of the host that is left over")
+        grown = job.until_size(4)
+        stayed = [record.worker for pid, record in grown.items() if pid in first]
+        assert {worker.rsplit(".", 2)[0] for worker in stayed} == {"localhost"}
+
+
 def test_rank_0_can_be_killed_like_any_other() -> None:
     with elasticrun("-np", "3", "--", TRAIN, env={"STEPS": "100000"}) as job:
         first = job.until_size(3)

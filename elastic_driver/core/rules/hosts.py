@@ -2,7 +2,8 @@
 
 Discovery reports hosts, failures put them in cool-down, time brings them back; a drain or a check
 that is due keeps them out, too. The table in `host_states` says which news begins and ends what.
-A host in cool-down keeps its healthy workers and only gets no new ones. A host that the job cannot
+A host in cool-down keeps its healthy workers and only gets no new ones; it loses them, too, if the
+job leaves hosts on which a worker has failed. A host that the job cannot
 do without is not put in cool-down: only its restarts that fail fast are delayed. Not to be
 reachable is no failure: such a host is used again as soon as it answers (`unreachable`). The
 workers of a drained host leave. Times are monotonic seconds.
@@ -59,6 +60,7 @@ class Host:
     failures: list[float] = field(default_factory=list)  # times, within the window
     agent_losses: list[float] = field(default_factory=list)
     cooldowns: int = 0  # in a row; each doubles the next one
+    left: bool = False  # its workers leave while it is in cool-down
     needed_again: bool = False  # its cool-down ends early if the job cannot do without it
     until: float = 0.0  # the end of its cool-down or pause
     pauses: int = 0  # in a row; each is longer than the one before
@@ -214,26 +216,30 @@ class HostManager:
         return host.lost_at is not None or self._recent(host.agent_losses, now) > 0
 
     def worker_failed(
-        self, name: str, now: float, reason: str, *, needed: bool = False
+        self, name: str, now: float, reason: str, *, needed: bool = False, leave: bool = False
     ) -> str | None:
         """Count a worker's failure; return the reason for a cool-down that it leads to.
 
         `needed`: the job cannot do without this host, so its restarts are delayed at most.
+        `leave`: the job leaves the host whether it can do without it or not.
         """
         host = self._note_trouble(name, now)
         if host is None:
             return None
         host.failures.append(now)
         failures, given = self._recent(host.failures, now), self.settings.host_failures
-        limit = DEFAULT_HOST_FAILURES if given is None else given
+        limit = given or (1 if leave else DEFAULT_HOST_FAILURES)
         if failures < limit or name in self._hindered[Hindrance.COOL_DOWN]:
             return None
-        if needed:
+        if needed and not leave:
             self._pause(host, now, reason, together=self.settings.settle)
             return None
         host.failures.clear()
         window = f"{failures} failures within {self.settings.host_failure_window:g} s"
-        return self._cool_down(host, now, f"{window}, the last: {reason}")
+        why = reason if limit == 1 else f"{window}, the last: {reason}"
+        cooldown = self._cool_down(host, now, why)
+        host.left, host.needed_again = leave, not leave
+        return cooldown
 
     def agent_failed(
         self, name: str, now: float, reason: str, *, started: bool, needed: bool = False
@@ -264,6 +270,10 @@ class HostManager:
         cooldown = self._cool_down(host, now, reason)
         host.needed_again = False
         return cooldown
+
+    def is_left(self, host: Host) -> bool:
+        """Return whether the workers of a host have to leave, because one there has failed."""
+        return host.left and host.name in self._hindered[Hindrance.COOL_DOWN]
 
     def step_finished(self, name: str) -> None:
         """Record that a worker there finished a step: later trouble may start a new count."""
@@ -375,6 +385,7 @@ class HostManager:
         length = min(shortest * 2.0**host.cooldowns, longest)
         host.cooldowns = min(host.cooldowns + 1, 64)
         host.until, host.reason, host.needed_again = now + length, reason, True
+        host.left = False
         self._learn(host, HostNews.FAILED)
         return f"no new workers for {length:g} s: {reason}"
 

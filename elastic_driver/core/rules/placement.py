@@ -18,7 +18,7 @@ from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.outcome import ScriptKind
 from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.rounds import COMPLETE, FORMING, Rule
-from elastic_driver.core.rules.workers import ACTIVE, Worker
+from elastic_driver.core.rules.workers import ACTIVE, ENDING, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
 
 
@@ -76,6 +76,8 @@ class Placement(Rule):
             return self.outcome.departure.reason
         if host is None:
             return f"host {worker.host} was removed"
+        if self.hosts.is_left(host) and worker.state is not ENDING:
+            return f"a worker of host {host.name} has failed"
         too_many = f"host {host.name} has only {host.slots} slots now"
         return self.drains.reason_for(worker) or (too_many if older >= host.slots else "")
 

@@ -95,6 +95,8 @@ class Reports(Rule):
             raise ev.StaleEvent(f"{worker.id} has ended in round {event.round}, which is over")
         self.workers.ending(worker)
         self.capacity.note_change()
+        if event.failed and self._leaves_failed_hosts():
+            self._blame(worker, "has failed", now)
 
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         """Record the end of a worker's process: a success, a failure, or a stop that was ordered.
@@ -177,16 +179,31 @@ class Reports(Rule):
         self.outcome.record(Loss(failure, cause, reason, member, now))
         self.capacity.note_change(vacated=(worker.host, worker.slot))
         if cause not in (Cause.VICTIM, Cause.AGENT):
-            of_host = given is not None or not (worker.stepped or plain_progress)
-            if of_host and cause is not Cause.MEMORY:
-                why, needed = f"{worker.id} {reason}", self.is_needed(worker.host)
-                cooldown = self.hosts.worker_failed(worker.host, now, why, needed=needed)
-                if cooldown is not None:
-                    self.effects.announce("host_blacklisted", cooldown, worker.host)
+            counts = given is not None or not (worker.stepped or plain_progress)
+            if cause is not Cause.MEMORY and (counts or self._leaves_failed_hosts()):
+                self._blame(worker, reason, now)
             if self.outcome.first_success is None:
                 self.count_failure(now, member=member)
+        if self.hosts.known and all(map(self.hosts.is_left, self.hosts.known.values())):
+            none = "workers have failed on every host; --failed-hosts keep goes on there"
+            self.outcome.fail(none)
         if member and self.outcome.elastic and self.outcome.end is None:
             self.rounds.leave(now, f"{worker.id} {reason}", silent=silent)
+
+    def _blame(self, worker: Worker, reason: str, now: float) -> None:
+        """Count a failure against the worker's host, which may get no workers for a time."""
+        if not self.workers.blame(worker):
+            return
+        host, leave = worker.host, self._leaves_failed_hosts()
+        why, needed = f"{worker.id} {reason}", self.is_needed(host)
+        cooldown = self.hosts.worker_failed(host, now, why, needed=needed, leave=leave)
+        if cooldown is not None:
+            self.effects.announce("host_blacklisted", cooldown, host)
+
+    def _leaves_failed_hosts(self) -> bool:
+        """Return whether a host is left at the failure of a worker; the only host never is."""
+        asked = self.settings.failed_hosts == "leave" and self.outcome.elastic
+        return asked and self.outcome.first_success is None and len(self.hosts.known) > 1
 
     def count_failure(self, now: float, *, member: bool) -> None:
         """Take one failure from the budget; an elastic job ends here if it is exceeded.

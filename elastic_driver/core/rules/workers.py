@@ -93,6 +93,7 @@ class Worker:
     version: int = -1  # committed steps it reported with its last READY
     clean: bool = True
     left: int = 0  # the round it reported to have left with its last READY
+    blamed: bool = False  # its failure was counted against its host
     left_behind: bool = False  # it is ending, and a round was formed without it
     stepped_in: int = 0  # the last round in which it has finished a step; 0: in none
     leaving: str = ""  # the reason why it has to leave at the next chance; empty: it stays
@@ -252,6 +253,11 @@ class WorkerStateRegistry:
         """Record that the worker's script is over; raise `ev.StaleEvent` if it cannot be."""
         if not self.apply(worker, WorkerNews.ENDING):
             raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, its script cannot end")
+
+    def blame(self, worker: Worker) -> bool:
+        """Record that its failure is counted against its host; False if that is known."""
+        known, worker.blamed = worker.blamed, True
+        return not known
 
     def leave_behind(self, worker: Worker) -> bool:
         """Record that a round is formed without a worker that is ending; False if that is known."""

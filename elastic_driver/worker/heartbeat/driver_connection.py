@@ -185,10 +185,12 @@ class DriverConnection:
         self._send(self.client, wait=0.0, patience=patience)
         self._thread.start()
 
-    def stop(self, *, over_in: int | None = None) -> None:
+    def stop(self, *, over_in: int | None = None, failed: bool = False) -> None:
         """End the heartbeat, delete the leases and close the connections, within seconds.
 
-        `over_in`: the round in which the script has ended, 0 if in none; None: it goes on.
+        Args:
+            over_in: the round in which the script has ended, 0 if in none; None: it goes on.
+            failed: whether an exception of its own has ended it.
         """
         self._heart_client.abort()
         self.preemption.wake()
@@ -196,7 +198,7 @@ class DriverConnection:
             self._thread.join(STOP_S)
         self.preemption.close()
         if over_in is not None:
-            ending = documents.encode(events.WorkerEnding(self.born.worker, over_in))
+            ending = documents.encode(events.WorkerEnding(self.born.worker, over_in, failed))
             with contextlib.suppress(RendezvousError):
                 self.client.post_json(EVENTS_PATH, ending, deadline=STOP_S)
         # A lease that expired would count as a hang, and the process may take long to end.

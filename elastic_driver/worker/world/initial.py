@@ -112,9 +112,9 @@ class InitialMembership(JobMembership):
         if place.rank == 0 and number > 1:  # all have left the meeting before this one
             self._client.batch(DeletePrefix(f"{prefix}{number - 1}/"))
 
-    def stop(self, *, script_is_over: bool = False) -> None:
+    def stop(self, *, script_is_over: bool = False, error: BaseException | None = None) -> None:
         """Leave the world; bounded, whatever the peers do."""
-        super().stop(script_is_over=script_is_over)
+        super().stop(script_is_over=script_is_over, error=error)
         if self._client is not None:
             self._client.close()
 

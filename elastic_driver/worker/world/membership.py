@@ -21,7 +21,8 @@ from torch.distributed import HashStore, Store
 from elastic_driver import contract
 from elastic_driver.core.documents import Member, Notice, SlotInfo, World
 from elastic_driver.core.state_version import StateVersion
-from elastic_driver.errors import ExitCode, UsageError
+from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
+from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker import accelerator, context, current
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
@@ -120,15 +121,19 @@ class JobMembership:
             say(f"no driver came within --driver-timeout; this worker ends ({error})")
             raise SystemExit(ExitCode.UNAVAILABLE) from error
 
-    def stop(self, *, script_is_over: bool = False) -> None:
+    def stop(self, *, script_is_over: bool = False, error: BaseException | None = None) -> None:
         """Leave the world and end the heartbeat; bounded, whatever the peers do.
 
-        `script_is_over`: tell the driver that this process takes part no more.
+        Args:
+            script_is_over: tell the driver that this process takes part no more.
+            error: what has ended the script.
         """
         round_id = self.progress.round
         self.leave()
         if self._driver is not None:
-            self._driver.stop(over_in=round_id if script_is_over else None)
+            lost = isinstance(error, WorldBrokenError) or looks_like_peer_loss(str(error))
+            over_in = round_id if script_is_over else None
+            self._driver.stop(over_in=over_in, failed=error is not None and not lost)
         self._end_left_groups()
         until = time.monotonic() + END_S
         for ending in self._endings:

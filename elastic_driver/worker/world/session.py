@@ -126,7 +126,7 @@ def _leave_upon_exception() -> None:
         finally:
             if membership() is not None:
                 companions.stop_all(broken=True)
-            _shutdown(script_is_over=True)
+            _shutdown(script_is_over=True, error=error)
 
     sys.excepthook = show_and_leave
 
@@ -157,11 +157,11 @@ def shutdown() -> None:
     _shutdown(script_is_over=False)
 
 
-def _shutdown(*, script_is_over: bool) -> None:
+def _shutdown(*, script_is_over: bool, error: BaseException | None = None) -> None:
     leave_initial()
     member, _Session.membership = _Session.membership, None
     if member is not None:
-        member.stop(script_is_over=script_is_over)
+        member.stop(script_is_over=script_is_over, error=error)
 
 
 def report_progress(

@@ -253,6 +253,13 @@ def test_slow_workers_are_replaced_only_where_asked_for() -> None:
     assert plan("--replace-slow").settings.replace_slow
 
 
+def test_hosts_with_failures_are_left_for_scripts_of_horovod_unless_somebody_says() -> None:
+    assert plan().settings.failed_hosts == "keep"
+    assert plan("--horovod").settings.failed_hosts == "leave"
+    assert plan("--horovod", "--failed-hosts", "keep").settings.failed_hosts == "keep"
+    assert plan("--failed-hosts", "leave").settings.failed_hosts == "leave"
+
+
 def test_balance_is_off_unless_asked_for() -> None:
     assert "ELASTIC_BALANCE" not in plan().spec.env
     assert plan("--balance").spec.env["ELASTIC_BALANCE"] == "1"
