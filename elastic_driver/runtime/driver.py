@@ -59,7 +59,7 @@ class ElasticDriver:
 
     def __init__(self, setup: DriverSetup) -> None:
         self._setup, self.reporter = setup, setup.reporter
-        self._mailbox = mail.Mailbox()
+        self._mailbox: mail.DriverMailbox = mail.Mailbox()
         self._resources = DriverResources(setup, self._mailbox, self)
         self._loop: DriverLoop | None = None
         self._telemetry: Telemetry | None = None

@@ -57,7 +57,7 @@ def _call_all(acts: list[Callable[[], None]]) -> None:
 class DriverLoop:
     """Runs a driver's machines; all methods belong to the driver's thread."""
 
-    mailbox: mail.Mailbox
+    mailbox: mail.DriverMailbox
     executor: Executor
     lease: float  # seconds that a member of TensorFlow's cluster may be silent
     checks: NodeChecks | None  # None: nodes are never checked

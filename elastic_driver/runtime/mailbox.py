@@ -1,4 +1,4 @@
-"""The driver's mailbox and its messages: the machines' events, and some of the driver's own.
+"""Mailboxes; the driver's messages: the machines' events, and some of the driver's own.
 
 The server, discovery, the backends' threads and signal handlers put messages in; the driver's
 thread alone takes them out.
@@ -8,7 +8,7 @@ import collections
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from elastic_driver.core.events import EventBatch, JobEvent
 from elastic_driver.core.job import Job
@@ -91,20 +91,23 @@ Message: TypeAlias = (
 )  # fmt: skip
 
 
-class Mailbox:
+M = TypeVar("M")
+
+
+class Mailbox(Generic[M]):
     """A queue with one reader, which may take several messages of some kinds at once."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._next: Message | None = None  # taken out of the queue, not handed out yet
-        self._back: collections.deque[Message] = collections.deque()  # put back by the reader
+        self._queue: queue.SimpleQueue[M] = queue.SimpleQueue()
+        self._next: M | None = None  # taken out of the queue, not handed out yet
+        self._back: collections.deque[M] = collections.deque()  # put back by the reader
         self.put = self._queue.put  # for any thread, and for signal handlers
 
     def __len__(self) -> int:
         """Return about how many messages wait."""
         return self._queue.qsize() + (self._next is not None) + len(self._back)
 
-    def put_back(self, messages: Sequence[Message]) -> None:
+    def put_back(self, messages: Sequence[M]) -> None:
         """Put messages back that came before all others; for the reader alone."""
         self._back.extendleft(reversed(messages))
 
@@ -113,7 +116,7 @@ class Mailbox:
         """Return whether messages wait that the reader has put back."""
         return bool(self._back)
 
-    def get(self, timeout: float | None = None) -> Message:
+    def get(self, timeout: float | None = None) -> M:
         """Return the next message; raises `queue.Empty` if there is none for so many seconds."""
         if self._back:
             return self._back.popleft()
@@ -136,5 +139,8 @@ class Mailbox:
         return found
 
 
-def _is(message: Message, kinds: tuple[type, ...]) -> bool:
+def _is(message: object, kinds: tuple[type, ...]) -> bool:
     return isinstance(message.event if isinstance(message, Delivered) else message, kinds)
+
+
+DriverMailbox: TypeAlias = Mailbox[Message]

@@ -90,7 +90,7 @@ class _Driver(DriverPort, Protocol):
 class DriverResources:
     """The resources of one driver; see the module. `driver` is asked by the HTTP routes."""
 
-    def __init__(self, setup: DriverSetup, mailbox: mail.Mailbox, driver: _Driver) -> None:
+    def __init__(self, setup: DriverSetup, mailbox: mail.DriverMailbox, driver: _Driver) -> None:
         if setup.resumed is not None:
             setup.settings = setup.resumed.settings
         self._setup, self._mailbox = setup, mailbox

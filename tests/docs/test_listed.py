@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.brain.command import parser as brain_parser
 from launcher.ctl_commands.catalog import parsers
 from launcher.job import carry_out
 from launcher.options.values import resolve
@@ -52,6 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+OURS = "elasticrun", "elasticctl", "elasticbrain", "make", "python"
+
+
 @pytest.mark.parametrize("command", [pytest.param(c, id=f"{b.place} {c}") for b, c in LISTED])
 def test_a_listed_command_is_one(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +63,7 @@ def test_a_listed_command_is_one(
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     for words in simple_commands(command):
-        name = next((w for w in words if w in ("elasticrun", "elasticctl", "make", "python")), "")
+        name = next((w for w in words if w in OURS), "")
         rest = (
             [FILLED_IN.get(word, word) for word in words[words.index(name) + 1 :]] if name else []
         )
@@ -67,6 +71,8 @@ def test_a_listed_command_is_one(
             check_plan(rest)
         elif name == "elasticctl":
             check_words(rest)
+        elif name == "elasticbrain":
+            brain_parser().parse_args(rest)
         elif name == "make":
             assert {word for word in rest if word.islower()} <= TARGETS
         elif name == "python" and rest[0] == "-m":
@@ -121,7 +127,9 @@ def check_words(words: list[str]) -> None:
 
 
 def test_every_command_stands_in_a_block_that_is_tested() -> None:
-    ours = re.compile(r"^ *(\$ )?(elasticrun|elasticctl|torchrun|make|pip|salloc) ", re.MULTILINE)
+    ours = re.compile(
+        r"^ *(\$ )?(elasticrun|elasticctl|elasticbrain|torchrun|make|pip|salloc) ", re.MULTILINE
+    )
     others = [b for b in BLOCKS if b.language not in ("console", "sh", "python", "yaml", "ini")]
     elsewhere = [block.place for block in others if ours.search(block.text)]
     assert elsewhere == ["docs/architecture.md:8"], "commands stand in blocks of console or sh"

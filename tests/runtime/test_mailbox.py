@@ -7,7 +7,7 @@ import queue
 import pytest
 
 from elastic_driver.core.events import Tick, WorkerReady, WorkerStepped
-from elastic_driver.runtime.mailbox import Mailbox, StopNow
+from elastic_driver.runtime.mailbox import DriverMailbox, Mailbox, StopNow
 
 READY = WorkerReady("a.0.1", 0, -1, True, "started")
 STEPPED = WorkerStepped("a.0.1", 1, 1)
@@ -15,7 +15,7 @@ KINDS = (WorkerReady, WorkerStepped)
 
 
 def test_messages_come_out_in_their_order_also_when_some_are_taken_together() -> None:
-    mailbox = Mailbox()
+    mailbox: DriverMailbox = Mailbox()
     for message in (READY, STEPPED, READY, StopNow(), READY, Tick()):
         mailbox.put(message)
     assert len(mailbox) == 6
@@ -28,7 +28,7 @@ def test_messages_come_out_in_their_order_also_when_some_are_taken_together() ->
 
 
 def test_nothing_follows_in_an_empty_mailbox() -> None:
-    mailbox = Mailbox()
+    mailbox: DriverMailbox = Mailbox()
     assert mailbox.following(KINDS, 10) == []
     with pytest.raises(queue.Empty):
         mailbox.get(0.0)

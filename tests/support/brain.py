@@ -1,10 +1,16 @@
-"""The Brain's side of its protocol, played by a test: a real server that grants what it says."""
+"""A Brain for tests: a real process, or its side of the protocol played by the test itself."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -12,7 +18,7 @@ from elastic_driver.brain.documents import Grant, JobOver, JobReport, grant_key
 from rendezvous.auth import Caller, job_token, jobs_token, write_token_file
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Set
-from tests.support.job import eventually
+from tests.support.job import ROOT, eventually
 
 TOKEN = "the Brain's own"
 
@@ -78,3 +84,82 @@ def jobs_token_file(folder: Path) -> Path:
 
 def token_of(job: str) -> str:
     return job_token(TOKEN, job)
+
+
+class RunningBrain:
+    """A process of `elasticbrain serve`, which a test may kill, stop and start again."""
+
+    def __init__(self, folder: Path, *args: str) -> None:
+        self.folder, self._args, self._port = folder / "brain", args, 0
+        self._out = folder / "brain.out"
+        self.process = self._begin()
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        where = "--state-dir", str(self.folder), "--bind", f"127.0.0.1:{self._port}"
+        with self._out.open("ab") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "launcher.brain.command", "serve", *where, *self._args],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )
+        self.process = process
+        self.url = eventually(self._find_url, within=30, what="the Brain serves", context=self.said)
+        self._port = int(self.url.rpartition(":")[2])
+        return process
+
+    def _find_url(self) -> str | None:
+        assert self.process.poll() is None, self.said()
+        with contextlib.suppress(OSError):
+            pid, url = (self.folder / "endpoint").read_text().split()
+            return url if int(pid) == self.process.pid else None
+        return None
+
+    def said(self) -> str:
+        """What it has written."""
+        return self._out.read_text(errors="replace")
+
+    @property
+    def for_jobs(self) -> tuple[str, ...]:
+        """The options of a job of this Brain."""
+        return "--brain", self.url, "--brain-token-file", str(self.folder / "job.token")
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def start_again(self) -> None:
+        """Start another one with the same folder and address."""
+        self._begin()
+
+    def status(self) -> dict[str, Any]:
+        """The status, as the command shows it."""
+        words = "status", "--json", "--state-dir", str(self.folder)
+        found = subprocess.run(
+            [sys.executable, "-m", "launcher.brain.command", *words],
+            capture_output=True,
+            cwd=ROOT,
+            timeout=30,
+            check=True,
+        )
+        document: dict[str, Any] = json.loads(found.stdout)
+        return document
+
+    def stop(self) -> int:
+        """End it as Ctrl-C does; return its exit status."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(20)
+
+
+@contextlib.contextmanager
+def elasticbrain(folder: Path, *args: str) -> Iterator[RunningBrain]:
+    """Run `elasticbrain serve` with these options, in a folder of its own."""
+    brain = RunningBrain(folder, *args)
+    try:
+        yield brain
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            brain.process.send_signal(signal.SIGCONT)
+        brain.kill()

@@ -1,0 +1,262 @@
+"""The process of a Brain: a mailbox, one loop that runs the machine, and what carries it out.
+
+Reports of jobs, leases that end, hosts that are found and plans of algorithms are messages. The
+loop numbers an event, hands it to the machine (`brain.cluster`), writes the machine's state to disk
+and only then publishes grants: a Brain that is killed at any moment has promised nothing that the
+next one does not know. The jobs train on without a Brain, so nothing here ends them. Times are unix
+seconds.
+"""
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from elastic_driver.brain.algorithm import HostView
+from elastic_driver.brain.algorithms import Algorithms
+from elastic_driver.brain.cluster import Cluster
+from elastic_driver.brain.documents import Grant, grant_key
+from elastic_driver.brain.messages import (
+    AskAlgorithm,
+    HostsFound,
+    JobEnded,
+    JobHeard,
+    JobSilent,
+    PlanFailed,
+    Planned,
+    PublishGrant,
+    Tell,
+)
+from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered, Tick
+from elastic_driver.core.machine import stamped
+from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
+from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.runtime.identity import Identity
+from elastic_driver.runtime.mailbox import Mailbox
+from launcher.brain.folder import BrainFolder, State
+from launcher.brain.routes import BrainRoutes, job_of_lease, status_document
+from rendezvous.server import RendezvousServer
+from rendezvous.wire import EVENTS_PATH, Delete, Set
+
+MAX_MAIL = 100_000  # waiting messages; beyond that, reports are refused with 503
+LONGEST_WAIT_S = 1.0
+SPIN_GUARD_S = 0.01  # the least time between two ticks
+KEEP_S = 5.0  # between two writes of what the machine has only measured
+AGAIN_S = 1.0  # before the next attempt to write, after one that failed
+
+
+@dataclass(frozen=True, slots=True)
+class StatusAsked:
+    """Draw up the status; `reply` takes the JSON document and does not block."""
+
+    reply: Callable[[bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the Brain; its jobs go on."""
+
+    exit_code: int
+
+
+BrainEvent: TypeAlias = JobHeard | JobEnded | JobSilent | HostsFound | Planned | PlanFailed | Tick
+Message: TypeAlias = BrainEvent | HostsDiscovered | DiscoveryFailed | StatusAsked | Stop
+
+
+@dataclass(kw_only=True)
+class BrainSetup:
+    """What a Brain is made of; nothing is opened yet."""
+
+    folder: BrainFolder
+    host: str  # a numeric address
+    port: int
+    discovery: HostDiscovery
+    interval: float  # seconds between two looks for hosts
+    algorithm: str
+    token: str
+    identity: Identity
+    say: Callable[[str], None]
+
+
+@dataclass
+class _Unkept:
+    """What waits until the state is on the disk."""
+
+    grants: dict[str, Grant] = field(default_factory=dict)  # the newest of each job
+    due: float | None = None  # the next attempt; None: nothing has changed
+    failed: bool = False
+
+
+class BrainService:
+    """Runs one Brain in the thread that calls `run`; `stop` may be called by a signal handler."""
+
+    def __init__(self, setup: BrainSetup) -> None:
+        self._setup, self._say = setup, setup.say
+        self._mailbox: Mailbox[Message] = Mailbox()
+        self._state = State()
+        self._cluster = Cluster(setup.algorithm)
+        self._algorithms = Algorithms()
+        self._log = EventLog(setup.folder.events_file, clock=time.time, on_broken=self._say)
+        self._server: RendezvousServer | None = None
+        self._unkept, self._events = _Unkept(), 0
+        self._started = time.time()
+
+    # ---- life ----------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serve until `stop`; return the exit status. Raises ElasticError if it cannot begin."""
+        setup = self._setup
+        with contextlib.ExitStack() as stack:
+            self._load()
+            stack.callback(self._algorithms.close)
+            self._algorithms.check(setup.algorithm)
+            server = self._server = self._open_server()
+            stack.callback(server.stop)
+            self._log.open()
+            stack.callback(self._log.close)
+            setup.folder.write_tokens(setup.token, setup.identity.known_by)
+            setup.folder.write_endpoint(server.url)
+            token = setup.folder.job_token_file
+            self._say(f"the Brain serves at {server.url}; the token for jobs is in {token}")
+            hosts = DiscoveryThread(
+                setup.discovery, interval=setup.interval, post=self._mailbox.put
+            )
+            stack.callback(hosts.stop)
+            hosts.start()
+            return self._loop()
+
+    def stop(self, exit_code: int) -> None:
+        """End the Brain soon; its jobs go on."""
+        self._mailbox.put(Stop(exit_code))
+
+    def _load(self) -> None:
+        state = self._setup.folder.load()
+        if state.machine:
+            self._cluster = Cluster.restored(state.machine)
+            self._cluster.algorithm = Cluster(self._setup.algorithm).algorithm
+        self._state = msgspec.structs.replace(state, starts=state.starts + 1)
+        self._keep(time.time())
+
+    def _open_server(self) -> RendezvousServer:
+        setup = self._setup
+        routes = BrainRoutes(self._take, lambda reply: self._mailbox.put(StatusAsked(reply)))
+        return RendezvousServer(
+            setup.host,
+            setup.port,
+            token=setup.token,
+            certificate=setup.identity.certificate,
+            known_by=setup.identity.known_by,
+            on_lease_expired=self._lease_expired,
+            routes=routes.add_to,
+            posts={EVENTS_PATH: routes.take_event},
+            first_revision=self._state.starts << 40,  # jobs have seen older revisions only
+            on_failed=self._server_failed,
+        ).start()
+
+    def _take(self, event: JobHeard | JobEnded) -> bool:
+        if len(self._mailbox) >= MAX_MAIL:
+            return False
+        self._mailbox.put(event)
+        return True
+
+    def _lease_expired(self, key: str) -> None:
+        if (job := job_of_lease(key)) is not None:
+            self._mailbox.put(JobSilent(job))
+
+    def _server_failed(self, error: Exception) -> None:
+        self._say(f"the server has ended ({error}); start the Brain again, its jobs go on")
+        self._mailbox.put(Stop(70))
+
+    # ---- the loop ------------------------------------------------------------------------
+
+    def _loop(self) -> int:
+        while True:
+            message = None
+            with contextlib.suppress(queue.Empty):
+                message = self._mailbox.get(self._patience())
+            match message:
+                case Stop(exit_code):
+                    self._keep(time.time())
+                    return exit_code
+                case StatusAsked(reply):
+                    url = "" if self._server is None else self._server.url
+                    reply(status_document(url, self._started, self._cluster))
+                case HostsDiscovered(hosts):
+                    found = tuple(HostView(name=name, slots=slots) for name, slots in hosts)
+                    self._decide(HostsFound(found))
+                case DiscoveryFailed(reason):
+                    self._tell("discovery_failed", "", f"{reason}; the last known hosts stay")
+                case None:
+                    pass
+                case _:
+                    self._decide(message)
+            now = time.time()
+            due = self._cluster.deadline()
+            if due is not None and due <= now:
+                self._decide(Tick())
+            if self._unkept.due is not None and self._unkept.due <= now:
+                self._keep(now)
+
+    def _patience(self) -> float:
+        dues = [due for due in (self._cluster.deadline(), self._unkept.due) if due is not None]
+        left = min(dues) - time.time() if dues else LONGEST_WAIT_S
+        return min(LONGEST_WAIT_S, max(SPIN_GUARD_S, left))
+
+    def _decide(self, event: BrainEvent) -> None:
+        """Number an event, have the machine decide, and carry out what it decides."""
+        self._events += 1
+        now = time.time()
+        decisions: list[Any] = stamped(self._cluster.handle(event, now), self._events)
+        if self._unkept.due is None:
+            self._unkept.due = now + KEEP_S
+        for decision in decisions:
+            match decision:
+                case PublishGrant(job=job, grant=grant):
+                    self._unkept.grants[job] = grant
+                case AskAlgorithm(request=request, algorithm=algorithm, view=view):
+                    self._algorithms.ask(request, algorithm, view, self._mailbox.put)
+                case Tell(event=name, job=job, line=line):
+                    self._tell(name, job, line)
+        if isinstance(event, JobEnded) and self._server is not None:
+            self._unkept.grants.pop(event.job, None)
+            if event.job not in self._cluster.jobs:
+                self._server.post([Delete(grant_key(event.job))])
+        if decisions or isinstance(event, JobEnded | JobSilent | HostsFound):
+            self._keep(now)
+
+    # ---- the disk, before promises -------------------------------------------------------
+
+    def _keep(self, now: float) -> None:
+        """Write the state down, then publish the grants that were made until now."""
+        unkept = self._unkept
+        state = msgspec.structs.replace(self._state, machine=self._cluster.snapshot())
+        try:
+            self._setup.folder.save(state)
+        except OSError as error:
+            unkept.due = now + AGAIN_S
+            if not unkept.failed:
+                unkept.failed = True
+                where = self._setup.folder.state_file
+                line = f"{where} cannot be written: {error.strerror}; no job gets other slots"
+                self._tell("state_failed", "", line)
+            return
+        if unkept.failed:
+            self._tell("state_written", "", f"{self._setup.folder.state_file} is written again")
+        grants, self._unkept = unkept.grants, _Unkept()
+        for job, grant in grants.items():
+            self._publish(job, grant)
+
+    def _publish(self, job: str, grant: Grant) -> None:
+        if job not in self._cluster.jobs or self._server is None:
+            return
+        self._server.post([Set(grant_key(job), msgspec.json.encode(grant))])
+        hosts = ", ".join(f"{host}:{slots}" for host, slots in grant.hosts.items()) or "no slots"
+        self._tell("grant", job, f"{hosts} (grant {grant.number}): {grant.reason}")
+
+    def _tell(self, event: str, job: str, line: str) -> None:
+        self._log.append(event, job=job or None, reason=line)
+        self._say(f"{job}: {line}" if job else line)

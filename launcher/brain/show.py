@@ -1,0 +1,41 @@
+"""`elasticbrain status`: asks the Brain of a folder, and shows its hosts and jobs."""
+
+from typing import Any
+
+from elastic_driver.contract import STATUS_PATH
+from elastic_driver.errors import ClusterError
+from launcher.brain.folder import BrainFolder
+from launcher.ctl_commands.show import table
+from rendezvous.auth import read_credentials
+from rendezvous.client import RendezvousClient
+
+ANSWER_S = 5.0
+
+
+def ask(folder: BrainFolder) -> bytes:
+    """Return the status document of the Brain; raises ClusterError if none runs there."""
+    if (url := folder.read_endpoint()) is None:
+        raise ClusterError(
+            f"no Brain runs in {folder.path}; start it (elasticbrain serve), or give its "
+            "--state-dir"
+        )
+    token, known_by = read_credentials(folder.admin_token_file)
+    with RendezvousClient(url, token, ANSWER_S, repeats=False, fingerprint=known_by) as client:
+        return client.get_bytes(STATUS_PATH)
+
+
+def render(document: dict[str, Any]) -> str:
+    """Return the document as two tables."""
+    hosts = [(h["host"], str(h["slots"]), str(h["granted"])) for h in document["hosts"]]
+    jobs = [
+        (
+            job["job"],
+            job["state"],
+            str(sum(job["granted"].values())),
+            " ".join(f"{host}:{slots}" for host, slots in job["granted"].items()) or "waits",
+            job["reason"],
+        )
+        for job in document["jobs"]
+    ]
+    parts = [table(("HOST", "SLOTS", "GRANTED"), hosts)]
+    return "\n\n".join([*parts, table(("JOB", "STATE", "SLOTS", "WHERE", "WHY"), jobs)])

@@ -1,0 +1,275 @@
+"""`elasticbrain serve`: its folder, its tokens, its mistakes, and what it knows when it is back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, grant_key, lease_key
+from rendezvous.auth import job_token, read_credentials
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import RequestError, UnauthorizedError
+from rendezvous.wire import EVENTS_PATH
+from tests.support.brain import RunningBrain, elasticbrain
+from tests.support.job import ROOT, eventually
+
+pytest.importorskip("scipy")
+CLIENTS: list[RendezvousClient] = []
+pytestmark = pytest.mark.timeout(120)
+
+
+def report(**says: object) -> JobReport:
+    fields = {"began": 5.0, "least": 1, "kind": Kind(name="j", command=""), **says}
+    return JobReport(**fields)  # type: ignore[arg-type]
+
+
+class Job:
+    """A job's driver, as the Brain sees it: it keeps its lease and does what a test says."""
+
+    def __init__(self, brain: RunningBrain, name: str) -> None:
+        self.name = name
+        token = read_credentials(brain.folder / "job.token").token
+        self.client = client_of(brain, job_token(token, name))
+
+    def say(self, said: JobReport | JobOver) -> None:
+        self.client.set(lease_key(self.name), b"", lease=5.0)
+        self.client.post_json(EVENTS_PATH, msgspec.json.encode(said))
+
+    def grant(self) -> Grant | None:
+        entry = self.client.get(grant_key(self.name))
+        return None if entry is None else msgspec.json.decode(entry.value, type=Grant)
+
+    def until(self, look: Callable[[Grant], object], again: JobReport) -> Grant:
+        """Say the same again and again until the Brain grants this."""
+
+        def found() -> Grant | None:
+            self.say(again)
+            grant = self.grant()
+            return grant if grant is not None and look(grant) else None
+
+        return eventually(found, within=20, what="a grant", context=lambda: str(self.grant()))
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Every client of a test is closed at its end."""
+    yield
+    while CLIENTS:
+        CLIENTS.pop().close()
+
+
+def client_of(brain: RunningBrain, token: str) -> RendezvousClient:
+    CLIENTS.append(RendezvousClient(brain.url, token, 5.0))
+    return CLIENTS[-1]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launcher.brain.command", *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+
+
+def test_a_job_gets_slots_and_another_one_gets_them_when_it_is_over(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:2") as brain:
+        first, second = Job(brain, "first"), Job(brain, "second")
+        grant = first.until(lambda g: g.hosts == {"a": 2}, report(least=2))
+        second.say(report(least=2))
+        holding = report(least=2, carried_out=grant.number, holding={"a": 2})
+        first.say(holding)
+        assert [job["job"] for job in brain.status()["jobs"]] == ["first", "second"]
+        waits = second.grant()
+        assert waits is None or not waits.hosts
+        first.say(JobOver(began=5.0, exit_code=0))
+        later = second.until(lambda g: g.hosts == {"a": 2}, report(least=2))
+        assert later.number > grant.number
+        assert first.grant() is None, "no run of that name finds it"
+
+
+def test_what_it_has_granted_is_known_to_the_next_one_that_waits_for_its_jobs(
+    tmp_path: Path,
+) -> None:
+    with elasticbrain(tmp_path, "-H", "a:2") as brain:
+        first = Job(brain, "first")
+        grant = first.until(lambda g: g.hosts == {"a": 2}, report(least=2))
+        brain.kill()
+        brain.start_again()
+        second = Job(brain, "second")
+        second.say(report(least=1))
+        jobs = {job["job"]: job for job in brain.status()["jobs"]}
+        assert jobs["first"]["granted"] == {"a": 2}
+        assert second.grant() is None, "it plans nothing before the first job was heard"
+        same = first.until(
+            lambda g: True, report(least=2, carried_out=grant.number, holding={"a": 2})
+        )
+        assert (same.number, same.hosts) == (grant.number, {"a": 2})
+
+
+def test_each_role_has_a_file_that_its_owner_alone_may_read(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        files = {path.name: path.stat() for path in brain.folder.iterdir()}
+        for name in ("admin.token", "job.token", "node.token", "state"):
+            assert stat.S_IMODE(files[name].st_mode) == 0o600, name
+        assert stat.S_IMODE(brain.folder.stat().st_mode) == 0o700
+        before = (brain.folder / "job.token").read_text()
+        assert brain.stop() == 130
+        brain.start_again()
+        assert (brain.folder / "job.token").read_text() == before
+        assert before.strip() not in brain.said()
+
+
+def test_a_job_reads_and_writes_only_itself(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        job = Job(brain, "mine")
+        job.say(report())
+        for forbidden in (
+            lambda: job.client.get(grant_key("other")),
+            lambda: job.client.set(lease_key("other"), b"", lease=5.0),
+            lambda: job.client.set(grant_key("mine"), b""),
+            lambda: job.client.get_bytes("/v1/status"),
+        ):
+            with pytest.raises(RequestError) as refused:
+                forbidden()
+            assert refused.value.status == 403
+        stranger = client_of(brain, "job:mine:0123")
+        with pytest.raises(UnauthorizedError):
+            stranger.get(grant_key("mine"))
+        node = client_of(brain, read_credentials(brain.folder / "node.token").token)
+        with pytest.raises(RequestError) as refused:
+            node.post_json(EVENTS_PATH, msgspec.json.encode(report()))
+        assert refused.value.status == 403
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b'{"type":"job_report"}', 422),
+        (msgspec.json.encode(report(least=3, most=2)), 422),
+        (msgspec.json.encode(report(least=3)).replace(b'"least":3', b'"least":-1'), 422),
+    ],
+)
+def test_a_report_that_makes_no_sense_is_refused(body: bytes, status: int, tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        with pytest.raises(RequestError) as refused:
+            Job(brain, "mine").client.post_json(EVENTS_PATH, body)
+        assert refused.value.status == status
+        assert brain.status()["jobs"] == []
+
+
+def test_hosts_that_come_are_given_and_hosts_that_go_are_not(tmp_path: Path) -> None:
+    listed = tmp_path / "hosts"
+    listed.write_text("a:1\n")
+    with elasticbrain(tmp_path, "--hostfile", str(listed)) as brain:
+        job = Job(brain, "mine")
+        job.until(lambda g: g.hosts == {"a": 1}, report())
+        listed.write_text("b:2\n")
+        job.until(lambda g: set(g.hosts) == {"b"}, report())
+
+
+def test_beyond_this_machine_it_speaks_tls_only(tmp_path: Path) -> None:
+    words = "serve", "-H", "a:1", "--bind", "0.0.0.0:0", "--state-dir", str(tmp_path / "brain")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher.brain.command", *words],
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+
+        def url() -> str:
+            found = tmp_path / "brain" / "endpoint"
+            return found.read_text().split()[1] if found.exists() else ""
+
+        address = eventually(url, within=30, what="an address")
+        assert address.startswith("https://")
+        token, known_by = read_credentials(tmp_path / "brain" / "job.token")
+        assert known_by.startswith("sha256:")
+        with RendezvousClient(address, job_token(token, "j"), 5.0, fingerprint=known_by) as own:
+            assert own.get(grant_key("j")) is None
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+
+
+def test_a_folder_serves_one_brain(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        other = run("serve", "-H", "a:1", "--bind", "127.0.0.1:0", "--state-dir", str(brain.folder))
+        assert other.returncode == 75
+        assert "another Brain uses the folder" in other.stderr
+        port = brain.url.rpartition(":")[2]
+        elsewhere = "--state-dir", str(tmp_path / "other")
+        taken = run("serve", "-H", "a:1", "--bind", f"127.0.0.1:{port}", *elsewhere)
+        assert taken.returncode == 75
+        assert "another program listens there" in taken.stderr
+        assert len(taken.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("serve",), "one of the arguments -H/--hosts --hostfile"),
+        (("serve", "-H", "a:x"), "'x' is not a number of slots"),
+        (("serve", "-H", "a:1", "--bind", "nowhere:x"), "--bind"),
+        (("serve", "-H", "a:1", "--slots-per-host", "0"), "--slots-per-host"),
+        (("serve", "--hostfile", "/nowhere/hosts"), "/nowhere/hosts"),
+        (("serve", "-H", "a:1", "--algorithm", "magic"), "magic"),
+        (("serve", "-H", "a:1", "--tls-cert", "x.pem"), "--tls-cert and --tls-key belong together"),
+        (("serve", "-H", "a:1", "--insecure"), "--insecure"),
+        ((), "COMMAND"),
+    ],
+)
+def test_a_mistake_is_one_line(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    where = ("--state-dir", str(tmp_path / "brain")) if words else ()
+    found = run(*words, *where)
+    assert (found.returncode, said in found.stderr) == (64, True), found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1, found.stderr
+
+
+def test_a_state_that_is_damaged_is_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "brain"
+    folder.mkdir(mode=0o700)
+    (folder / "state").write_bytes(b"\xff\xff")
+    found = run("serve", "-H", "a:1", "--state-dir", str(folder))
+    assert found.returncode == 64
+    assert "state is damaged" in found.stderr
+
+
+def test_the_status_shows_hosts_jobs_and_reasons_and_says_where_no_brain_is(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1,b:2") as brain:
+        Job(brain, "night").until(lambda g: g.hosts, report(most=1))
+        shown = run("status", "--state-dir", str(brain.folder)).stdout
+        assert "HOST  SLOTS  GRANTED" in shown
+        assert "night" in shown
+        document = json.loads(run("status", "--json", "--state-dir", str(brain.folder)).stdout)
+        assert [host["slots"] for host in document["hosts"]] == [1, 2]
+    away = run("status", "--state-dir", str(tmp_path / "none"))
+    assert away.returncode == 75
+    assert "no Brain runs in" in away.stderr
+
+
+def test_it_does_not_grant_what_it_cannot_write_down(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        hurdle = brain.folder / "state.new"
+        eventually(lambda: not hurdle.exists(), within=10, what="nothing is being written")
+        hurdle.mkdir()  # as unwritable as a full disk
+        job = Job(brain, "mine")
+        job.say(report())
+        eventually(lambda: "cannot be written" in brain.said(), within=20, what="a line about it")
+        assert job.grant() is None
+        hurdle.rmdir()
+        job.until(lambda g: g.hosts == {"a": 1}, report())
+        assert "is written again" in brain.said()
