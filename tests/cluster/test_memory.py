@@ -20,8 +20,10 @@ GROWS = ("--env", f"GROW_MIB={GROWTH}")
 def test_a_worker_that_outgrows_a_small_host_finishes_on_a_large_one_after_one_relaunch(
     cluster: Cluster,
 ) -> None:
-    cluster.node("node0").limit_memory(SMALL)
-    args = ("-H", "node[0-2]:1", "-np", "2", "--min-np", "2", *GROWS)
+    """The host that stands by is as small, so it is passed over."""
+    for name in ("node0", "node2"):
+        cluster.node(name).limit_memory(SMALL)
+    args = ("-H", "node[0-3]:1", "-np", "2", "--min-np", "2", *GROWS)
     with elasticrun_on(cluster, *args, steps=STEPS) as job:
         assert job.wait(240) == 0, job.describe()
         (told,) = job.events("out_of_memory")
@@ -29,9 +31,21 @@ def test_a_worker_that_outgrows_a_small_host_finishes_on_a_large_one_after_one_r
         assert 0.3 * SMALL < told["peak"] < 1.5 * SMALL
         assert told["room"] == 0
         starts = [event["host"] for event in job.events("worker_started")]
-        assert sorted(starts) == ["node0", "node1", "node2"], "one relaunch, on a large host"
+        assert sorted(starts) == ["node0", "node1", "node3"], "one relaunch, on a large host"
         assert job.events("host_blacklisted") == []
         job.check_steps({"node0"})
+
+
+def test_two_workers_that_outgrow_their_host_together_go_on_as_one(cluster: Cluster) -> None:
+    cluster.node("node0").limit_memory(2 * SMALL)
+    args = ("-H", "node0:2", "-np", "2", "--min-np", "1", *GROWS)
+    with elasticrun_on(cluster, *args, steps=STEPS) as job:
+        assert job.wait(240) == 0, job.describe()
+        (told,) = job.events("out_of_memory")
+        assert told["room"] == 1, job.describe()
+        assert len(job.events("worker_started")) == 2, "no other worker was started for it"
+        assert {r.size for r in job.steps() if r.step == STEPS} == {1}
+        job.check_steps(set())
 
 
 def test_a_job_that_no_host_is_large_enough_for_ends_with_one_line(cluster: Cluster) -> None:

@@ -5,29 +5,72 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
+
+from elastic_driver import contract
+from elastic_driver.core import events as ev
+from elastic_driver.core.measured import HostUsage, Usage
 from elastic_driver.policies.messages import Reply
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription, ShardRequest
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.mailbox import Mailbox
+from rendezvous.wire import Entry
 
 
-def test_a_reply_carries_the_number_of_the_event_that_caused_it() -> None:
-    replies: list[Reply] = []
-    # Replies do not pass through it; the loop asks it only for what is to be shown later.
-    tails = SimpleNamespace(deadline=None)
-    no_executor = cast("Any", SimpleNamespace(tails=tails, show_overdue=lambda _now: None))
-    loop = DriverLoop(
+def loop_of(executor: SimpleNamespace, replies: list[Reply]) -> DriverLoop:
+    return DriverLoop(
         mailbox=Mailbox(),
-        executor=no_executor,
+        executor=cast("Any", executor),
         lease=30.0,
         checks=None,
         status=bytes,
         answer=replies.extend,
         debug=True,
     )
+
+
+def test_a_reply_carries_the_number_of_the_event_that_caused_it() -> None:
+    replies: list[Reply] = []
+    # Replies do not pass through it; the loop asks it only for what is to be shown later.
+    tails = SimpleNamespace(deadline=None)
+    loop = loop_of(SimpleNamespace(tails=tails, show_overdue=lambda _now: None), replies)
     for ticket in (1, 2):
         request = NextRequest("a", RangeDescription(20, 10), 0.0)
         loop.mailbox.put(ShardRequest(ticket, "numbers", request))
         loop.turn()
 
     assert [(reply.ticket, reply.cause) for reply in replies] == [(1, 1), (2, 2)]
+
+
+class Listener:
+    """A machine that decides nothing, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def handle(self, event: Any, _now: float) -> list[Any]:
+        self.heard.append(event)
+        return []
+
+    def deadline(self) -> float | None:
+        return None
+
+    def check(self) -> list[str]:
+        return []
+
+
+def test_the_job_knows_the_idle_memory_of_hosts_before_a_worker_that_ran_out_of_it() -> None:
+    tails, job = SimpleNamespace(deadline=None), Listener()
+    nothing = {"show_overdue": lambda _now: None, "note": lambda _event: None}
+    loop = loop_of(SimpleNamespace(tails=tails, **nothing), [])
+    loop._machines |= {"job": job, "shards": Listener()}
+    host = HostUsage(cpu=0.5, memory_used=3, memory_total=8, disk_used=1, disk_total=2)
+    (key,) = loop.measurements.usage_keys(0.0, [("a", 1)])
+    assert key == contract.agent_usage("a", 1)
+    loop.measurements.usage_read({key: Entry(value=msgspec.json.encode(Usage(host)), revision=1)})
+    killed = ev.WorkerExited("a.0.1", -9, "")
+    short = ev.WorkerExited("a.1.1", -9, "", out_of_memory=ev.OutOfMemory(8, 5))
+    for event in (killed, short):
+        loop.mailbox.put(event)
+        loop.turn()
+    assert job.heard == [killed, ev.HostsMeasured((("a", 5),)), short]
