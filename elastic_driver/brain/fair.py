@@ -12,13 +12,15 @@ from functools import lru_cache
 from math import inf
 
 from elastic_driver.brain.algorithm import JobView, Plan, SpeedAt, View
-from elastic_driver.brain.placement import place
+from elastic_driver.brain.placement import place, place_quickly
 from elastic_driver.brain.shares import SharedJob, fair_shares, share_costs
 from elastic_driver.policies.scaling.speed_model import Layout, SpeedModel, fit
 
 CLOSE = 0.95  # a measured size this near to the fastest one is as good
 GAIN = 0.02  # a plan has to save this share of the costs of the jobs that it changes
+EXACT = 60  # jobs times hosts; more of them are not placed in the best way, but in time
 MEASURE_S = 60.0  # a job is left alone for so long while its size is measured
+LEAST_SPEED = 0.01  # of the fastest measured size; a speed is above 0
 HOPE = 0.25  # the power of the size by which the speed shrinks with fewer workers than measured
 BUSY = 0.9  # of the processors of a host without any of our workers: others use it
 _OPTIONAL = {"size measured", "slowdown", "time passed", "job back"}  # others may make room
@@ -33,7 +35,8 @@ def fair(view: View) -> Plan:
     if all(sizes[job.name] == _size(job, hosts) == job.size for job in view.jobs):
         placement: Mapping[str, Mapping[str, int]] = now
     else:
-        placement = place(sizes, hosts, now)
+        exact = len(view.jobs) * len(hosts) <= EXACT
+        placement = (place if exact else place_quickly)(sizes, hosts, now)
     workers = {job: dict(at) for job, at in placement.items() if at}
     shares = ", ".join(f"{name}: {size}" for name, size in sizes.items())
     reasons = {job.name: _reason(job, sizes[job.name]) for job in view.jobs}
@@ -67,22 +70,32 @@ def _size(job: JobView, hosts: Mapping[str, int]) -> int:
 
 def _sizes(view: View, hosts: Mapping[str, int], slots: int) -> dict[str, int]:
     """Return the number of workers of each job."""
-    optional = set(view.event.split(", ")) <= _OPTIONAL
-    layout, held = _hosts_needed(hosts), _held(view.jobs, slots)
+    measured = _being_measured(view, hosts)
+    fixed = measured | _held(view.jobs, measured, slots)
+    layout = _hosts_needed(hosts)
     jobs = []
     for job in view.jobs:
-        if job.least > slots:
-            continue  # no plan can help it
-        if job.name in held:
-            speeds = {held[job.name]: 1.0}
-        elif optional and job.size and not job.measured and job.unchanged_for < MEASURE_S:
-            speeds = {job.size: 1.0}
-        else:
-            speeds = _speeds(job, layout)
-        jobs.append(_shared(job, speeds))
+        if job.least <= slots:  # else no plan can help it
+            speeds = {fixed[job.name]: 1.0} if job.name in fixed else _speeds(job, layout)
+            jobs.append(_shared(job, speeds))
     found = dict.fromkeys((job.name for job in view.jobs), 0) | fair_shares(jobs, slots)
     kept = {job.name: job.size for job in view.jobs}
     return kept if _is_as_good(jobs, kept, found, slots) else found
+
+
+def _being_measured(view: View, hosts: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of the jobs that nobody disturbs now: they have just got a new size.
+
+    None has that right where a job has arrived or has ended, or where a host is lost.
+    """
+    needed = set(view.event.split(", ")) - _OPTIONAL
+    if needed or any(_size(job, hosts) != job.size for job in view.jobs):
+        return {}
+    return {
+        job.name: job.size
+        for job in view.jobs
+        if job.size and job.held is None and not job.measured and job.unchanged_for < MEASURE_S
+    }
 
 
 def _shared(job: JobView, speeds: Mapping[int, float]) -> SharedJob:
@@ -97,12 +110,12 @@ def _shared(job: JobView, speeds: Mapping[int, float]) -> SharedJob:
     )
 
 
-def _held(jobs: Sequence[JobView], slots: int) -> dict[str, int]:
+def _held(jobs: Sequence[JobView], measured: Mapping[str, int], slots: int) -> dict[str, int]:
     """Return the sizes of the jobs that a user asked a size for.
 
     They get all of it if there are so many slots, without ending a job that trains.
     """
-    needed = {job.name: job.least for job in jobs if job.size}
+    needed = {job.name: measured.get(job.name, job.least) for job in jobs if job.size}
     found = {}
     for job in sorted(jobs, key=lambda job: job.size == 0):  # those that train come first
         if job.held is not None:
@@ -188,9 +201,9 @@ def _predicted(
             below = max((s for s in wrong if s < size), default=min(wrong))
             above = min((s for s in wrong if s > size), default=max(wrong))
             part = (size - below) / (above - below) if above > below else 0.0
-            found[size] = model.rate(size) * ((1 - part) * wrong[below] + part * wrong[above])
-        if size > max(rates):
-            found[size] = min(found[size], _most_above(layout, rates, size))
+            promised = model.rate(size) * ((1 - part) * wrong[below] + part * wrong[above])
+            most = (_most_above if size > max(rates) else _most_between)(layout, rates, size)
+            found[size] = min(promised, most)
     return found
 
 
@@ -198,6 +211,20 @@ def _one_pass(layout: Layout, size: int, step_time: float) -> SpeedModel:
     """Return the model of a single measurement, in which the exchange costs nothing."""
     free = (0.0, 0.0)
     return SpeedModel(layout, step_time / layout.passes(size), free, free, overlap=1.0)
+
+
+def _most_between(_layout: Layout, rates: Mapping[int, float], size: int) -> float:
+    """Return the most that a curve of speed can have here if it bends downwards everywhere.
+
+    It lies below the line through its two measured neighbours on either side.
+    """
+    most = inf
+    below = sorted((n for n in rates if n < size), reverse=True)[:2]
+    above = sorted(n for n in rates if n > size)[:2]
+    for near, far in (pair for pair in (below, above) if len(pair) == 2):
+        slope = (rates[far] - rates[near]) / (far - near)
+        most = min(most, rates[near] + slope * (size - near))
+    return max(LEAST_SPEED * max(rates.values()), most)
 
 
 def _most_above(layout: Layout, rates: Mapping[int, float], size: int) -> float:
@@ -218,20 +245,27 @@ def _hoped(rates: Mapping[int, float], size: int) -> float:
     """Return the speed hoped for below all measured sizes: little less than at the smallest.
 
     Else a job that grows no more would never be tried with fewer workers, and others would lack
-    its slots. A curve of speed lies below the line through any two of its points.
+    its slots. The hope is for a few workers less only, and a curve of speed lies below the line
+    through any two of its points.
     """
     smallest, *larger = sorted(rates)
+    linear = rates[smallest] * size / smallest
+    if size < smallest - max(1, smallest // 4):
+        return linear
     hoped = rates[smallest] * float((size / smallest) ** HOPE)
     if larger:
         slope = (rates[larger[0]] - rates[smallest]) / (larger[0] - smallest)
         hoped = min(hoped, rates[smallest] - slope * (smallest - size))
-    return max(hoped, rates[smallest] * size / smallest)
+    return max(hoped, linear)
 
 
 def _without_needless(
     speeds: Mapping[int, float], measured: set[int], least: int
 ) -> dict[int, float]:
-    """Leave out sizes above a measured one that is as good as the fastest."""
-    enough = CLOSE * max(speeds.values())
-    good = [size for size in speeds if size in measured and speeds[size] >= enough]
-    return {size: s for size, s in speeds.items() if not good or size <= max(least, min(good))}
+    """Leave out sizes above a measured one that is as good as the fastest, if all is tried."""
+    known = [speed for size, speed in speeds.items() if size in measured]
+    fastest = max(known, default=0.0)
+    if max(speeds.values()) * CLOSE > fastest:
+        return dict(speeds)
+    enough = min(n for n, s in speeds.items() if n in measured and s >= CLOSE * fastest)
+    return {size: speed for size, speed in speeds.items() if size <= max(least, enough)}

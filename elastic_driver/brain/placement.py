@@ -53,6 +53,38 @@ def place(sizes: Mapping[str, int], hosts: Mapping[str, int], now: Placement) ->
     return _Program(wanted, hosts, now).solved()
 
 
+def place_quickly(sizes: Mapping[str, int], hosts: Mapping[str, int], now: Placement) -> Placement:
+    """Return where the workers of each job are to be, in any number of jobs and hosts.
+
+    The fewest workers move here, too. The rest is a rule of thumb: a job that shrinks leaves the
+    hosts where it has the fewest; one that grows stays together, on the smallest host that is
+    large enough. The arguments are those of `place`.
+    """
+    if sum(sizes.values()) > sum(hosts.values()):
+        raise ValueError(f"{sum(sizes.values())} workers do not fit")
+    free = dict(hosts)
+    placement: dict[str, dict[str, int]] = {job: {} for job in sizes}
+    for job, size in sizes.items():
+        at = placement[job]
+        mine = {host: min(n, hosts[host]) for host, n in now.get(job, {}).items() if host in hosts}
+        for host in sorted(mine, key=lambda host: -mine[host]):
+            if kept := min(mine[host], free[host], size - sum(at.values())):
+                at[host] = kept
+                free[host] -= kept
+    for job in sorted(sizes, key=lambda job: sum(placement[job].values()) - sizes[job]):
+        at = placement[job]
+        while missing := sizes[job] - sum(at.values()):
+            host = max(free, key=lambda h: (h in at and free[h] > 0, _fit(free[h], missing)))
+            at[host] = at.get(host, 0) + (taken := min(missing, free[host]))
+            free[host] -= taken
+    return {job: at for job, at in placement.items() if at}
+
+
+def _fit(free: int, missing: int) -> tuple[bool, int]:
+    """Return how well a host with so many free slots fits: enough is best, then the fewest."""
+    return (True, -free) if free >= missing else (False, free)
+
+
 class _Program:
     """The integer linear program.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from elastic_driver.brain.placement import Placement, place
+from elastic_driver.brain.placement import Placement, place, place_quickly
 
 
 def test_workers_that_train_stay_where_they_are() -> None:
@@ -122,3 +122,37 @@ def random_placement(chance: random.Random, hosts: Mapping[str, int]) -> Placeme
     if chance.random() < 0.2:
         now.setdefault("A", {})["lost"] = 1
     return now
+
+
+def test_jobs_placed_quickly_fit_and_move_as_few_workers_as_possible() -> None:
+    for seed in range(300):
+        random_ = random.Random(seed)
+        hosts = {f"n{n}": random_.randint(1, 6) for n in range(random_.randint(1, 12))}
+        jobs = [f"j{n}" for n in range(random_.randint(1, 12))]
+        before = {job: random_.randint(0, 4) for job in jobs}
+        while sum(before.values()) > sum(hosts.values()):
+            before[max(before, key=lambda job: before[job])] -= 1
+        now = place_quickly(before, hosts, {})
+        sizes = {job: random_.randint(0, 4) for job in jobs}
+        while sum(sizes.values()) > sum(hosts.values()):
+            sizes[max(sizes, key=lambda job: sizes[job])] -= 1
+        found = place_quickly(sizes, hosts, now)
+        assert {job: sum(at.values()) for job, at in found.items()} == {
+            job: size for job, size in sizes.items() if size
+        }
+        for host, slots in hosts.items():
+            assert sum(at.get(host, 0) for at in found.values()) <= slots
+        for job, at in found.items():
+            there = now.get(job, {})
+            kept = sum(min(count, there.get(host, 0)) for host, count in at.items())
+            assert kept == min(sizes[job], before[job]), f"seed {seed}: {job} moves needlessly"
+
+
+def test_a_job_placed_quickly_stays_together() -> None:
+    hosts = {"n1": 8, "n2": 4, "n3": 2}
+    assert place_quickly({"A": 4, "B": 2}, hosts, {}) == {"A": {"n2": 4}, "B": {"n3": 2}}
+    assert place_quickly({"A": 10}, hosts, {}) == {"A": {"n1": 8, "n3": 2}}
+    assert place_quickly({"A": 5}, hosts, {"A": {"n2": 3}}) == {"A": {"n2": 4, "n3": 1}}
+    assert place_quickly({"A": 2}, hosts, {"A": {"n1": 1, "n2": 2}}) == {"A": {"n2": 2}}
+    with pytest.raises(ValueError, match="15 workers do not fit"):
+        place_quickly({"A": 15}, hosts, {})
