@@ -16,6 +16,7 @@ examples:
   elasticbrain serve -H n1:4,n2:4 --bind 10.0.0.1:29600
   elasticrun --brain https://10.0.0.1:29600 --brain-token-file job.token --run-id night train.py
   elasticbrain status
+  elasticbrain monitor --source slurm --stats-db postgresql://ann@head/stats
   elasticbrain replay --against mine --stats-db sqlite:///stats.db -H n1:4,n2:4
 
 The Brain writes job.token into its folder when it starts: copy it, readable by you alone, to where
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of `elasticbrain`."""
     form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     form |= {"epilog": _EXAMPLES, "allow_abbrev": False}
-    from launcher.brain import replay  # noqa: PLC0415 - see `run_command`
+    from launcher.brain import monitor, replay  # noqa: PLC0415 - see `run_command`
 
     top = _Parser(prog="elasticbrain", description=_DESCRIPTION, **form)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -67,8 +68,8 @@ def parser() -> argparse.ArgumentParser:
     text = "Show the hosts and jobs of a Brain, who has which slots, and why."
     shown = commands.add_parser("status", help="show hosts and jobs", description=text)
     shown.add_argument("--json", action="store_true", help="the whole document")
+    monitor.add_parser(commands)
     replay.add_parser(commands)
-    commands.choices["replay"].set_defaults(act=replay.run)
     for each, act in ((serve, run_serve), (shown, run_status)):
         each.set_defaults(act=act)
         each.add_argument(

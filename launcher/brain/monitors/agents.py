@@ -2,7 +2,7 @@
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import psutil
 
@@ -31,7 +31,9 @@ class Agents:
                 name=self._name,
                 seen=now,
                 slots=self._slots,
-                idle=None if self._slots is None else max(0, self._slots - _workers()),
+                idle=None
+                if self._slots is None
+                else max(0, self._slots - workers(psutil.process_iter())),
                 cpu=host.cpu,
                 memory_free=max(0, host.memory_total - host.memory_used),
                 memory_total=host.memory_total,
@@ -39,10 +41,10 @@ class Agents:
         ]
 
 
-def _workers() -> int:
-    """Return how many workers of any job this machine has, of users whose processes we may read."""
+def workers(processes: Iterable[psutil.Process]) -> int:
+    """Return how many workers of jobs these are, as far as we may read them."""
     found = set()
-    for process in psutil.process_iter():
+    for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
             environ = process.environ()
             if worker := environ.get(contract.WORKER_ID):

@@ -27,7 +27,7 @@ from launcher.backends.registry import MONITORS, load
 from launcher.brain import monitor as module
 from launcher.brain.monitor import Watch
 from launcher.brain.monitors import prometheus, slurm
-from launcher.brain.monitors.agents import Agents
+from launcher.brain.monitors.agents import Agents, workers
 from launcher.brain.monitors.prometheus import Prometheus
 from tests.support.job import eventually
 
@@ -107,19 +107,25 @@ def test_a_machine_measures_itself_and_counts_the_workers_of_jobs() -> None:
     assert before.memory_free is not None
     assert 0 < before.memory_free < before.memory_total <= psutil.virtual_memory().total
     assert before.idle is not None
-    names = {contract.RUN_ID: "run", contract.WORKER_ID: "n1.0.1"}
-    worker = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    started = [
-        subprocess.Popen(worker, stdin=subprocess.PIPE, env={**os.environ, **names})
-        for _ in range(2)  # a worker and its child are one
-    ]
+    assert 0 <= before.idle <= 4
+    (after,) = found.look(6.0)
+    assert after.cpu is not None
+    assert 0 <= after.cpu <= 1
+
+
+def test_workers_of_jobs_are_counted_and_their_children_are_not() -> None:
+    waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+
+    def started(worker: str) -> subprocess.Popen[bytes]:
+        names = {contract.RUN_ID: "run", contract.WORKER_ID: worker} if worker else {}
+        environ = {**os.environ, **names}
+        return subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+
+    processes = [started(name) for name in ("n1.0.1", "n1.0.1", "n1.1.1", "")]
     try:
-        (during,) = found.look(6.0)
-        assert during.idle == before.idle - 1
-        assert during.cpu is not None
-        assert 0 <= during.cpu <= 1
+        assert workers(psutil.Process(each.pid) for each in processes) == 2
     finally:
-        for process in started:
+        for process in processes:
             process.communicate(timeout=20)
 
 
