@@ -15,7 +15,7 @@ from elastic_driver.core.rules import units
 from elastic_driver.core.rules.discovered import Discovered
 from elastic_driver.core.rules.host_limits import HostLimits
 from elastic_driver.core.rules.outcome import Cause
-from elastic_driver.core.rules.rounds import Rule
+from elastic_driver.core.rules.rounds import COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, STARTING, Worker
 
 FACTOR = 1.5  # of the largest peak, which has to be idle for one more worker
@@ -28,8 +28,9 @@ class Memory(Rule):
     limits: HostLimits
     discovered: Discovered
     idle: dict[str, int] = field(default_factory=dict)  # by host, as agents measured it last
-    failure: Failure | None = None  # of the last worker that ran out of memory
+    failure: Failure | None = None  # of the last worker that ran out, until the job trains again
     peak: int | None = None  # of that worker
+    _round: int = 0  # the newest round that the job cannot go on with for it
     _ran_out: set[str] = field(default_factory=set)  # hosts on which a worker has
 
     def on_hosts_measured(self, event: ev.HostsMeasured, now: float) -> None:
@@ -48,6 +49,7 @@ class Memory(Rule):
             self.effects.announce("out_of_memory", what, worker, peak=found.peak)
             return
         self.failure, self.peak = losses[-1].failure, found.peak
+        self._round = self.rounds.current.number if losses[-1].member else 0
         if found.idle is not None:
             self.idle[worker.host] = found.idle
         need = max(self.limits.memory_need, int(FACTOR * (found.peak or 0)))
@@ -90,12 +92,17 @@ class Memory(Rule):
         return len(there) + max(0, idle // need - starting)
 
     def advance(self, now: float) -> None:
-        """End the job if the hosts have the memory for fewer workers than it needs."""
-        failure, need = self.failure, self.limits.memory_need
+        """End the job if the hosts have the memory for fewer workers than it needs.
+
+        Once the job trains again, it waits for hosts as it always does.
+        """
+        failure, need, current = self.failure, self.limits.memory_need, self.rounds.current
         if failure is None or self.outcome.finishing:
             return
         slots = [n for _, n in self.limits.slots(self.limits.plan) if n > 0]
         if sum(slots) >= self.capacity.least and len(slots) >= units.width(self.settings):
+            if current.state is COMPLETE and current.number > self._round:
+                self.failure = None
             return
         who = f"rank {failure.rank} on host {failure.host} ran out of memory"
         hint = "use hosts with more memory, fewer workers (--min-np), or a smaller batch"

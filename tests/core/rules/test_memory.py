@@ -142,6 +142,32 @@ def test_an_agent_that_comes_up_on_a_host_that_is_too_small_ends_the_wait(
     assert "the largest, b, has 1200 MiB" in s.end.reason
 
 
+def test_hosts_that_are_lost_later_are_waited_for_as_ever(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=2, max_np=2, elastic_timeout=50.0).training(a=1, b=1, c=1)
+    measured(s, a=900, b=900, c=2000)
+    ran_out(s, s.members[0], 1000, idle=900)
+    restart(s)
+    assert where(s) == ["b", "c"]
+    s.hosts(a=1, b=1)
+    s.wait(5.0)
+    assert s.end is None, "c may come back"
+    s.hosts(a=1, b=1, c=1)
+    restart(s)
+    assert where(s) == ["b", "c"]
+
+
+def test_a_newcomer_without_memory_leaves_the_others_alone_for_good(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, min_np=2, max_np=3).training(a=1, b=1)
+    s.hosts(a=1, b=1, c=1)
+    ran_out(s, "c.0.1", 1000, idle=900)
+    assert s.round == (1, "complete")
+    s.hosts(a=1)
+    s.wait(5.0)
+    assert s.end is None, "b may come back"
+
+
 def test_what_starting_workers_will_take_is_not_idle(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, min_np=2, max_np=3).training(a=2)
     s.hosts(a=2, b=2)
