@@ -63,6 +63,7 @@ run "$PROGRAMS random programs of Horovod calls" \
     "$PYTHON" -m tests.horovod.seeds --seeds "$PROGRAMS"
 run "$SEEDS simulated clusters" "$PYTHON" -m tests.sim --seeds "$SEEDS"
 run "$SEEDS simulated clusters of several jobs" "$PYTHON" -m tests.brain.seeds --seeds "$SEEDS"
+run "100 workloads of several jobs" "$PYTHON" -m tests.brain.workloads --workloads 100
 
 printf '\n%s' "$summary"
 exit $status

@@ -14,9 +14,10 @@ from math import inf
 from elastic_driver.brain.algorithm import JobView, Plan, SpeedAt, View
 from elastic_driver.brain.placement import place, place_quickly
 from elastic_driver.brain.shares import SharedJob, fair_shares, share_costs
+from elastic_driver.policies.scaling.autoscaler import HORIZON_S, REPAYS
+from elastic_driver.policies.scaling.search import CLOSE, Search
 from elastic_driver.policies.scaling.speed_model import Layout, SpeedModel, fit
 
-CLOSE = 0.95  # a measured size this near to the fastest one is as good
 GAIN = 0.02  # a plan has to save this share of the costs of the jobs that it changes
 EXACT = 60  # jobs times hosts; more of them are not placed in the best way, but in time
 MEASURE_S = 60.0  # a job is left alone for so long while its size is measured
@@ -80,7 +81,15 @@ def _sizes(view: View, hosts: Mapping[str, int], slots: int) -> dict[str, int]:
             jobs.append(_shared(job, speeds))
     found = dict.fromkeys((job.name for job in view.jobs), 0) | fair_shares(jobs, slots)
     kept = {job.name: job.size for job in view.jobs}
-    return kept if _is_as_good(jobs, kept, found, slots) else found
+    if _is_as_good(jobs, kept, found, slots):
+        found = kept
+    left = slots - sum(found.values())
+    for job in view.jobs:
+        share = found[job.name]
+        if share and job.measured and job.name not in fixed:
+            found[job.name] = size = _searched(job, layout, share, share + left)
+            left -= max(0, size - share)
+    return found
 
 
 def _being_measured(view: View, hosts: Mapping[str, int]) -> dict[str, int]:
@@ -141,6 +150,39 @@ def _is_as_good(
     return not saves and before - after < GAIN * before
 
 
+# ---- the search of a job for itself ------------------------------------------------------
+
+
+def _searched(job: JobView, hosts: Mapping[int, int], share: int, most: int) -> int:
+    """Return the size that a job is to have or to try next; nobody else wants so many slots.
+
+    With fewer workers it may be faster, or as fast; and a curve of speed may have a dip.
+    """
+    most = most if job.most is None else min(most, max(share, job.most))
+    if max(HORIZON_S, job.age) * (1 - CLOSE) < REPAYS * job.change_cost:
+        return share
+    times = {n: t for n, t in _nearest(job.speeds, hosts).items() if job.least <= n <= most}
+    if job.size not in times:
+        return share
+    errors = {each.size: each.error for each in job.speeds}
+    sizes = tuple((n, hosts[n]) for n in range(job.least, most + 1))
+    known = tuple((n, times[n], errors[n]) for n in times)
+    return _next_size(sizes, job.micro_batches, _rounded(job.noise), known)
+
+
+@lru_cache(maxsize=1024)
+def _next_size(
+    sizes: tuple[tuple[int, int], ...],
+    micro_batches: int | None,
+    noise: float | None,
+    known: tuple[tuple[int, float, float], ...],
+) -> int:
+    search = Search(Layout(dict(sizes), micro_batches, noise), moves=len(known) - 1)
+    for size, step_time, error in known:
+        search.measured(size, step_time, error)
+    return search.next().size
+
+
 # ---- how fast ----------------------------------------------------------------------------
 
 
@@ -162,13 +204,18 @@ def _speeds(job: JobView, hosts: Mapping[int, int]) -> dict[int, float]:
         return {size: float(size) for size in sizes}
     times = _nearest(job.speeds, hosts)
     largest = max(job.least, 2 * max(times))
-    noise = None if job.noise is None else float(f"{job.noise:.1e}")  # it differs from look to look
-    layout = Layout({n: hosts.get(n, 1) for n in {*sizes, *times}}, job.micro_batches, noise)
+    needed = {n: hosts.get(n, 1) for n in {*sizes, *times}}
+    layout = Layout(needed, job.micro_batches, _rounded(job.noise))
     worthwhile = {*layout.candidates(), *times, job.least, job.size}
     offered = [size for size in sizes if size <= largest and size in worthwhile]
     fixed = layout.micro_batches, layout.noise
     speeds = _predicted(fixed, tuple(layout.hosts.items()), tuple(times.items()))
     return _without_needless({size: speeds[size] for size in offered}, set(times), job.least)
+
+
+def _rounded(noise: float | None) -> float | None:
+    """Return a noise that does not differ from look to look."""
+    return None if noise is None else float(f"{noise:.1e}")
 
 
 def _nearest(speeds: Sequence[SpeedAt], hosts: Mapping[int, int]) -> dict[int, float]:

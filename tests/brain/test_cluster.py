@@ -336,3 +336,34 @@ def test_jobs_are_in_the_view_in_order_of_arrival() -> None:
     world = five_hosts()
     world.run(world.now + 3.0)
     assert _names(world.views[-1]) == ["A", "B", "C"]
+
+
+ALONE = {
+    "linear": [1, 2, 3, 4, 5, 6, 7, 8],
+    "flat": [1, 1, 1, 1, 1, 1, 1, 1],
+    "saturating": [1, 1.67, 2.14, 2.5, 2.78, 3, 3.18, 3.33],
+    "saturating early": [1, 1.33, 1.5, 1.6, 1.67, 1.71, 1.75, 1.78],
+    "best with 2": [1, 1.7, 1.2, 1, 0.9, 0.8, 0.7, 0.6],
+    "best with 3": [1, 1.8, 2.4, 2.2, 2, 1.7, 1.4, 1.2],
+    "best with 5": [1, 2, 3, 3.8, 4.2, 3.9, 3.5, 3],
+    "best with 6": [1, 2, 3, 4, 4.8, 5.5, 5, 4.5],
+    "best with 7": [1, 2, 3, 4, 4.8, 5.5, 6, 5],
+    "a dip with the second host": [1, 2, 2.9, 3.8, 3.2, 3.9, 4.6, 5.2],
+    "a deep dip with the second host": [1, 2, 2.9, 3.7, 2.5, 3, 3.5, 4],
+    "slower with each worker": [1, 0.81, 0.72, 0.66, 0.62, 0.58, 0.56, 0.54],
+}
+
+
+@pytest.mark.parametrize("curve", ALONE.values(), ids=ALONE)
+def test_a_job_alone_finds_a_size_within_5_percent_of_the_best_in_a_minute_and_stays(
+    curve: list[float],
+) -> None:
+    world = World({"n1": 4, "n2": 4})
+    job = world.add("A", lambda size: 10 * curve[size - 1])
+    world.run(world.now + 60.0)
+    assert curve[job.size - 1] >= 0.95 * max(curve)
+    changes = len(world.published) - 1
+    assert changes <= 6
+    world.run(world.now + 600.0)
+    assert len(world.published) - 1 <= changes + 1
+    assert curve[job.size - 1] >= 0.95 * max(curve)
