@@ -31,7 +31,7 @@ class Memory(Rule):
     failure: Failure | None = None  # of the last worker that ran out, until the job trains again
     peak: int | None = None  # of that worker
     _round: int = 0  # the newest round that the job cannot go on with for it
-    _ran_out: set[str] = field(default_factory=set)  # hosts on which a worker has
+    _ran_out: dict[str, int] = field(default_factory=dict)  # host → workers ever started then
 
     def on_hosts_measured(self, event: ev.HostsMeasured, now: float) -> None:
         """Record the idle memory of hosts."""
@@ -53,29 +53,31 @@ class Memory(Rule):
         if found.idle is not None:
             self.idle[worker.host] = found.idle
         need = max(self.limits.memory_need, int(FACTOR * (found.peak or 0)))
-        self.limits.short_of_memory(need, self._rooms(worker.host, need))
-        self._ran_out.add(worker.host)
+        self.limits.short_of_memory(need, self._rooms(worker, need))
+        self._ran_out.setdefault(worker.host, self.workers.started)
         most = self.limits.room[worker.host]
         what = f"its peak was {peak}; {worker.host} has the memory for {most} workers"
         self.effects.announce("out_of_memory", what, worker, peak=found.peak, room=most)
         self.discovered.limit_memory()
 
-    def _rooms(self, ran_out: str, need: int) -> dict[str, int]:
+    def _rooms(self, ran_out: Worker, need: int) -> dict[str, int]:
         """Return the most workers of each host whose memory is known.
 
         A host keeps those that it has. On the host of the worker that `ran_out` there is room for
-        another one if so much is idle, but not twice.
+        others if so much is idle, but not if that is how this worker came there.
         """
+        own, before = ran_out.host, self._ran_out.get(ran_out.host)
+        again = before is not None and ran_out.number > before
         rooms: dict[str, int] = {}
         equipped = (host for host, (_, memory) in self.limits.equipment.items() if memory)
-        for host in dict.fromkeys((*self.idle, *equipped, ran_out)):
+        for host in dict.fromkeys((*self.idle, *equipped, own)):
             there = [w for w in self.workers.in_slots(host) if w.state in ACTIVE and not w.leaving]
             room = len(there)
-            if need and not (host == ran_out and host in self._ran_out):
+            if need and not (host == own and again):
                 room = self._room(host, need, there)
-            elif host != ran_out:
+            elif host != own:
                 continue
-            if host in self._ran_out:
+            if host in self._ran_out and (host != own or again):
                 room = min(room, self.limits.room.get(host, room))
             rooms[host] = room
         return rooms
@@ -113,10 +115,13 @@ class Memory(Rule):
         known |= self.idle
         largest = max(known, key=known.__getitem__, default=failure.host)
         least, has = in_words(need), in_words(known.get(largest, 0))
-        none = f"no host has {least} idle: the largest, {largest}, has {has}"
-        self.outcome.finish_with(
-            failure, f"{who} at {in_words(self.peak or 0)}, and {none}; {hint}"
-        )
+        at = f"{who} at {in_words(self.peak or 0)}"
+        if known.get(largest, 0) >= need:
+            hint = "is the memory of a process limited (ulimit -v)?"
+            why = f"{at}, again, though {largest} has {has} idle; {hint}"
+        else:
+            why = f"{at}, and no host has {least} idle: the largest, {largest}, has {has}; {hint}"
+        self.outcome.finish_with(failure, why)
 
 
 def in_words(size: int) -> str:

@@ -81,10 +81,37 @@ def test_the_second_time_a_host_gets_no_other_worker_for_it(scenario: MakeScenar
     ran_out(s, s.members[0], 1000, idle=4000, code=1)
     restart(s)
     assert where(s) == ["a", "a"]
-    ran_out(s, s.members[0], 1000, idle=4000, code=1)
+    ran_out(s, s.members[1], 1000, idle=4000, code=1)
     restart(s)
     assert where(s) == ["a"]
     assert s.end is None
+
+
+def test_workers_that_run_out_together_are_one_incident(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3, min_np=1, max_np=3).training(a=3)
+    for worker, idle in zip(s.members, (0, 1500, 3000), strict=True):
+        ran_out(s, worker, 1000, idle=idle)
+    assert s.job.limits.room == {"a": 2}
+    s.wait(2.0)
+    s.ready(*s.starting)
+    assert where(s) == ["a", "a"]
+    assert s.end is None
+
+
+def test_a_limit_of_one_process_is_named_where_the_host_has_memory_enough(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=1, min_np=1, max_np=1).training(a=1)
+    ran_out(s, s.members[0], 1000, idle=4000, code=1)
+    s.wait(2.0)
+    s.ready(*s.starting)
+    s.step(*s.members)
+    ran_out(s, s.members[0], 1000, idle=4000, code=1)
+    assert s.end is not None
+    assert s.end.exit_code == 1
+    assert s.end.reason.startswith(
+        "rank 0 on host a ran out of memory at 1000 MiB, again, though a has 4000 MiB idle;"
+    )
 
 
 def test_with_room_for_fewer_the_job_goes_on_with_fewer_workers_there(
