@@ -104,8 +104,8 @@ def run(address: Address, workers: int, hosts: int, seconds: int) -> tuple[float
     job.start()
     for number, sample in enumerate(samples):
         job.take(sample)
-        if number % WHOLE_S == WHOLE_S - 1:
-            time.sleep(4 * PAUSE_S)  # a few looks of the writer for each five seconds
+        while number % WHOLE_S == WHOLE_S - 1 and job.waiting:
+            time.sleep(PAUSE_S / 5)
     job.close(0)
     job._thread.join(LONGEST_S)
     spent = time.process_time() - before

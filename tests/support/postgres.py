@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+import psutil
+
 from tests.support.job import eventually
 
 SERVERS = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
@@ -69,6 +71,23 @@ class Postgres:
         if process is not None:
             process.send_signal(signal.SIGQUIT)
             process.wait(30)
+
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """Halt all processes of the server for some time: it keeps its connections, and is mute."""
+        assert self._process is not None
+        server = psutil.Process(self._process.pid)
+        server.suspend()  # first: it starts no more processes
+        halted = [server, *server.children(recursive=True)]
+        try:
+            for each in halted[1:]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.suspend()
+            yield
+        finally:
+            for each in halted:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.resume()
 
     def url(self, database: str = "postgres", password: str = PASSWORD) -> str:
         """The URL of a database, as `--stats-db` takes it."""

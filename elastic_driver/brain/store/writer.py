@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PAUSE_S = 5.0  # between two writes; a job that is over sooner leaves no statistics
 EXPIRE_S = 3600.0  # between two looks for what is too old
+SILENT_S = 15.0  # after which a database that does not answer is told
 LAST_S = 5.0  # for the database to take what is left when the job is over
 MOST_SAMPLES = 300  # that wait for the thread
 MOST_ROWS = 100_000  # that wait for the database
@@ -60,7 +61,9 @@ class StatisticsWriter:
         self._thread = threading.Thread(target=self._run, name="statistics", daemon=True)
         self._lost_samples = 0  # by the driver's thread
         self._end: tuple[float, int] | None = None  # when the job has ended, and its exit code
-        # Of the thread:
+        # Of the thread; the first one is also set by the driver's thread, see `take`:
+        self._failing = False  # the last try has failed, and that was said
+        self._asked_at: float | None = None  # monotonic; since then a try is under way
         self._trained = Trained(record)
         self._on_prior = on_prior
         self._asked_for: Kind | None = None  # whose prior was looked for last
@@ -68,7 +71,6 @@ class StatisticsWriter:
         self._rows: deque[Row] = deque()
         self._most_rows = most_rows
         self._lost_rows = 0
-        self._failing = False  # the last try has failed, and that was said
         self._refused = False  # no try will succeed
         self._roll_up_from = 0  # the newest minute whose rows are made
         self._expire_at = 0.0  # monotonic
@@ -79,10 +81,19 @@ class StatisticsWriter:
 
     def take(self, sample: Sample) -> None:
         """Take in a sample; drop it if the thread has far too much to do. Never waits."""
+        asked = self._asked_at
+        if asked is not None and time.monotonic() - asked > SILENT_S and not self._failing:
+            self._failing = True  # the thread cannot say it: it waits for the answer
+            self._say(f"statistics: {self._address} does not answer; the job goes on")
         try:
             self._samples.put_nowait(sample)
         except queue.Full:
             self._lost_samples += 1
+
+    @property
+    def waiting(self) -> int:
+        """How many samples and rows are not written yet, but for the newest row of each figure."""
+        return self._samples.qsize() + len(self._rows)
 
     def close(self, exit_code: int | None = None) -> None:
         """Write what is left; wait for at most `LAST_S`, and not for a database that fails.
@@ -128,6 +139,7 @@ class StatisticsWriter:
         """Write the rows, or say why that fails."""
         from elastic_driver.brain.store import failures  # noqa: PLC0415 - loads SQLAlchemy
 
+        self._asked_at = time.monotonic()
         try:
             self._write(database, over=over)
         except Exception as error:  # whatever fails here, the job goes on
@@ -144,6 +156,8 @@ class StatisticsWriter:
                 self._lost_rows += len(self._rows)
                 self._rows.clear()
             return
+        finally:
+            self._asked_at = None
         if self._failing:
             self._say(f"statistics: {self._address} is written again; {self._losses()}")
             self._failing = False

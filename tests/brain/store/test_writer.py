@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -234,6 +235,55 @@ def test_a_server_that_hangs_does_not_hold_the_job_up(
     thread: threading.Thread = job.writer._thread
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_server_that_is_halted_is_told_and_the_job_does_not_wait(
+    server: Postgres, in_postgres: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 1.0)
+    with run(in_postgres) as job:
+        job.trains()
+        job.has_rows(0)
+        with server.halted():
+            job.trains()
+            eventually(lambda: job.trains(1) or job.said, within=20, what="a warning")
+        job.has_rows(0, 5, 10)
+        eventually(lambda: len(job.said) == 2, within=30, what="a sentence that it goes on")
+        with server.halted():
+            job.trains()
+            eventually(lambda: job.trains(1) or len(job.said) == 3, within=20, what="a warning")
+            began = time.monotonic()
+            job.writer.close(0)
+            assert time.monotonic() - began < 1.0, "nobody waits for a server that is mute"
+    assert job.said[0] == f"statistics: {in_postgres} does not answer; the job goes on"
+    assert job.said[1].startswith(f"statistics: {in_postgres} is written again; ")
+    thread: threading.Thread = job.writer._thread
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_full_disk_costs_a_sentence_and_no_row(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("a file system of a bounded size cannot be mounted here (needs root)")
+    try:
+        with run(Address(file=str(folder / "statistics.db"))) as job:
+            job.trains()
+            job.has_rows(0)
+            with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+                while file.write(b"x" * 512):
+                    pass
+            eventually(lambda: job.trains(5) or job.said, within=30, what="a warning")
+            (folder / "filler").unlink()
+            eventually(lambda: len(job.said) == 2, within=30, what="a sentence that it goes on")
+        times = job.rows()
+        assert times == list(range(0, times[-1] + 5, 5)), "no row is missing"
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    assert "is full; the job goes on, and this is tried again" in job.said[0]
+    assert job.said[1].endswith("is written again; nothing was lost")
 
 
 def test_the_oldest_rows_are_dropped_beyond_a_bound(tmp_path: Path) -> None:
