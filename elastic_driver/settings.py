@@ -81,6 +81,7 @@ class Settings:
         aliases=("--shutdown-timeout",))
     last_call: float = option(POLICY, o.SECONDS_OR_0, 0.02,
         "Changes that arrive within this time of each other become one round.")
+    start_together: float = 0.0  # time to wait for more hosts and workers that start
     settle: float = 1.0  # before any step was finished: time to see whether every worker fails
     plain_after: float = 10.0  # a script that never calls our API for this long is a plain one
     slow_for: float = 5.0  # a worker is slow for this long before it is replaced

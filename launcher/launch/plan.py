@@ -34,6 +34,8 @@ from launcher.network import is_loopback
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 
+START_TOGETHER_S = 5.0  # a first world of horovodrun has the slots of all hosts that answer
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
@@ -255,7 +257,9 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
     """Return the settings of the core, and a remark on the number of workers (may be empty)."""
     described = where.describe_hosts(hosts)
     auto_scale = line["auto_scale"]
-    start, most, note = _start_and_most(wish, hosts, described, auto_scale=auto_scale)
+    # horovodrun uses all slots of the hosts listed once a job may change its size.
+    grows = auto_scale or (line["horovod"] and wish.least is not None)
+    start, most, note = _start_and_most(wish, hosts, described, auto_scale=auto_scale, grows=grows)
     nodes, unit = _nodes(line), line["node_unit"]
     if nodes is not None and -(-nodes[0] // unit) * unit > nodes[1]:
         raise UsageError(
@@ -272,6 +276,7 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
         max_hosts=nodes[1] if nodes else None,
         fixed_hosts=isinstance(hosts, where.FixedHosts),
         tf_roles=tf_roles(line),
+        start_together=START_TOGETHER_S if line["horovod"] else 0.0,
         failed_hosts=line["failed_hosts"] or ("leave" if line["horovod"] else "keep"),
     )
     needed, there = units.width(settings), sum(1 for _, slots in hosts.hosts or () if slots)
@@ -286,11 +291,12 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
 
 
 def _start_and_most(
-    wish: _Wish, hosts: where.HostSource, described: str, *, auto_scale: bool
+    wish: _Wish, hosts: where.HostSource, described: str, *, auto_scale: bool, grows: bool
 ) -> tuple[int, int | None, str]:
     """Return the workers to start with, the most workers, and a remark (may be empty).
 
-    With `auto_scale` the number asked for is only where the search begins.
+    With `auto_scale` the number asked for is only where the search begins. `grows`: a job without
+    a maximum grows beyond that number.
     """
     least = wish.least or 1
     if auto_scale:
@@ -298,7 +304,7 @@ def _start_and_most(
     if hosts.hosts is None:
         return wish.asked or least, wish.most, ""
     capacity = sum(slots for _, slots in hosts.hosts)
-    most = wish.most or (None if auto_scale else wish.asked)
+    most = wish.most or (None if grows else wish.asked)
     start = wish.asked or max(min(capacity, wish.most or capacity), least)
     if capacity < (wish.least or start):
         raise ClusterError(

@@ -50,6 +50,37 @@ def test_the_job_waits_until_there_are_enough_slots(scenario: MakeScenario) -> N
     assert len(s.starting) == 4
 
 
+def test_the_first_world_waits_for_the_agents_of_all_hosts_but_not_for_long(
+    scenario: MakeScenario,
+) -> None:
+    for late in (False, True):
+        s = scenario(agents=False, start_np=2, max_np=4, start_together=5.0)
+        s.hosts(a=2, b=2)
+        s.agent_up("a")
+        s.wait(4.9)
+        assert s.starting == []
+        if late:
+            s.wait(0.2)
+        s.agent_up("b")
+        s.ready(*s.starting)
+        assert s.world.size == (2 if late else 4)
+
+
+def test_the_workers_of_a_new_host_join_together_if_one_boots_a_little_longer(
+    scenario: MakeScenario,
+) -> None:
+    for late in (False, True):
+        s = scenario(start_np=2, max_np=4, start_together=5.0).training(a=2)
+        s.hosts(a=2, b=2)
+        s.ready("b.0.1")
+        s.wait(1.1 if late else 0.9)
+        assert s.round == (1, "closing" if late else "complete")
+        s.ready("b.1.1")
+        s.wait(0.1)
+        s.ready("a.0.1", "a.1.1", version=2)
+        assert s.world.size == 4
+
+
 def test_too_few_hosts_run_out_of_time(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, start_timeout=10.0)
     s.hosts(a=1)

@@ -17,6 +17,8 @@ from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.spares import Spares
 from elastic_driver.core.rules.workers import ENDING, READY, RUNNING, STARTING, STOPPING, Worker
 
+TOGETHER_S = 1.0  # a newcomer that is ready waits no longer for others that boot
+
 
 @dataclass(slots=True)
 class Membership(Rule):
@@ -64,7 +66,9 @@ class Membership(Rule):
             return
         since = current.waiting_since("change", now)
         reason = leavers[0].leaving if leavers else f"{newcomers[0].id} is ready to join"
-        at = since + settings.last_call
+        others_boot = any(not worker.leaving for worker in self.workers.having(STARTING))
+        together = min(settings.start_together, TOGETHER_S) if others_boot else 0.0
+        at = since + max(settings.last_call, together)
         drains = [self.drains.of(worker) for worker in leavers]
         until = [drain.replace_until for drain in drains if drain is not None]
         all_leave = not newcomers and len(leavers) == self.workers.count(RUNNING)

@@ -92,7 +92,8 @@ class Plain(Rule):
         if have < max(need, 1) or not where:
             current.stop_waiting("slots")
             return
-        at = current.waiting_since("slots", now) + settings.last_call
+        patience = max(settings.last_call, settings.start_together if first else 0.0)
+        at = current.waiting_since("slots", now) + patience
         more_to_come = self.fleet.starting and have != self.capacity.wanted
         if more_to_come and not self.effects.due_or_set_alarm(at, now, waiting):
             return

@@ -253,6 +253,15 @@ def test_slow_workers_are_replaced_only_where_asked_for() -> None:
     assert plan("--replace-slow").settings.replace_slow
 
 
+def test_a_job_of_horovod_that_may_shrink_uses_all_slots_of_its_hosts() -> None:
+    hosts = ("-H", "a:2,b:2", "-np", "2")
+    assert plan(*hosts, "--min-np", "2").settings.max_np == 2
+    assert plan("--horovod", *hosts, "--min-np", "2").settings.max_np is None
+    assert plan("--horovod", *hosts).settings.max_np == 2
+    assert plan("--horovod", *hosts, "--min-np", "2", "--max-np", "3").settings.max_np == 3
+    assert plan("--horovod", *hosts).settings.start_together > plan(*hosts).settings.start_together
+
+
 def test_hosts_with_failures_are_left_for_scripts_of_horovod_unless_somebody_says() -> None:
     assert plan().settings.failed_hosts == "keep"
     assert plan("--horovod").settings.failed_hosts == "leave"
