@@ -19,6 +19,7 @@ from elastic_driver.policies.scaling.search import CLOSE, Search
 from elastic_driver.policies.scaling.speed_model import Layout, SpeedModel, fit
 
 GAIN = 0.02  # a plan has to save this share of the costs of the jobs that it changes
+FITTED = 25  # jobs; with more of them, models would take too long to fit
 EXACT = 60  # jobs times hosts; more of them are not placed in the best way, but in time
 MEASURE_S = 60.0  # a job is left alone for so long while its size is measured
 LEAST_SPEED = 0.01  # of the fastest measured size; a speed is above 0
@@ -73,11 +74,12 @@ def _sizes(view: View, hosts: Mapping[str, int], slots: int) -> dict[str, int]:
     """Return the number of workers of each job."""
     measured = _being_measured(view, hosts)
     fixed = measured | _held(view.jobs, measured, slots)
-    layout = _hosts_needed(hosts)
+    layout, few = _hosts_needed(hosts), len(view.jobs) <= FITTED
     jobs = []
     for job in view.jobs:
         if job.least <= slots:  # else no plan can help it
-            speeds = {fixed[job.name]: 1.0} if job.name in fixed else _speeds(job, layout)
+            is_fixed = job.name in fixed
+            speeds = {fixed[job.name]: 1.0} if is_fixed else _speeds(job, layout, few)
             jobs.append(_shared(job, speeds))
     found = dict.fromkeys((job.name for job in view.jobs), 0) | fair_shares(jobs, slots)
     kept = {job.name: job.size for job in view.jobs}
@@ -86,7 +88,7 @@ def _sizes(view: View, hosts: Mapping[str, int], slots: int) -> dict[str, int]:
     left = slots - sum(found.values())
     for job in view.jobs:
         share = found[job.name]
-        if share and job.measured and job.name not in fixed:
+        if share and few and job.measured and job.name not in fixed:
             found[job.name] = size = _searched(job, layout, share, share + left)
             left -= max(0, size - share)
     return found
@@ -196,8 +198,11 @@ def _hosts_needed(hosts: Mapping[str, int]) -> dict[int, int]:
     return found
 
 
-def _speeds(job: JobView, hosts: Mapping[int, int]) -> dict[int, float]:
-    """Return the speed at each size that a job may have now."""
+def _speeds(job: JobView, hosts: Mapping[int, int], fitted: bool) -> dict[int, float]:
+    """Return the speed at each size that a job may have now.
+
+    `fitted`: with a model that is fitted to its measured sizes; else a line between them will do.
+    """
     most = len(hosts) if job.most is None else min(max(job.least, job.most), len(hosts))
     sizes = [size for size in hosts if job.least <= size <= most]
     if not job.speeds:
@@ -209,7 +214,7 @@ def _speeds(job: JobView, hosts: Mapping[int, int]) -> dict[int, float]:
     worthwhile = {*layout.candidates(), *times, job.least, job.size}
     offered = [size for size in sizes if size <= largest and size in worthwhile]
     fixed = layout.micro_batches, layout.noise
-    speeds = _predicted(fixed, tuple(layout.hosts.items()), tuple(times.items()))
+    speeds = _predicted(fitted, fixed, tuple(layout.hosts.items()), tuple(times.items()))
     return _without_needless({size: speeds[size] for size in offered}, set(times), job.least)
 
 
@@ -231,13 +236,15 @@ def _nearest(speeds: Sequence[SpeedAt], hosts: Mapping[int, int]) -> dict[int, f
 
 @lru_cache(maxsize=1024)
 def _predicted(
+    fitted: bool,
     fixed: tuple[int | None, float | None],
     hosts: tuple[tuple[int, int], ...],
     times: tuple[tuple[int, float], ...],
 ) -> Mapping[int, float]:
     """Return the speed at each size: measured, or the model's pulled to its measured neighbours."""
     layout, measured = Layout(dict(hosts), *fixed), dict(times)
-    model = fit(layout, measured) if len(measured) > 1 else _one_pass(layout, *times[0])
+    enough = fitted and len(measured) > 1
+    model = fit(layout, measured) if enough else _one_pass(layout, *times[-1])
     rates = {size: layout.work(size) / time for size, time in times}
     wrong = {size: rate / model.rate(size) for size, rate in rates.items()}
     found = dict(rates)
