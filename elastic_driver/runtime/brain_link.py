@@ -21,7 +21,13 @@ from elastic_driver.brain.documents import (
 )
 from elastic_driver.errors import UsageError
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import AbortedError, RendezvousError, RequestError, UnauthorizedError
+from rendezvous.errors import (
+    AbortedError,
+    RendezvousError,
+    RequestError,
+    UnauthorizedError,
+    UnreachableError,
+)
 from rendezvous.wire import EVENTS_PATH, UNREADABLE, Entries, Get, Set, Watch, Written, expect
 
 POLL_S = 3.0  # of one question for grants
@@ -195,9 +201,10 @@ class BrainLink:
         with self._news:
             new, self._away = not (self._away or self._closing), True
         if new:
+            why = error.cause if isinstance(error, UnreachableError) else error
             self._say(
                 f"the Brain at {self.url} is away; the job keeps its slots, and does not grow "
-                f"until it is back ({error})"
+                f"until it is back ({why})"
             )
 
     def _refused(self, error: UnauthorizedError | RequestError) -> None:

@@ -8,6 +8,7 @@ from launcher.brain.folder import BrainFolder
 from launcher.ctl_commands.show import table
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
+from rendezvous.errors import UnreachableError
 
 ANSWER_S = 5.0
 
@@ -21,7 +22,13 @@ def ask(folder: BrainFolder) -> bytes:
         )
     token, known_by = read_credentials(folder.admin_token_file)
     with RendezvousClient(url, token, ANSWER_S, repeats=False, fingerprint=known_by) as client:
-        return client.get_bytes(STATUS_PATH)
+        try:
+            return client.get_bytes(STATUS_PATH)
+        except UnreachableError as error:
+            raise ClusterError(
+                f"the Brain at {url} does not answer ({error.cause}); start it again with the "
+                f"same folder: elasticbrain serve --state-dir {folder.path}"
+            ) from error
 
 
 def render(document: dict[str, Any]) -> str:

@@ -117,6 +117,7 @@ def test_a_brain_that_goes_and_comes_back_is_told_of_once_each_and_grants_go_on(
         again.grant("j", 2, a=2)
         assert grants.get(timeout=10).number == 2, "the first one is not handed over again"
     assert "is away; the job keeps its slots, and does not grow" in said[0]
+    assert "rendezvous" not in said[0], "a word of ours, not of the user's"
     assert said[1].endswith("is back")
 
 

@@ -261,6 +261,16 @@ def test_the_status_shows_hosts_jobs_and_reasons_and_says_where_no_brain_is(tmp_
     assert "no Brain runs in" in away.stderr
 
 
+def test_a_brain_that_was_killed_is_told_in_one_line(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        brain.kill()
+        away = run("status", "--state-dir", str(brain.folder))
+    assert away.returncode == 75
+    assert "does not answer" in away.stderr
+    assert "elasticbrain serve --state-dir" in away.stderr
+    assert len(away.stderr.splitlines()) == 1
+
+
 def test_it_does_not_grant_what_it_cannot_write_down(tmp_path: Path) -> None:
     with elasticbrain(tmp_path, "-H", "a:1") as brain:
         hurdle = brain.folder / "state.new"
