@@ -105,6 +105,11 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         default="",
         help="the algorithm that plans, of an installed package (default: fair)",
     )
+    serve.add_argument(
+        "--stats-db",
+        metavar="URL",
+        help="the database into which elasticbrain monitor writes how busy the hosts are",
+    )
     serve.add_argument("--tls-cert", metavar="FILE", help="a certificate of your own (PEM)")
     serve.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
     serve.add_argument("--tls-ca", metavar="FILE", help="your CA, by which jobs know the Brain")

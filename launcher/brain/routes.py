@@ -127,4 +127,11 @@ def status_document(url: str, started: float, cluster: Any) -> bytes:
         for host, slots in job.granted.items():
             used[host] = used.get(host, 0) + slots
     hosts = [{"host": h, "slots": cluster.hosts.get(h, 0), "granted": n} for h, n in used.items()]
-    return msgspec.json.encode({"url": url, "started": started, "jobs": jobs, "hosts": hosts})
+    document = {
+        "url": url,
+        "started": started,
+        "jobs": jobs,
+        "hosts": hosts,
+        "measured": sorted(cluster.figures),
+    }
+    return msgspec.json.encode(document)

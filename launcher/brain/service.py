@@ -23,6 +23,7 @@ from elastic_driver.brain.documents import Grant, grant_key
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     HostsFound,
+    HostsMeasured,
     JobEnded,
     JobHeard,
     JobSilent,
@@ -37,6 +38,7 @@ from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.identity import Identity
 from elastic_driver.runtime.mailbox import Mailbox
+from launcher.brain.figures import HostFigures
 from launcher.brain.folder import BrainFolder, State
 from launcher.brain.routes import BrainRoutes, job_of_lease, status_document
 from rendezvous.server import RendezvousServer
@@ -63,7 +65,9 @@ class Stop:
     exit_code: int
 
 
-BrainEvent: TypeAlias = JobHeard | JobEnded | JobSilent | HostsFound | Planned | PlanFailed | Tick
+BrainEvent: TypeAlias = (
+    JobHeard | JobEnded | JobSilent | HostsFound | HostsMeasured | Planned | PlanFailed | Tick
+)
 Message: TypeAlias = BrainEvent | HostsDiscovered | DiscoveryFailed | StatusAsked | Stop
 
 
@@ -80,6 +84,7 @@ class BrainSetup:
     token: str
     identity: Identity
     say: Callable[[str], None]
+    database: Any = None  # with the figures of hosts; None: they are not known
 
 
 @dataclass
@@ -127,6 +132,10 @@ class BrainService:
             )
             stack.callback(hosts.stop)
             hosts.start()
+            if setup.database is not None:
+                figures = HostFigures(setup.database, self._mailbox.put, self._say)
+                stack.callback(figures.stop)
+                figures.start()
             return self._loop()
 
     def stop(self, exit_code: int) -> None:

@@ -5,6 +5,7 @@ import ipaddress
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from elastic_driver.errors import UsageError
 from elastic_driver.options import ENDPOINT, whole
@@ -17,6 +18,7 @@ from elastic_driver.runtime.discovery import (
 from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.identity import choose_identity
 from elastic_driver.settings import DriverOptions
+from launcher.brain.database import address_of
 from launcher.brain.folder import BrainFolder
 from launcher.brain.service import BrainSetup
 from launcher.launch.bind_address import numeric_address
@@ -38,7 +40,7 @@ def setup_of(given: argparse.Namespace, say: Callable[[str], None]) -> BrainSetu
     Raises UsageError for options that cannot work, ClusterError if another Brain has the folder.
     """
     host, port = _bind(given.bind)
-    discovery = _discovery(given)
+    discovery, database = _discovery(given), _database(given.stats_db)
     folder = folder_of(given)
     folder.open()
     try:
@@ -65,7 +67,18 @@ def setup_of(given: argparse.Namespace, say: Callable[[str], None]) -> BrainSetu
         token=folder.new_token() if former is None else former.token,
         identity=identity,
         say=say,
+        database=database,
     )
+
+
+def _database(text: str | None) -> Any:
+    """Return the database with the figures of hosts; None: no option names one."""
+    if text is None:
+        return None
+    address = address_of(text, new=True)
+    from elastic_driver.brain.store.database import Database  # noqa: PLC0415 - the extra
+
+    return Database(address)
 
 
 def _bind(text: str) -> tuple[str, int]:

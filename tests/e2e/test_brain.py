@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.contract import host_of_worker
+from tests.e2e.test_control import ctl
 from tests.support.brain import RunningBrain, elasticbrain
 from tests.support.job import JOBS, RunningJob, elasticrun, eventually
 
@@ -112,8 +113,10 @@ def test_a_brain_that_is_killed_again_and_again_costs_no_step_and_gives_no_slot_
         )
         eventually(lambda: sizes(a, b) == [2, 2], within=120, what="two each", context=brain.said)
         since = time.time()
-        for _ in range(8):
-            time.sleep(chance.uniform(0.0, 1.5))  # a random moment, on purpose
+        for wish in ("3", "1", "auto", "3", "1", "auto"):  # slots move all the time
+            where = "--state-dir", str(a.run_dir.parent), "--run-id", a.run_id
+            ctl("scale", wish, *where)
+            time.sleep(chance.uniform(0.0, 2.0))  # a random moment, on purpose
             brain.kill()
             brain.start_again()
         eventually(lambda: _heard_by(brain, 2), within=20, what="both are heard")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import msgspec
 import pytest
 
 from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, grant_key, lease_key
+from elastic_driver.brain.store.records import Node
+from launcher.brain.database import address_of
 from rendezvous.auth import job_token, read_credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnauthorizedError
@@ -283,3 +287,18 @@ def test_it_does_not_grant_what_it_cannot_write_down(tmp_path: Path) -> None:
         hurdle.rmdir()
         job.until(lambda g: g.hosts == {"a": 1}, report())
         assert "is written again" in brain.said()
+
+
+def test_a_host_that_others_keep_busy_is_left_alone(tmp_path: Path) -> None:
+    pytest.importorskip("sqlalchemy")
+    from elastic_driver.brain.store.database import Database
+
+    database = Database(address_of(str(tmp_path / "stats.db"), new=True))
+    with contextlib.closing(database):
+        database.open()
+        database.put_nodes([Node("a", time.time(), slots=1, cpu=0.99), Node("b", time.time(), 1)])
+        stats = "--stats-db", str(tmp_path / "stats.db")
+        with elasticbrain(tmp_path, "-H", "a:1,b:1", *stats) as brain:
+            eventually(lambda: brain.status()["measured"] == ["a", "b"], within=20, what="figures")
+            job = Job(brain, "mine")
+            assert job.until(lambda g: g.hosts, report()).hosts == {"b": 1}
