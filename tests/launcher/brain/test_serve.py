@@ -82,7 +82,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=60,
+        timeout=120,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -117,7 +118,7 @@ def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=folder,
-        timeout=60,
+        timeout=120,
         env={**os.environ, "HOME": str(folder), "PYTHONPATH": str(Path(__file__).parents[3])},
         check=False,
     )
@@ -134,6 +135,17 @@ def test_a_job_that_gets_no_slots_in_time_ends_with_one_line(tmp_path: Path) -> 
     assert away.returncode == 75
     assert f"the Brain at {url} did not answer within 1 s" in away.stderr
     assert "Traceback" not in found.stderr + away.stderr
+
+
+def test_a_job_that_waits_for_slots_ends_at_once_by_ctrl_c_and_asks_for_none_any_more(
+    tmp_path: Path,
+) -> None:
+    with played_brain() as brain, elasticrun(*with_brain(brain, tmp_path), *TRAIN, env=ENV) as job:
+        brain.until(lambda r: True, "the job asks for slots")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 130
+        assert "the wait for the Brain was stopped by SIGINT; nothing was started" in job.stderr
+        assert [name for name, _ in brain.over] == [job.run_id]
 
 
 def test_with_a_fallback_it_trains_on_its_own_hosts_when_the_brain_is_away(tmp_path: Path) -> None:
