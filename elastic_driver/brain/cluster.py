@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from elastic_driver.brain.algorithm import BUILT_IN, HostView, Plan, View, faults
 from elastic_driver.brain.documents import Grant, JobOver, JobReport
-from elastic_driver.brain.jobs import Job, claimed
+from elastic_driver.brain.jobs import Job, claimed, grows, shape
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     HostsFound,
@@ -35,6 +35,8 @@ from elastic_driver.errors import assert_never
 
 GATHER_S = 1.0  # slots that become free one after the other within this time are given together
 ANSWER_S = 30.0  # an algorithm that has not answered by then is taken to have failed
+SILENT_S = 60.0  # a job without a report for so long is silent, whatever its lease says
+ENDED_KEPT = 1000  # runs that are over, whose last reports may come late
 RETRY_S = 10.0  # after which a plan is asked for again, if the built-in algorithm has failed
 REPLAN_S = 60.0  # a change that did not repay itself may do so later
 REASON_LENGTH = 1000
@@ -70,6 +72,7 @@ class Cluster(Restorable):
         self.hosts: dict[str, int] = {}  # slots, in the order of their source
         self.figures: dict[str, HostView] = {}
         self.number = 0  # of the newest grant
+        self._ended: dict[str, float] = {}  # the newest run of each job that is over
         self._excess: dict[str, int] = {}  # slots in use on hosts that have become smaller
         self._triggers: list[str] = []  # why a plan is needed
         self._plan_at: float | None = None  # when one is asked for in any case
@@ -124,6 +127,7 @@ class Cluster(Restorable):
         if any(job.unheard and job.gone_at is None for job in every):
             return 0.0
         times = [time for job in every for time in (job.gone_at, job.gather_until)]
+        times += [job.heard_at + SILENT_S for job in self.jobs.values() if job.is_live]
         times += [self._asked.until if self._asked else self._plan_at]
         return min((time for time in times if time is not None), default=None)
 
@@ -148,12 +152,15 @@ class Cluster(Restorable):
         if job is not None and report.began < job.report.began:
             for former in self.former:
                 if (former.name, former.report.began) == (name, report.began):
-                    former.hear(report)
+                    former.hear(report, now)
                     former.fall_silent_unseen(now)
             return
+        if job is None and report.began <= self._ended.get(name, -1.0):
+            return  # it was sent before the run ended
         if job is not None and report.began > job.report.began:
-            self.former.append(job)
-            job.fall_silent_unseen(now)
+            if job.claims():
+                self.former.append(job)
+                job.fall_silent_unseen(now)
             self._tell("job_replaced", name, "another run of it has begun")
             job = None
         if job is None:
@@ -167,7 +174,7 @@ class Cluster(Restorable):
         if job.unheard and job.grants:  # the Brain that made the grant may not have published it
             self._out.append(PublishGrant(job.name, job.grants[-1], job.grants[-1].reason))
         before = job.claims()
-        self._because(*job.hear(report))
+        self._because(*job.hear(report, now))
         if report.carried_out > (job.grants[-1].number if job.grants else 0):
             self._take_over(job, now)
         if job.claims() != before:
@@ -183,15 +190,18 @@ class Cluster(Restorable):
 
     def _arrive(self, name: str, report: JobReport, now: float) -> None:
         self.jobs.pop(name, None)  # of a former run: the new one comes last
-        self.jobs[name] = job = Job(name, now, report)
+        self.jobs[name] = job = Job(name, now, report, heard_at=now)
         if report.carried_out:
             self._take_over(job, now)
         self._excuse_what_is()
-        line = f"arrived with {report.least} to {report.most or 'all'} workers"
-        self._tell("job_arrived", name, line)
+        self._tell("job_arrived", name, f"wants {report.least} to {report.most or 'all'} workers")
         self._because("job arrived")
 
     def _on_ended(self, name: str, over: JobOver) -> None:
+        self._ended.pop(name, None)
+        self._ended[name] = over.began
+        if len(self._ended) > ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
         job = self.jobs.get(name)
         if job is not None and job.report.began == over.began:
             del self.jobs[name]
@@ -268,7 +278,7 @@ class Cluster(Restorable):
         asked = self._asked
         if asked is None or event.request != asked.request:
             return
-        if _shape(self._view(now)) != _shape(asked.view):
+        if shape(self._view(now)) != shape(asked.view):
             self._because(*asked.view.event.split(", "))
             self._ask(asked.algorithm, now)
         elif wrong := faults(asked.view, event.plan):
@@ -304,6 +314,9 @@ class Cluster(Restorable):
     # ---- consequences --------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
+        for job in list(self.jobs.values()):
+            if now >= job.heard_at + SILENT_S:
+                self._on_silent(job.name, now)
         self._forget_the_gone(now)
         if self._excess:
             used = self._in_use()
@@ -372,7 +385,7 @@ class Cluster(Restorable):
         order = [*(h for h in granted if h in target), *(h for h in target if h not in granted)]
         possible = {host: n for host in order if (n := min(target[host], free[host])) > 0}
         enough = not target or sum(possible.values()) >= least
-        if possible != target and enough and _grows(granted, possible):
+        if possible != target and enough and grows(granted, possible):
             if job.gather_until is None:
                 job.gather_until = now + GATHER_S
             if now < job.gather_until:
@@ -384,13 +397,3 @@ class Cluster(Restorable):
 
     def _tell(self, event: str, job: str, line: str) -> None:
         self._out.append(Tell(event, job, line, line))
-
-
-def _grows(now: dict[str, int], then: dict[str, int]) -> bool:
-    return any(slots > now.get(host, 0) for host, slots in then.items())
-
-
-def _shape(view: View) -> tuple[object, ...]:
-    """Return what a plan must not be older than: who is there, their limits, and the slots."""
-    jobs = [(job.name, job.arrived, job.least, job.most, job.held) for job in view.jobs]
-    return jobs, [(host.name, host.slots) for host in view.hosts]

@@ -6,7 +6,7 @@ Pure. Times are unix seconds, durations seconds.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastic_driver.brain.algorithm import JobView
+from elastic_driver.brain.algorithm import JobView, View
 from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobReport
 from elastic_driver.brain.speeds import Speeds
 
@@ -27,6 +27,7 @@ class Job:
     grants: list[Grant] = field(default_factory=list)
     target: dict[str, int] | None = None
     reason: str = ""
+    heard_at: float = 0.0  # the newest report
     gone_at: float | None = None
     unheard: bool = False
     speeds: Speeds = field(default_factory=Speeds)
@@ -61,14 +62,15 @@ class Job:
 
     # ---- what happens to it --------------------------------------------------------------
 
-    def hear(self, report: JobReport) -> list[str]:
+    def hear(self, report: JobReport, now: float) -> list[str]:
         """Take in a report; return why a plan is needed."""
         why = []
         if _limits(report) != _limits(self.report):
             why.append("limits changed")
         if not self.is_live:
             why.append("job back")
-        self.report, self.gone_at, self.unheard = report, None, False
+        self.report, self.heard_at = report, now
+        self.gone_at, self.unheard = None, False
         while len(self.grants) > 1 and self.grants[0].number < report.carried_out:
             del self.grants[0]
         if report.speed is not None and (event := self.speeds.take(report.speed)):
@@ -131,3 +133,14 @@ def claimed(jobs: Mapping[str, Job] | list[Job]) -> dict[str, int]:
         for host, slots in job.claims().items():
             found[host] = found.get(host, 0) + slots
     return found
+
+
+def grows(now: Mapping[str, int], then: Mapping[str, int]) -> bool:
+    """Return whether there are more slots on any host than now."""
+    return any(slots > now.get(host, 0) for host, slots in then.items())
+
+
+def shape(view: View) -> tuple[object, ...]:
+    """Return what a plan must not be older than: who is there, their limits, and the slots."""
+    jobs = [(job.name, job.arrived, job.least, job.most, job.held) for job in view.jobs]
+    return jobs, [(host.name, host.slots) for host in view.hosts]

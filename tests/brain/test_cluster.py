@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
-from elastic_driver.brain.cluster import ANSWER_S, GATHER_S, RETRY_S, BrainDecision, Cluster
+from elastic_driver.brain.cluster import (
+    ANSWER_S,
+    GATHER_S,
+    RETRY_S,
+    SILENT_S,
+    BrainDecision,
+    Cluster,
+)
 from elastic_driver.brain.documents import JOB_LEASE_S, JobOver, JobReport, Kind
 from elastic_driver.brain.fair import fair
 from elastic_driver.brain.messages import (
@@ -133,6 +140,25 @@ def test_a_silent_job_keeps_its_slots_until_its_processes_have_ended(two: Brain)
     two.send(Tick(), after=1.0)
     assert two.grants["A"] == {"n1": 2, "n2": 2}
     assert "job_gone" in [told.event for told in two.told]
+
+
+def test_a_job_without_a_lease_is_silent_when_no_report_has_come_for_a_minute(two: Brain) -> None:
+    two.carried_out("A")
+    deadline = two.now + SILENT_S
+    two.plans = [{"A": {"n1": 2}, "B": {"n2": 2}}]
+    two.report("A", after=1.0, carried_out=two.numbers["A"], holding={"n1": 2})
+    assert two.cluster.deadline() == deadline
+    two.send(Tick(), after=SILENT_S - 1.0)
+    assert [told.job for told in two.told if told.event == "job_silent"] == ["B"]
+
+
+def test_a_report_that_comes_after_the_end_of_its_run_brings_no_job_back(two: Brain) -> None:
+    two.plans = [{"A": {"n1": 2, "n2": 2}}]
+    two.send(JobEnded("B", JobOver(began=1.0, exit_code=0)))
+    two.carried_out("B", holding={"n2": 2})
+    assert list(two.cluster.jobs) == ["A"]
+    two.report("B", began=2.0)
+    assert list(two.cluster.jobs) == ["A", "B"]
 
 
 def test_a_silent_job_that_comes_back_keeps_its_slots(two: Brain) -> None:
