@@ -40,6 +40,7 @@ from elastic_driver.runtime.identity import Identity
 from elastic_driver.runtime.mailbox import Mailbox
 from launcher.brain.figures import HostFigures
 from launcher.brain.folder import BrainFolder, State
+from launcher.brain.priors import Priors
 from launcher.brain.routes import BrainRoutes, job_of_lease, status_document
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Delete, Set
@@ -85,6 +86,7 @@ class BrainSetup:
     identity: Identity
     say: Callable[[str], None]
     database: Any = None  # with the figures of hosts; None: they are not known
+    records: Any = None  # the same database, with what finished jobs have measured
 
 
 @dataclass
@@ -107,6 +109,7 @@ class BrainService:
         self._algorithms = Algorithms()
         self._log = EventLog(setup.folder.events_file, clock=time.time, on_broken=self._say)
         self._server: RendezvousServer | None = None
+        self._priors: Priors | None = None  # None: no database is named
         self._unkept, self._events = _Unkept(), 0
         self._started = time.time()
 
@@ -136,6 +139,10 @@ class BrainService:
                 figures = HostFigures(setup.database, self._mailbox.put, self._say)
                 stack.callback(figures.stop)
                 figures.start()
+            if setup.records is not None:
+                self._priors = Priors(setup.records, self._say)
+                stack.callback(self._priors.stop)
+                self._priors.start()
             return self._loop()
 
     def stop(self, exit_code: int) -> None:
@@ -220,6 +227,8 @@ class BrainService:
         self._events += 1
         now = time.time()
         decisions: list[Any] = stamped(self._cluster.handle(event, now), self._events)
+        if self._priors is not None and isinstance(event, JobHeard):
+            self._priors.ask(event.job, event.report.kind)
         if self._unkept.due is None:
             self._unkept.due = now + KEEP_S
         for decision in decisions:
@@ -227,11 +236,14 @@ class BrainService:
                 case PublishGrant(job=job, grant=grant):
                     self._unkept.grants[job] = grant
                 case AskAlgorithm(request=request, algorithm=algorithm, view=view):
-                    self._algorithms.ask(request, algorithm, view, self._mailbox.put)
+                    known = view if self._priors is None else self._priors.into(view)
+                    self._algorithms.ask(request, algorithm, known, self._mailbox.put)
                 case Tell(event=name, job=job, line=line):
                     self._tell(name, job, line)
         if isinstance(event, JobEnded) and self._server is not None:
             self._unkept.grants.pop(event.job, None)
+            if self._priors is not None:
+                self._priors.forget(event.job)
             if event.job not in self._cluster.jobs:
                 self._server.post([Delete(grant_key(event.job))])
         if decisions or isinstance(event, JobEnded | JobSilent | HostsFound):

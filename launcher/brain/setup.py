@@ -40,7 +40,7 @@ def setup_of(given: argparse.Namespace, say: Callable[[str], None]) -> BrainSetu
     Raises UsageError for options that cannot work, ClusterError if another Brain has the folder.
     """
     host, port = _bind(given.bind)
-    discovery, database = _discovery(given), _database(given.stats_db)
+    discovery, databases = _discovery(given), _databases(given.stats_db)
     folder = folder_of(given)
     folder.open()
     try:
@@ -67,18 +67,19 @@ def setup_of(given: argparse.Namespace, say: Callable[[str], None]) -> BrainSetu
         token=folder.new_token() if former is None else former.token,
         identity=identity,
         say=say,
-        database=database,
+        database=databases[0],
+        records=databases[1],
     )
 
 
-def _database(text: str | None) -> Any:
-    """Return the database with the figures of hosts; None: no option names one."""
+def _databases(text: str | None) -> tuple[Any, Any]:
+    """Return the database that `--stats-db` names, once for each of two threads; or None twice."""
     if text is None:
-        return None
+        return None, None
     address = address_of(text, new=True)
     from elastic_driver.brain.store.database import Database  # noqa: PLC0415 - the extra
 
-    return Database(address)
+    return Database(address), Database(address)
 
 
 def _bind(text: str) -> tuple[str, int]:

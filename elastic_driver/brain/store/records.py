@@ -6,9 +6,7 @@ Times are unix seconds, memory is in bytes.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
-from elastic_driver.brain.algorithm import HostView, SpeedAt
+from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.documents import Kind
 
 FRESH_S = 30.0  # a node's figures that are older place nothing
@@ -69,15 +67,3 @@ def work_of(size: int, micro_batches: int | None) -> float:
 def in_order(speeds: Iterable[SpeedAt]) -> tuple[SpeedAt, ...]:
     """Return speeds by size, then by hosts."""
     return tuple(sorted(speeds, key=lambda speed: (speed.size, speed.hosts)))
-
-
-def with_figures(hosts: Iterable[HostView], nodes: Iterable[Node]) -> tuple[HostView, ...]:
-    """Return the hosts of a Brain with the fresh figures of nodes; the others have none."""
-    known = {node.name: node for node in nodes}
-    found = []
-    for host in hosts:
-        node = known.get(host.name)
-        cpu = None if node is None else node.cpu
-        free = None if node is None else node.memory_free
-        found.append(replace(host, cpu=cpu, memory_free=free))
-    return tuple(found)

@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from elastic_driver.brain.algorithm import HostView, SpeedAt
+from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.documents import Kind
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
 from elastic_driver.brain.store.migrations import STEPS
-from elastic_driver.brain.store.records import FRESH_S, Node, Record, with_figures
+from elastic_driver.brain.store.records import FRESH_S, Node, Record
 from elastic_driver.brain.store.rows import DAY, FINE, JobKey, Row, Series, Summary
 
 NAMED = Kind(name="mnist", command="a" * 64)
@@ -112,12 +112,3 @@ def test_schema_1_with_data_is_upgraded(address: Address) -> None:
     renewed.remember(key(1), DONE)
     assert renewed.records() == [(key(1), DONE)], "the job is the one that was there"
     renewed.close()
-
-
-def test_a_host_has_the_figures_of_its_node_and_no_old_ones() -> None:
-    hosts = HostView(name="n1", slots=4), HostView(name="n2", slots=2, cpu=0.9, memory_free=7)
-    nodes = [Node("n1", 1.0, cpu=0.25, memory_free=5), Node("n3", 1.0, cpu=1.0)]
-    assert with_figures(hosts, nodes) == (
-        HostView(name="n1", slots=4, cpu=0.25, memory_free=5),
-        HostView(name="n2", slots=2),
-    )
