@@ -345,8 +345,9 @@ class RendezvousServer:
 
 
 def _tell_of_error(spawned: "concurrent.futures.Future[None]") -> None:
-    """Log the error of work that nobody waits for."""
-    if not spawned.cancelled() and (error := spawned.exception()) is not None:
+    """Log the error of work that nobody waits for, unless the end of the server has ended it."""
+    error = None if spawned.cancelled() else spawned.exception()
+    if error is not None and not isinstance(error, StoppedError):
         log.error("work on the rendezvous server's loop has failed", exc_info=error)
 
 

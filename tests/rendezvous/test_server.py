@@ -12,7 +12,7 @@ from aiohttp import web
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import Add, Count, Entries, Entry, Get, Number, Set, Written
+from rendezvous.wire import Add, Count, Entries, Entry, Get, Number, Set, Watch, Written
 from tests.rendezvous.common import TOKEN, eventually, request, waiting
 
 
@@ -74,6 +74,23 @@ def test_work_of_others_on_its_loop_that_fails_is_told(caplog: pytest.LogCapture
         server.spawn(fail())
         eventually(lambda: "work on the rendezvous server's loop has failed" in caplog.text, "told")
         assert server.apply([Set("a", b"")])
+
+
+def test_work_that_the_end_of_the_server_ends_has_not_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    waits = threading.Event()
+
+    with RendezvousServer(token=TOKEN) as server:
+
+        async def wait() -> None:
+            while True:
+                waits.set()
+                await server.carry_out([Watch({"none": 0}, wait=0.01)])
+
+        server.spawn(wait())
+        assert waits.wait(10)
+    assert caplog.text == ""
 
 
 def test_a_server_whose_loop_fails_says_so_to_its_owner(caplog: pytest.LogCaptureFixture) -> None:
