@@ -8,7 +8,7 @@ const MOST = 120;
 const LEAST_S = 60;
 const COLOURS = {
   running: "running", ready: "ready", starting: "starting", warming: "starting",
-  stopping: "stopping", lost: "lost", failure: "lost", spare: "forming",
+  stopping: "stopping", ending: "stopping", lost: "lost", failure: "lost", spare: "forming",
 };
 const LEGEND = ["running", "ready", "starting", "stopping", "lost", "spare"];
 

@@ -131,7 +131,7 @@ function merge(rows, news) {
 
 /** Return the state of a group of workers that matters most. */
 function worst(states) {
-  for (const state of ["lost", "failure", "stopping", "starting", "ready", "running", "spare"]) {
+  for (const state of ["lost", "failure", "stopping", "ending", "starting", "ready", "running", "spare"]) {
     if (states && states[state]) return state;
   }
   return null;
