@@ -72,13 +72,3 @@ def test_two_kills_leave_no_sample_out_and_repeat_none_but_the_padding() -> None
         assert found[1] == found[2]
         left = {path.name for path in Path(folder).iterdir()} - {f"torchinductor_{getuser()}"}
         assert not left, "nor a file: the killed ones' DataLoaders had sockets there"
-
-
-def test_a_job_that_tries_sizes_ends_with_the_bits_of_one_worker() -> None:
-    pytest.importorskip("scipy")
-    epochs = {"EPOCHS": "16"}
-    env = {"MODE": "fixed", **epochs}
-    with elasticrun("-H", "localhost:3", "--auto-scale", "--", EXACT, env=env) as job:
-        assert job.wait(200) == 0, job.describe()
-        assert len(job.events("size_proposed")) >= 2, job.describe()
-        assert result_of(job.stdout) == alone("fixed", **epochs)
