@@ -42,6 +42,6 @@ def test_a_script_that_ends_while_gloo_still_waits_ends() -> None:
     with elasticrun("-np", "2", "--min-np", "1", "--", SCRIPT, env=env) as job:
         (end,) = job.until(lambda: ends(job, "localhost.0.1"), "it has ended", within=60)
         assert end["exit_code"] == 1, job.describe()
-        assert "ValueError: the script gives up" in job.stderr
+        job.until(lambda: "ValueError: the script gives up" in job.stderr, "its traceback")
         assert job.wait(60) == 0, job.describe()
         job.assert_nothing_left()
