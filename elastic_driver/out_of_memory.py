@@ -11,7 +11,7 @@ from typing import Literal
 _EXCEPTION = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w+)(?::|$)", re.MULTILINE)
 _ENDINGS = ("Error", "Exception", "Interrupt", "Exit", "Iteration")
 _OF_HOST = ("MemoryError", "_ArrayMemoryError")  # Python's own, numpy's
-_OF_DEVICE = ("torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError")
+_OF_DEVICE = re.compile(r"torch\.(\w+\.)?OutOfMemoryError")
 # Torch has no exception of its own for the memory of a host.
 _ALLOCATION = "you tried to allocate"
 _ALLOCATOR = "DefaultCPUAllocator"
@@ -30,7 +30,7 @@ def lacks_memory(tail: str) -> Literal["host", "device"] | None:
             last = match
     if last is None:
         return None
-    if last[1] in _OF_DEVICE:
+    if _OF_DEVICE.fullmatch(last[1]):
         return "device"
     text = tail[last.start() :]
     allocation = _ALLOCATOR in text and _ALLOCATION in text

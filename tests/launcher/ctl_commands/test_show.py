@@ -44,7 +44,7 @@ def test_a_host_in_cool_down_says_for_how_long_and_why() -> None:
     assert "1 min left: no new workers" not in show.hosts(document(s))
     row = next(line for line in show.hosts(document(s)).splitlines() if line.startswith("b"))
     assert "cool-down" in row
-    assert "1 min left: 1 failures within 60 s" in row
+    assert "1 min left: b.0.1 was killed by signal 9" in row
 
 
 def test_a_host_that_may_be_lost_says_since_when_and_by_which_evidence() -> None:
