@@ -27,7 +27,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "group_change": ("--ranks 2,8,16 --turns 3", "--turns 10"),
     "exact": ("--blocks 5", ""),
     "journal": ("--rounds 5", ""),
-    "statistics": ("", "--seconds 600"),
+    "stats_database": ("", "--seconds 600"),
     "observed": ("--pairs 6", "--pairs 40"),
     "horovod": ("--blocks 3", ""),
     "auto_scale": ("--slots 4", ""),

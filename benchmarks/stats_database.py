@@ -4,7 +4,7 @@ A simulated job hands its samples to the writer as a driver does, each second of
 goes faster than the clock, so the database gets the rows of minutes in seconds. All processor time
 of the process counts, that of making the samples left out.
 
-    python -m benchmarks.statistics [--workers N] [--hosts N] [--seconds S] [--stats-db URL]
+    python -m benchmarks.stats_database [--workers N] [--hosts N] [--seconds S] [--stats-db URL]
 """
 
 from __future__ import annotations
