@@ -66,9 +66,9 @@ TF_SYNCHRONIZE_PATH = "/v1/tf/synchronize"
 # ---- keys of the store: "<scope>/<key>" --------------------------------------------------
 # Scopes that the driver fills anew when it goes on with a job; keys of all others are users'.
 PASSING_SCOPES = ("agents/", "workers/", "rounds/", "job/", "checks/", "nodes/")
-CHECK_SPEC = "checks/spec"  # documents.JobSpec for the agents of node checks
+CHECK_SPEC = "checks/spec"  # core.job_spec.JobSpec for the agents of node checks
 JOB_DRIVER = "job/driver"  # documents.DriverTerm, written before anything else
-JOB_SPEC = "job/spec"  # documents.JobSpec, written once
+JOB_SPEC = "job/spec"  # core.job_spec.JobSpec, written once
 JOB_WORLD = "job/world"  # documents.World of the newest complete round
 JOB_STACKS = "job/stacks"  # the number of the newest request for all stacks
 JOB_NOTICE = "job/notice"  # documents.Notice: leave the current round
@@ -122,7 +122,7 @@ def worker_half_lease(worker: str) -> str:
 
 
 def worker_progress(worker: str) -> str:
-    """Return the key of a worker's documents.Progress, written with each heartbeat."""
+    """Return the key of a worker's `Progress`, which it writes with each heartbeat."""
     return f"workers/{worker}/progress"
 
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 
-from elastic_driver.core.documents import JobSpec
 from elastic_driver.core.events import AgentReady
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.runtime.backend import Backend, OnLost
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver

@@ -1,39 +1,19 @@
-"""The documents that driver, agents and workers write to keys for each other, and agents' orders.
+"""The documents that the driver writes for workers and agents, and the orders of agents.
 
-Pure data (JSON by msgspec). The core makes worlds, notices, save requests and orders; workers
-write their progress; the launcher writes the job's specification. The keys are named in
-`elastic_driver.contract`.
+Pure data (JSON by msgspec). The core makes worlds, notices, save requests and orders; `runtime`
+writes them to keys, which are named in `elastic_driver.contract`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from elastic_driver.core.measured import Numbers, StepTimes
-from elastic_driver.core.members import Member as Member  # noqa: PLC0414 - for importers
-from elastic_driver.core.members import Members, Roster, roster_of
-from elastic_driver.core.members import SlotInfo as SlotInfo  # noqa: PLC0414
-from elastic_driver.options import (
-    FLAG,
-    NUMBERS,
-    STREAMS,
-    Heading,
-    names,
-    option,
-    text,
-    whole,
-    whole_or,
-)
+from elastic_driver.core.fields import Count
+from elastic_driver.core.job_spec import JobSpec
+from elastic_driver.core.members import Member, Members, Roster, SlotInfo, roster_of
 from rendezvous.wire import UNREADABLE
-
-Host = Annotated[str, Meta(min_length=1, max_length=253)]
-WorkerId = Annotated[str, Meta(min_length=1, max_length=300)]
-Text = Annotated[str, Meta(max_length=65536)]
-LongText = Annotated[str, Meta(max_length=1 << 20)]  # its reader keeps a part
-Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class DriverTerm(Struct, frozen=True):
@@ -111,148 +91,12 @@ class SaveRequest(Struct, frozen=True):
     reason: str
 
 
-MAX_SAMPLES = 64  # of measured steps in one message
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
-Share = Annotated[int, Meta(ge=0, le=2**31)]
-
-
-class Sample(Struct, frozen=True, array_like=True):
-    """A rank's time for a committed step, without waiting for other ranks.
-
-    If steps are short, it is the mean of all steps since the last sample. `compute` is the time of
-    all computing; of several forward-backward passes, only one is counted. `one_pass` is the time
-    of that pass alone. `exchange` is not in `compute`: it is the processor time of exchanging the
-    gradients, because the clock also counts waiting.
-    """
-
-    step: Count
-    compute: Seconds
-    one_pass: Seconds
-    exchange: Seconds = 0.0
-
-
-class Division(Struct, frozen=True, array_like=True):
-    """A rank's part of a fixed batch: `share` of a step's `virtual_workers`."""
-
-    virtual_workers: Share
-    share: Share
-
-
-MAX_LINKS = 16  # in one message
-
-
-class LinkUse(Struct, frozen=True, array_like=True):
-    """The use of the connections to one peer's address since the round began.
-
-    `seconds`: the time in which data was on its way. `carried`: bytes that arrived.
-    """
-
-    peer: Host
-    seconds: Seconds
-    carried: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
-
-class Links(Struct, frozen=True, array_like=True):
-    """The connections of a rank to other hosts; `address` is its own."""
-
-    address: Host
-    uses: Annotated[tuple[LinkUse, ...], Meta(max_length=MAX_LINKS)]
-
-
-class GradientNorms(Struct, frozen=True, array_like=True):
-    """The squared norms of a rank's own gradient, and of the mean over all ranks."""
-
-    own: Annotated[float, Meta(ge=0.0)]
-    mean: Annotated[float, Meta(ge=0.0)]
-
-
-class Progress(Struct, frozen=True):
-    """A worker's progress: `step` committed steps in all, seconds for one, in round `round`.
-
-    `samples` are its last measured steps, oldest first; each is sent several times. `division`: its
-    part of a fixed batch, if the driver gives the shares. `links`: its connections to other hosts,
-    if it has any.
-
-    The other fields are only shown (`core.measured`). `at`: the time of the last step by the
-    worker's own clock. `steps_done`, `samples_done`: of this process since it started. `numbers`,
-    `total`: what `report_progress` got last, and the number of all steps. `reported`: the step that
-    it named last, in a round without commits. `micro_batches`: those of a step of a `FixedBatch`,
-    and `batch` its samples. `parameters`: of the models of the state.
-    `gradients`: measured in the last steps, where `--auto-scale` needs them.
-    """
-
-    round: Count
-    step: Annotated[int, Meta(ge=-1, le=2**53)]  # −1: nothing trained yet
-    step_time: Seconds
-    samples: Annotated[tuple[Sample, ...], Meta(max_length=MAX_SAMPLES)] = ()
-    division: Division | None = None
-    links: Links | None = None
-    at: Seconds = 0.0
-    steps_done: Count = 0
-    samples_done: Count = 0
-    numbers: Numbers = {}
-    total: Count | None = None
-    times: StepTimes | None = None
-    reported: Count | None = None
-    micro_batches: Count | None = None
-    batch: Count | None = None
-    parameters: Count | None = None
-    gradients: GradientNorms | None = None
-
-
 class Allocation(Struct, frozen=True):
     """The micro-batches of each rank of round `round`, from the step on which the ranks agree."""
 
     round: int
     shares: tuple[int, ...]
     reason: str
-
-
-# fmt: off
-@dataclass(frozen=True)
-class JobSpec:
-    """The command that every worker of the job runs, and its settings; no secrets."""
-
-    run_id: str
-    command: tuple[str, ...]  # argv of a worker
-    cwd: str
-    env: dict[str, str]  # added to the agent's own environment
-    heartbeat_timeout: float  # seconds
-    max_restarts: int  # shown to workers as TORCHELASTIC_MAX_RESTARTS
-    heartbeat_interval: float = 0.0  # seconds between an agent's heartbeats; 0: it sends none
-    hang_timeout: float | None = None  # seconds without progress; None: adapts, 0: never
-    grace_period: float = 0.0  # seconds; the time to leave a host that is about to go; 0: none
-    driver_timeout: float = 0.0  # seconds to wait for the next driver; 0: end with this one
-    log_dir: str | None = option(Heading.OUTPUT, text("DIR"), None,
-        "Also write each worker's output to files below DIR.", aliases=("--output-filename",))
-    tee: str = option(Heading.OUTPUT, STREAMS, "3",
-        "With --log-dir: streams that go both to the terminal and to files.", aliases=("-t",))
-    redirects: str = option(Heading.OUTPUT, STREAMS, "0",
-        "With --log-dir: streams that go to files only. 0 none, 1 stdout, 2 stderr, 3 both; per "
-        "local rank as 0:3,1:1.", aliases=("-r",))
-    local_ranks_filter: tuple[int, ...] | None = option(Heading.OUTPUT, NUMBERS, None,
-        "Show only these local ranks of each host on the terminal.")
-    timestamp: bool = option(Heading.OUTPUT, FLAG, False,
-        "Put the time in front of every line of the workers.",
-        flag="prefix-output-with-timestamp", aliases=("--prefix-timestamp", "-prefix-timestamp"))
-    horovod: bool = option(Heading.HOROVOD, FLAG, False,
-        "Run a script that says 'import horovod.torch' as it is: the name then means "
-        "elastic_driver.horovod.torch (docs/horovod.md).")
-    keep_output: int = option(Heading.OUTPUT, whole("MIB"), 64,
-        "MiB of the workers' output that the run's folder keeps for elasticctl logs; 0: none.")
-    preload: tuple[str, ...] = option(Heading.START, names("MODULES"), ("torch",),
-        "Modules that a warm process has imported before a worker is forked from it, with commas "
-        "between them (docs/warm-workers.md).")
-    warm: int | None = option(Heading.START, whole_or("auto"), None,
-        "Processes kept warm on each host for new workers; 0: every worker starts as a new "
-        "process.",
-        shown="auto: one, if the command is Python and imports more than the standard library; "
-        "none with --tf-config")
-    virtual_local_rank: bool = option(Heading.START, FLAG, False,
-        "Each worker sees only the GPU of its slot, and its LOCAL_RANK is 0 (as in torchrun).")
-    rehearse: bool = True  # a warm parent takes a tiny training step
-    slot_ports: int = 0  # free ports that each agent offers for its workers' servers
-# fmt: on
 
 
 MAX_PEERS = 16
@@ -317,66 +161,11 @@ class StacksOrder(Struct, frozen=True, tag="stacks"):
 Order = StartWorkerOrder | StopWorkerOrder | RanksOrder | ShutdownOrder | StacksOrder
 
 
-# ---- output of an agent and its workers whose console is gone -----------------------------
-
-MAX_OUTPUT_LINES = 4096  # in one message
-
-
-class OutputLine(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One line for elasticrun's stdout (`stream` 1) or stderr (2), without its newline."""
-
-    stream: Literal[1, 2]
-    text: Text
-
-
-class OutputLines(Struct, frozen=True, forbid_unknown_fields=True):
-    """Lines in the order in which they were written: the body of `POST /v1/output`.
-
-    `first` is the number of the first line; an agent numbers its lines from 1. Lines that were
-    taken already may come again, with the same numbers.
-    """
-
-    host: Host
-    incarnation: Annotated[int, Meta(ge=0, le=2**53)]
-    first: Annotated[int, Meta(ge=1, le=2**53)]
-    lines: Annotated[tuple[OutputLine, ...], Meta(min_length=1, max_length=MAX_OUTPUT_LINES)]
-
-
-class WorkerLine(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One line of a worker's stdout (`stream` 1) or stderr (2), without its newline."""
-
-    t: Annotated[float, Meta(ge=0)]  # unix seconds
-    worker: WorkerId
-    rank: Annotated[int, Meta(ge=-1, le=10**6)]  # that the worker had then; −1: a spare
-    stream: Literal[1, 2]
-    text: Text
-
-
-class WorkerLines(Struct, frozen=True, forbid_unknown_fields=True):
-    """Lines of the workers of one host: the body of `POST /v1/logs`.
-
-    `first` is the number of the first line; an agent numbers its lines from 1. `dropped`: how many
-    it has left out before them.
-    """
-
-    host: Host
-    incarnation: Count
-    first: Annotated[int, Meta(ge=1, le=2**53)]
-    lines: Annotated[tuple[WorkerLine, ...], Meta(min_length=1, max_length=MAX_OUTPUT_LINES)]
-    dropped: Count = 0
-
-
 class LoginCode(Struct, frozen=True):
     """A code with which one browser may log in, within so many seconds."""
 
     code: str
     seconds: float
-
-
-class LogsTaken(Struct, frozen=True):
-    """The answer to `WorkerLines`: seconds until the agent may send more."""
-
-    wait: Seconds
 
 
 class Failure(Struct, frozen=True):
@@ -406,17 +195,6 @@ decode_number: Callable[[bytes], int] = msgspec.json.Decoder(Count).decode
 def decode(kind: type[T], data: bytes) -> T:
     """Return the document in `data`; raises `msgspec.ValidationError` for anything else."""
     return msgspec.json.decode(data, type=kind)
-
-
-_decode_progress = msgspec.json.Decoder(Progress).decode
-
-
-def decode_progress(data: bytes) -> Progress | None:
-    """Return a worker's progress; None if it wrote something else."""
-    try:
-        return _decode_progress(data)
-    except UNREADABLE:
-        return None
 
 
 class Reader:

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Count, Host, LongText, Seconds, Text, WorkerId
+from elastic_driver.core.fields import Count, Host, LongText, Seconds, Text, WorkerId
 from elastic_driver.core.measured import Bytes
 from elastic_driver.core.stack_location import shorten
 

@@ -1,8 +1,8 @@
 """The measurements of hosts, workers and the job, as they travel and as `/v1/status` shows them.
 
-A worker's `StepTimes` are part of its `documents.Progress`, and an agent writes the `Usage` of its
-host. `Measured` and `History` are what the driver shows of them. None: not known. Pure data; times
-are seconds, sizes bytes.
+A worker's `StepTimes` are part of its `Progress`, and an agent writes the `Usage` of its host.
+`Measured` and `History` are what the driver shows of them. None: not known. Pure data; times are
+seconds, sizes bytes.
 """
 
 from collections.abc import Callable

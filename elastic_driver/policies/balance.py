@@ -17,7 +17,7 @@ from statistics import median
 
 from msgspec import Struct
 
-from elastic_driver.core.documents import Division
+from elastic_driver.core.progress import Division
 from elastic_driver.policies.slow_ranks import usual
 
 GAIN = 0.15  # the part by which a step has to become shorter

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from elastic_driver.core.documents import WorkerId
+from elastic_driver.core.fields import WorkerId
 from elastic_driver.policies.messages import RepeatableRequest
 
 # The holder of shards that all members of the job's world train together.

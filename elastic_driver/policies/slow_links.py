@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
-from elastic_driver.core.documents import Links
+from elastic_driver.core.progress import Links
 from elastic_driver.policies.slow_ranks import Change, Slowness, SlowRank, usual
 
 # The limits. A slow link is named after about 15 steps, or two seconds.

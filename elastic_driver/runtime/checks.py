@@ -22,8 +22,9 @@ from msgspec import field
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import CheckHosts
-from elastic_driver.core.documents import JobSpec, encode
+from elastic_driver.core.documents import encode
 from elastic_driver.core.events import HostResult, HostsChecked
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck.checker import CheckLimits, NodeChecker
 from elastic_driver.policies.nodecheck.messages import TASK_SETTINGS, TaskSettings

@@ -4,7 +4,8 @@ import time
 from collections.abc import Mapping
 
 from elastic_driver import contract
-from elastic_driver.core.documents import DriverTerm, JobSpec, encode
+from elastic_driver.core.documents import DriverTerm, encode
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError
 from rendezvous.errors import AddressError
 from rendezvous.server import RendezvousServer

@@ -18,6 +18,7 @@ from elastic_driver import contract
 from elastic_driver.core import decisions as do
 from elastic_driver.core import documents as doc
 from elastic_driver.core import events as ev
+from elastic_driver.core.progress import decode_progress
 from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.errors import assert_never
 from elastic_driver.policies.messages import (
@@ -262,7 +263,7 @@ class Executor:
         """Post the workers' progress; called by the server's thread."""
         readings = []
         for entry in _entries_in(results).values():
-            progress = doc.decode_progress(entry.value)
+            progress = decode_progress(entry.value)
             if progress is None or progress.reported is not None:
                 continue  # it has not committed a step in this round
             if progress.round == question.round:

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.documents import LogsTaken, WorkerLines
+from elastic_driver.core.output_lines import LogsTaken, WorkerLines
 from elastic_driver.runtime.worker_logs import LogQuery, WorkerLogs, read_page
 from rendezvous.auth import Role
 from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json

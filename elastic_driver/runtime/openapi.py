@@ -18,6 +18,8 @@ from elastic_driver import contract
 from elastic_driver.core import documents, measured, status
 from elastic_driver.core import events as ev
 from elastic_driver.core import join_messages as join
+from elastic_driver.core.fields import Count
+from elastic_driver.core.output_lines import LogsTaken, OutputLines, WorkerLines
 from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.nodecheck.messages import TaskEnded
@@ -57,7 +59,7 @@ class LoggedEvents(msgspec.Struct, frozen=True):
 class Since(msgspec.Struct, frozen=True):
     """The number of the last event that the reader knows."""
 
-    since: documents.Count = 0
+    since: Count = 0
 
 
 class HistorySince(msgspec.Struct, frozen=True):
@@ -112,8 +114,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     **{(("GET", path)): Operation(_FILE) for path in ("/", *access.PAGE_FILES)},
     ("GET", OPENAPI_PATH): Operation(dict[str, Any]),
-    ("POST", contract.OUTPUT_PATH): Operation(Accepted, documents.OutputLines, code=202),
-    ("POST", contract.LOGS_PATH): Operation(documents.LogsTaken, documents.WorkerLines, code=202),
+    ("POST", contract.OUTPUT_PATH): Operation(Accepted, OutputLines, code=202),
+    ("POST", contract.LOGS_PATH): Operation(LogsTaken, WorkerLines, code=202),
     ("GET", contract.LOGS_PATH): Operation(LogPage, query=LogQuery),
     ("POST", join.HELLO_PATH): Operation(join.HelloAnswer, join.Hello),
     ("POST", join.PROOF_PATH): Operation(join.Joined, join.NodeProof),

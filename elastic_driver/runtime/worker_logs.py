@@ -22,7 +22,8 @@ from typing import Annotated, BinaryIO, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from elastic_driver.core.documents import Host, WorkerId, WorkerLine
+from elastic_driver.core.fields import Host, WorkerId
+from elastic_driver.core.output_lines import WorkerLine
 from elastic_driver.line_writer import LineWriter
 from rendezvous.wire import UNREADABLE
 

@@ -8,7 +8,7 @@ Horovod's meaning. They are counted anew each round; only `slot()` stays. All ra
 
 import sys
 
-from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.members import SlotInfo
 from elastic_driver.errors import UsageError
 
 

@@ -31,6 +31,7 @@ from elastic_driver import contract
 from elastic_driver.announcement import verified
 from elastic_driver.core import documents
 from elastic_driver.core.events import AgentReady, AgentReturned, HostLeaving
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime.library_logs import logs_shown
 from launcher.agent.driver_link import DriverLink, NoDriverError, term_in
@@ -311,17 +312,17 @@ class Agent:
         self._spawn(link.deliver())
         self._send_heartbeats(spec, workers)
 
-    def _read_spec(self) -> tuple[documents.JobSpec, int]:
+    def _read_spec(self) -> tuple[JobSpec, int]:
         """Return the job's specification, and the term of the driver that has written it."""
         key = contract.spec_key(self._config.incarnation)
         asked = Get((key,), wait=FIRST_CONTACT_S), Get((contract.JOB_DRIVER,))
         answer = [expect(result, Entries) for result in self._client.batch(*asked)]
         if key not in answer[0].entries:
             raise RendezvousError(f"no {key} within {FIRST_CONTACT_S:.0f} s")
-        spec = documents.decode(documents.JobSpec, answer[0].entries[key].value)
+        spec = documents.decode(JobSpec, answer[0].entries[key].value)
         return spec, term_in(answer[1], documents.Reader(self._say))
 
-    def _link_to_driver(self, spec: documents.JobSpec, term: int, consoles: Consoles) -> DriverLink:
+    def _link_to_driver(self, spec: JobSpec, term: int, consoles: Consoles) -> DriverLink:
         link = DriverLink(
             self._client,
             (self._config.host, self._config.incarnation),
@@ -338,7 +339,7 @@ class Agent:
             self._spawn(link.watch())
         return link
 
-    def _warm_up(self, spec: documents.JobSpec) -> None:
+    def _warm_up(self, spec: JobSpec) -> None:
         try:
             self._starter.launch(plan_for(spec, os.environ))
         except NotWarmable as reason:
@@ -346,7 +347,7 @@ class Agent:
             if spec.warm:  # the user wants it
                 self._say(f"no warm workers: {reason}")
 
-    def _send_heartbeats(self, spec: documents.JobSpec, workers: Workers) -> None:
+    def _send_heartbeats(self, spec: JobSpec, workers: Workers) -> None:
         if not spec.heartbeat_interval:
             return
         most = spec.heartbeat_timeout
@@ -361,7 +362,7 @@ class Agent:
         self._usage.start()
         self._spawn(self._heartbeats.run())
 
-    def _meeting_point(self, spec: documents.JobSpec) -> tuple[str, str | None]:
+    def _meeting_point(self, spec: JobSpec) -> tuple[str, str | None]:
         """Return the address and the interface where workers of other hosts reach ours."""
         config = self._config
         if config.address is not None:

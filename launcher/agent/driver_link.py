@@ -20,6 +20,7 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.core import documents
 from elastic_driver.core.events import AgentReturned, WireEvent
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.reachability import probe
 from rendezvous.client import RendezvousClient
 from rendezvous.client_connections import parse_url
@@ -62,7 +63,7 @@ class DriverLink:
         self,
         client: RendezvousClient,
         agent: tuple[str, int],
-        spec: documents.JobSpec,
+        spec: JobSpec,
         term: int,
         *,
         story: Callable[[int], AgentReturned],

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import elastic_driver
 from elastic_driver import contract
-from elastic_driver.core.documents import JobSpec, SlotInfo, StartWorkerOrder
+from elastic_driver.core.documents import StartWorkerOrder
+from elastic_driver.core.job_spec import JobSpec
+from elastic_driver.core.members import SlotInfo
 from launcher.network import is_loopback
 
 # Variables that an outer launcher may have left in our environment would confuse the script.

@@ -22,7 +22,8 @@ import psutil
 
 from elastic_driver.appended_file import AppendedFile
 from elastic_driver.console import Console
-from elastic_driver.core.documents import JobSpec, StartWorkerOrder
+from elastic_driver.core.documents import StartWorkerOrder
+from elastic_driver.core.job_spec import JobSpec
 from launcher.agent.lines import HoldBack, LineSplitter, visible
 from launcher.agent.recorded_output import Record
 

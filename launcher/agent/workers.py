@@ -13,8 +13,9 @@ from pathlib import Path
 
 from elastic_driver import contract
 from elastic_driver.console import Console
-from elastic_driver.core.documents import JobSpec, RanksOrder, StartWorkerOrder, time_to_leave
+from elastic_driver.core.documents import RanksOrder, StartWorkerOrder, time_to_leave
 from elastic_driver.core.events import RunningWorker, WorkerExited, WorkerStack, WorkerStarted
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.peer_loss import looks_like_peer_loss
 from launcher.agent import processes
 from launcher.agent.environment import Meeting, worker_environment

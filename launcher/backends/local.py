@@ -30,7 +30,8 @@ from typing import Any
 
 from elastic_driver import contract
 from elastic_driver.console import say
-from elastic_driver.core.documents import JobSpec, decode
+from elastic_driver.core.documents import decode
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
 from elastic_driver.runtime.host_lists import Hosts

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from elastic_driver import contract
 from elastic_driver.core import join_messages as messages
-from elastic_driver.core.documents import JobSpec, Reader, decode
+from elastic_driver.core.documents import Reader, decode
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
 from launcher.agent.driver_link import term_in
 from rendezvous import errors

@@ -23,7 +23,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_driver.core.documents import JobSpec
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.join_messages import NodeReport
 from elastic_driver.errors import ExitCode, UsageError
 from elastic_driver.masking import masked

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from elastic_driver.contract import VISIBLE_DEVICES
-from elastic_driver.core.documents import JobSpec
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.rules import units
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.masking import masked, without_password

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elastic_driver import contract
-from elastic_driver.core.documents import JobSpec
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.tf_config import CHIEF, PS, WORKERS_ONLY
 from elastic_driver.errors import UsageError
 from elastic_driver.masking import is_secret

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 from msgspec.structs import replace
 
-from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.rules import rounds
 from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.effects import Effects

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.documents import Member, World, decode_world, encode_world
-from elastic_driver.core.members import Members, Roster, SlotRun, Standings, roster_of
+from elastic_driver.core.documents import World, decode_world, encode_world
+from elastic_driver.core.members import Member, Members, Roster, SlotRun, Standings, roster_of
 from elastic_driver.core.rules.ranks import Seat, assign
 
 

@@ -23,6 +23,8 @@ from elastic_driver import announcement
 from elastic_driver.core import documents, snapshots
 from elastic_driver.core import events as ev
 from elastic_driver.core import join_messages as join
+from elastic_driver.core.output_lines import OutputLines
+from elastic_driver.core.progress import Progress, decode_progress
 from elastic_driver.errors import UsageError
 from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
@@ -314,7 +316,7 @@ LARGE = b"1" * 40
 
 def read_progress(body: bytes) -> None:
     """What a worker has written about itself: the driver makes an event of it."""
-    found = documents.decode_progress(body)
+    found = decode_progress(body)
     if found is not None:
         reading = ev.ProgressReading(found.step, found.step_time, answered=True)
         codec.encode(ev.ProgressReported(1, (reading,)))
@@ -500,7 +502,7 @@ PARSERS = (
             b'"ports":[],"slot_ports":[-9223372036854775809]}',
         ),
     ),
-    Parser("output", nearly(documents.OutputLines), _decoder(documents.OutputLines), NOT_JSON),
+    Parser("output", nearly(OutputLines), _decoder(OutputLines), NOT_JSON),
     Parser("join", nearly(join.NodeReport), _decoder(join.NodeReport), NOT_JSON),
     Parser("hello", nearly(join.Hello), _decoder(join.Hello), NOT_JSON),
     Parser("proof", nearly(join.NodeProof), _decoder(join.NodeProof), NOT_JSON),
@@ -519,7 +521,7 @@ PARSERS = (
     Parser("order", nearly(documents.Order), documents.decode_order, NOT_JSON),
     Parser(
         "progress",
-        nearly(documents.Progress),
+        nearly(Progress),
         read_progress,
         (),
         (b'{"more":' + b"[" * 2000, b'{"\xff":1}', b'{"round":1,"step":%b,"step_time":1}' % LARGE),

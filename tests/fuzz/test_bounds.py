@@ -8,9 +8,10 @@ from typing import Any, get_args
 import pytest
 from msgspec import inspect
 
-from elastic_driver.core import documents
 from elastic_driver.core import events as ev
 from elastic_driver.core import join_messages as join
+from elastic_driver.core.output_lines import OutputLines
+from elastic_driver.core.progress import Progress
 from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.nodecheck.messages import TaskEnded, TaskResult
@@ -18,8 +19,8 @@ from elastic_driver.runtime.api import EVENT_OF_PATH, StopRequest
 
 RECEIVED = (
     *(ev.WireEvent, TaskEnded, TaskResult, *get_args(shards.Request), join.NodeReport),
-    *(*get_args(tf.TfRequest.__annotations__["request"]), documents.OutputLines),
-    *(documents.Progress, StopRequest, *EVENT_OF_PATH.values()),
+    *(*get_args(tf.TfRequest.__annotations__["request"]), OutputLines),
+    *(Progress, StopRequest, *EVENT_OF_PATH.values()),
 )
 
 

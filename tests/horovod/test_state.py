@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import elastic_driver.horovod.torch as hvd
-from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.members import SlotInfo
 from elastic_driver.horovod.torch.elastic import state as states
 from elastic_driver.worker import current
 

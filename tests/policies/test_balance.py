@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from elastic_driver.core.documents import Division
+from elastic_driver.core.progress import Division
 from elastic_driver.policies.balance import (
     WINDOW,
     Balancer,

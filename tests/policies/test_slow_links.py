@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from elastic_driver.core.documents import Links, LinkUse
+from elastic_driver.core.progress import Links, LinkUse
 from elastic_driver.policies.slow_links import CONFIRM, LinkWatch
 from elastic_driver.policies.slow_ranks import Change, Slowness
 

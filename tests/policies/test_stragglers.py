@@ -6,18 +6,10 @@ from collections.abc import Sequence
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.documents import (
-    Allocation,
-    Division,
-    Member,
-    Progress,
-    Sample,
-    SlotInfo,
-    World,
-    decode,
-    encode,
-)
+from elastic_driver.core.documents import Allocation, World, decode, encode
 from elastic_driver.core.events import Event, RankRecovered, RankSlow, Tick
+from elastic_driver.core.members import Member, SlotInfo
+from elastic_driver.core.progress import Division, Progress, Sample
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent
 from elastic_driver.policies.stragglers import LOOK_S, SHARE, RoundPublished, Stragglers

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.core.documents import Member, World, decode_world, encode_world
+from elastic_driver.core.documents import World, decode_world, encode_world
+from elastic_driver.core.members import Member
 from elastic_driver.core.rules.ranks import Seat, assign
 from tests.core.test_members import members_on
 

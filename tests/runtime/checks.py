@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic_driver.core.documents import JobSpec
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.backend import MakeBackend
 from elastic_driver.runtime.checks import CheckSettings, NodeChecks

@@ -19,7 +19,6 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.core.documents import (
     Order,
-    Progress,
     ShutdownOrder,
     StartWorkerOrder,
     StopWorkerOrder,
@@ -36,6 +35,7 @@ from elastic_driver.core.events import (
     WorkerStarted,
     WorkerStepped,
 )
+from elastic_driver.core.progress import Progress
 from elastic_driver.runtime.backend import OnLost
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient

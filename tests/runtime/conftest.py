@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from elastic_driver.core.documents import JobSpec
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.checks import CheckSettings, NodeChecks
 from elastic_driver.runtime.driver import ElasticDriver

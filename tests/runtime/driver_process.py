@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from elastic_driver.core.documents import JobSpec
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ElasticError
 from elastic_driver.runtime.backend import OnLost
 from elastic_driver.runtime.discovery import FixedDiscovery

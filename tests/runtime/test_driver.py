@@ -8,13 +8,9 @@ import threading
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.documents import (
-    JobSpec,
-    Notice,
-    StartWorkerOrder,
-    decode,
-)
+from elastic_driver.core.documents import Notice, StartWorkerOrder, decode
 from elastic_driver.core.events import WorkerReady
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import driver as driver_module
 from elastic_driver.runtime.results import read_result

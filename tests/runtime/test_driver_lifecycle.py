@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.documents import (
-    JobSpec,
-    ShutdownOrder,
-)
+from elastic_driver.core.documents import ShutdownOrder
 from elastic_driver.core.events import AgentReady
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime import loop
 from elastic_driver.runtime.discovery import FixedDiscovery

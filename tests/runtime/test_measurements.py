@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Member, Progress, SlotInfo, World, encode
+from elastic_driver.core.documents import World, encode
 from elastic_driver.core.measured import HostUsage, StepTimes, Usage, WorkerUsage
+from elastic_driver.core.members import Member, SlotInfo
+from elastic_driver.core.progress import Progress
 from elastic_driver.runtime.measurements import LOOK_S, QUIET_S, SHARE, USAGE_S, Measurements
 from rendezvous.wire import Entry
 

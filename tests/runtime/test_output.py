@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.documents import OutputLine, OutputLines
+from elastic_driver.core.output_lines import OutputLine, OutputLines
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError

@@ -19,8 +19,6 @@ from elastic_driver import contract
 from elastic_driver.core.documents import (
     DriverTerm,
     Order,
-    OutputLine,
-    OutputLines,
     ShutdownOrder,
     StartWorkerOrder,
     StopWorkerOrder,
@@ -38,6 +36,7 @@ from elastic_driver.core.events import (
     WorkerStarted,
     WorkerStepped,
 )
+from elastic_driver.core.output_lines import OutputLine, OutputLines
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.journal.resume import load_run
 from elastic_driver.runtime.results import read_result

@@ -5,7 +5,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Progress, Sample, encode
+from elastic_driver.core.documents import encode
+from elastic_driver.core.progress import Progress, Sample
 from elastic_driver.policies.nodecheck.check import NodeVerdict, Verdict
 from elastic_driver.policies.nodecheck.report import CheckReport
 from rendezvous.wire import Set

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.documents import LogsTaken, WorkerLine, WorkerLines
+from elastic_driver.core.output_lines import LogsTaken, WorkerLine, WorkerLines
 from elastic_driver.runtime.log_routes import LEAST_WAIT_S, LogRoutes
 from elastic_driver.runtime.worker_logs import (
     FILES,

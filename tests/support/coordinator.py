@@ -28,18 +28,10 @@ import psutil
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.documents import (
-    DriverTerm,
-    Member,
-    Notice,
-    Progress,
-    SlotInfo,
-    World,
-    decode,
-    encode,
-    encode_world,
-)
+from elastic_driver.core.documents import DriverTerm, Notice, World, decode, encode, encode_world
 from elastic_driver.core.events import WireEvent, WorkerReady, WorkerStepped
+from elastic_driver.core.members import Member, SlotInfo
+from elastic_driver.core.progress import Progress
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, DeletePrefix, Entries, Get, Set

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.members import SlotInfo
 from elastic_driver.worker import current
 
 

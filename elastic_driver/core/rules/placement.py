@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from elastic_driver.core.decisions import StartAgent, StopAgent
-from elastic_driver.core.documents import SlotInfo, StartWorkerOrder
+from elastic_driver.core.documents import StartWorkerOrder
+from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.fleet import AgentNews, HostAgent

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.members import SlotInfo
 
 
 class Seat(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from elastic_driver.contract import host_of_worker
 from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
-from elastic_driver.core.documents import MAX_PEERS, Member, RanksOrder, World
-from elastic_driver.core.members import Standings, standings_of
+from elastic_driver.core.documents import MAX_PEERS, RanksOrder, World
+from elastic_driver.core.members import Member, Standings, standings_of
 from elastic_driver.core.rules.capacity import Capacity
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import Fleet

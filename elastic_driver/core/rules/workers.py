@@ -12,7 +12,8 @@ from enum import Enum
 
 from elastic_driver.contract import worker_id
 from elastic_driver.core import events as ev
-from elastic_driver.core.documents import SlotInfo, StartWorkerOrder
+from elastic_driver.core.documents import StartWorkerOrder
+from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.rules.ranks import Seat, assign
 
 

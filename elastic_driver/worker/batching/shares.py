@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_driver.core import documents
+from elastic_driver.core.progress import Division
 from elastic_driver.policies.microbatches import allocate_microbatches
 from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
@@ -90,5 +91,5 @@ class BalancedShares:
 
     def _report(self) -> None:
         """Have the heartbeat report this rank's share and, on rank 0, fetch new shares."""
-        share = documents.Division(self._world[2], self._shares[self._rank])
+        share = Division(self._world[2], self._shares[self._rank])
         self._progress.division, self._progress.wants_allocations = share, self._rank == 0

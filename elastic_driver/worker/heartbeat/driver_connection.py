@@ -31,6 +31,8 @@ from msgspec.structs import replace
 
 from elastic_driver import contract
 from elastic_driver.core import documents, events
+from elastic_driver.core.members import Member
+from elastic_driver.core.progress import Progress
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
@@ -233,7 +235,7 @@ class DriverConnection:
 
     def await_world(
         self, left: int, checkpoint: FinalCheckpointTask | None = None
-    ) -> tuple[documents.World, documents.Member]:
+    ) -> tuple[documents.World, Member]:
         """Wait for the first world after round `left` with this worker in it; return both.
 
         `checkpoint` carries out a request for the final checkpoint that comes meanwhile. A driver
@@ -374,7 +376,7 @@ class DriverConnection:
         times = tuple(progress.step_times)[-RECENT_STEPS:]
         usual = statistics.median(times) if times else step_time
         samples, links = progress.samples.collect(usual), progress.links()
-        found = documents.Progress(
+        found = Progress(
             round_id,
             version,
             step_time or usual,

@@ -17,15 +17,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from elastic_driver.core.documents import (
-    MAX_SAMPLES,
-    Allocation,
-    Division,
-    GradientNorms,
-    Links,
-    Sample,
-)
+from elastic_driver.core.documents import Allocation
 from elastic_driver.core.measured import StepTimes
+from elastic_driver.core.progress import MAX_SAMPLES, Division, GradientNorms, Links, Sample
 from elastic_driver.worker.cpu_time import CpuSlowdown
 
 NEVER = sys.maxsize  # a step that no job reaches

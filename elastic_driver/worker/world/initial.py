@@ -18,7 +18,8 @@ from msgspec import Struct, field
 from torch.distributed import DistStoreError, HashStore
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Member, SlotInfo, World
+from elastic_driver.core.documents import World
+from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.errors import UsageError, WorldBrokenError
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.world.backend import BackendChoice

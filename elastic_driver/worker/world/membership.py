@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 from torch.distributed import HashStore, Store
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Member, Notice, SlotInfo, World
+from elastic_driver.core.documents import Notice, World
+from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss

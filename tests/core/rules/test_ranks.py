@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.rules.ranks import Seat, assign
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.documents import SlotInfo
+from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.rules.rounds import ROUND_TRANSITIONS, Round, RoundState
 from elastic_driver.core.rules.workers import (
     ACTIVE,

@@ -21,12 +21,9 @@ from aiohttp import web
 from elastic_driver import contract
 from elastic_driver.core.documents import (
     DriverTerm,
-    JobSpec,
     Order,
-    OutputLines,
     RanksOrder,
     ShutdownOrder,
-    SlotInfo,
     StartWorkerOrder,
     StopWorkerOrder,
     encode,
@@ -39,6 +36,9 @@ from elastic_driver.core.events import (
     WorkerExited,
     WorkerStarted,
 )
+from elastic_driver.core.job_spec import JobSpec
+from elastic_driver.core.members import SlotInfo
+from elastic_driver.core.output_lines import OutputLines
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Get, Set

@@ -7,7 +7,8 @@ import pytest
 from msgspec import structs
 
 from elastic_driver import contract
-from elastic_driver.core.documents import JobSpec, StartWorkerOrder
+from elastic_driver.core.documents import StartWorkerOrder
+from elastic_driver.core.job_spec import JobSpec
 from launcher.agent.environment import Meeting, worker_environment
 from launcher.network import is_loopback
 from tests.launcher.agent.harness import place

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.documents import JobSpec
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import UsageError
 from launcher import job
 from launcher.agent.environment import HOROVOD_ALIAS, common_environment

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from elastic_driver.core.documents import JobSpec
+from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import UsageError
 from elastic_driver.options import ValueKind
 from elastic_driver.runtime.backend import BackendJob

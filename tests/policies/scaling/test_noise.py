@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elastic_driver.core.documents import GradientNorms
+from elastic_driver.core.progress import GradientNorms
 from elastic_driver.policies.scaling.noise import LEAST, MOST, efficiency, noise_scale
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_driver.core.documents import Member, SlotInfo, World
+from elastic_driver.core.documents import World
+from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper
 from elastic_driver.worker.checkpoints.keeper import Checkpoints

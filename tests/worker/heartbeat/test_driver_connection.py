@@ -16,16 +16,8 @@ import pytest
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.documents import (
-    Allocation,
-    Division,
-    DriverTerm,
-    Notice,
-    Progress,
-    decode,
-    decode_progress,
-    encode,
-)
+from elastic_driver.core.documents import Allocation, DriverTerm, Notice, decode, encode
+from elastic_driver.core.progress import Division, Progress, decode_progress
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, next_pause

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.documents import MAX_SAMPLES, Progress, Sample, decode, encode
+from elastic_driver.core.documents import decode, encode
+from elastic_driver.core.progress import MAX_SAMPLES, Progress, Sample
 from elastic_driver.worker.heartbeat.progress import (
     COVERED_S,
     StepCost,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.core.documents import Member, World
+from elastic_driver.core.documents import World
+from elastic_driver.core.members import Member
 from elastic_driver.worker.state_sync.sharing import StateLostError, agree
 from elastic_driver.worker.world.membership import ALONE
 

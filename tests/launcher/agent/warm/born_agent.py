@@ -15,7 +15,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from elastic_driver.core.documents import JobSpec, decode
+from elastic_driver.core.documents import decode
+from elastic_driver.core.job_spec import JobSpec
 from launcher.agent.environment import common_environment
 from launcher.agent.processes import become_subreaper
 from launcher.agent.warm.plan import plan_for
