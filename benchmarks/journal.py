@@ -27,7 +27,9 @@ from benchmarks.common import Figure, report
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import GiveOrder, StartAgent
 from elastic_driver.core.documents import StartWorkerOrder
+from elastic_driver.core.driver_events import HostsDiscovered
 from elastic_driver.core.job import Job
+from elastic_driver.core.job_events import EventBatch
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.runtime.collector import collector_paused
@@ -78,13 +80,11 @@ class Driver:
 def start(driver: Driver, members: int) -> list[str]:
     """Have the job start its workers; return their names."""
     hosts = tuple((f"h{i}", SLOTS) for i in range(-(-members // SLOTS)))
-    agents = [d for d in driver.handle(ev.HostsDiscovered(hosts)) if isinstance(d, StartAgent)]
+    agents = [d for d in driver.handle(HostsDiscovered(hosts)) if isinstance(d, StartAgent)]
     ready = [ev.AgentReady(a.host, a.incarnation, 1, "127.0.0.1", (5000, 5001)) for a in agents]
-    orders = [
-        d.order for d in driver.handle(ev.EventBatch(tuple(ready))) if isinstance(d, GiveOrder)
-    ]
+    orders = [d.order for d in driver.handle(EventBatch(tuple(ready))) if isinstance(d, GiveOrder)]
     workers = [order.worker for order in orders if isinstance(order, StartWorkerOrder)]
-    driver.handle(ev.EventBatch(tuple(ev.WorkerStarted(worker, 1) for worker in workers)))
+    driver.handle(EventBatch(tuple(ev.WorkerStarted(worker, 1) for worker in workers)))
     return workers
 
 
@@ -93,7 +93,7 @@ def meet(driver: Driver, workers: list[str], left: int) -> float:
     ready = [ev.WorkerReady(w, left, left, True, "asked to leave") for w in workers]
     began = time.process_time()
     for first in range(0, len(ready), MAX_TOGETHER):
-        driver.handle(ev.EventBatch(tuple(ready[first : first + MAX_TOGETHER])))
+        driver.handle(EventBatch(tuple(ready[first : first + MAX_TOGETHER])))
     return time.process_time() - began
 
 
@@ -193,7 +193,7 @@ def waits(url: str | None, members: tuple[int, ...], repeats: int, folder: Path)
                 for _ in range(repeats):
                     number += 1
                     began = time.monotonic()
-                    journal.note(number, began, "job", ev.EventBatch(ready))
+                    journal.note(number, began, "job", EventBatch(ready))
                     journal.settle()
                     while journal.holds:
                         journal.settle()

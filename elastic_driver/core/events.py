@@ -1,4 +1,7 @@
-"""Every event that the job takes in, each with one line of meaning.
+"""The events that agents, workers and users send to the job, each with one line of meaning.
+
+They come over the network, so their fields have bounds and unknown fields are refused. The events
+that the driver posts itself are in `driver_events`; `job_events` names all of them.
 
 All are frozen; the decisions that follow are in `decisions`. Times are not in them:
 `Job.handle(event, now)` gets the time, in monotonic seconds. A part of the job takes in an event
@@ -6,7 +9,7 @@ with its method `on_…`, which names the kind of event as its annotation.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
@@ -19,9 +22,6 @@ from elastic_driver.core.stack_location import shorten
 MAX_WORKERS = 4096  # of one agent
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Reason = Annotated[str, Meta(min_length=1, max_length=500)]
-# The observation that raises the suspicion that an agent is lost; "peers": a worker of another host
-# saw its connections to that host break.
-Evidence: TypeAlias = Literal["silent", "disconnected", "backend", "peers"]
 ASKED = "a user asked for it"
 
 
@@ -308,21 +308,6 @@ class PlanApplied(Event, frozen=True, tag="plan_applied", forbid_unknown_fields=
         yield "MiB per worker", None if memory is None else memory / 2**20
 
 
-class SizeProposed(Event, frozen=True, tag="size_proposed"):
-    """`--auto-scale` wants another number of workers; what a user has asked for outranks it."""
-
-    num_proc: int
-    reason: Reason
-
-
-class HostStarved(Event, frozen=True, tag="host_starved"):
-    """Workers wait for a host's processors; `--auto-scale` wants at most `workers` there."""
-
-    host: str
-    workers: int
-    reason: Reason
-
-
 class DrainRequested(Event, frozen=True, tag="drain_requested", forbid_unknown_fields=True):
     """A user wants no worker on this host until the drain is cancelled.
 
@@ -345,225 +330,3 @@ class StacksRequested(Event, frozen=True, tag="stacks_requested", forbid_unknown
     """A user wants the stacks of all workers."""
 
     reason: Reason = ASKED
-
-
-class StopRequested(Event, frozen=True, tag="stop_requested"):
-    """End the job now, with this exit status (Ctrl-C, SIGTERM, `elasticctl stop`)."""
-
-    reason: str
-    exit_code: int
-
-
-class JobLeaving(Event, frozen=True, tag="job_leaving"):
-    """The whole job has to be gone in `deadline` seconds (SIGUSR1 or SIGUSR2 to `elasticrun`)."""
-
-    reason: str
-    deadline: float
-
-
-# ---- events from the driver's own shell ---------------------------------------------------
-
-
-class DriverResumed(Event, frozen=True, tag="driver_resumed"):
-    """This driver goes on with the job of one that has died; its first event.
-
-    `moved`: it is on another host, so it is not known yet which agents it can reach.
-    """
-
-    term: int
-    reason: str
-    moved: bool = False
-
-
-class HostsMeasured(Event, frozen=True, tag="hosts_measured"):
-    """The idle memory of hosts in bytes, as their agents have measured it last.
-
-    It comes before the `WorkerExited` of a worker that ran out of memory.
-    """
-
-    idle: tuple[tuple[str, int], ...]
-
-
-class HostsDiscovered(Event, frozen=True, tag="hosts_discovered"):
-    """The hosts there are now: (host, slots) in the order of the source, without repeats."""
-
-    hosts: tuple[tuple[str, int], ...]
-
-
-class HostsGranted(Event, frozen=True, tag="hosts_granted"):
-    """The Brain lets the job use these slots of hosts, and no others; no hosts: it has to wait.
-
-    Each grant has a higher `number` than those before it, which it replaces. `began`: by which the
-    Brain tells this run from others of its name, for the drivers that go on with it.
-    """
-
-    number: int
-    hosts: tuple[tuple[str, int], ...]
-    reason: str
-    began: float = 0.0
-
-
-class DiscoveryFailed(Event, frozen=True, tag="discovery_failed"):
-    """Discovery gave no usable answer; the last known hosts stay."""
-
-    reason: str
-
-
-class AgentLost(AgentEvent, frozen=True, tag="agent_lost"):
-    """An agent's process has ended or could not be started; its workers end with it.
-
-    `unreachable`: because its host cannot be reached, or is silent.
-    """
-
-    reason: str
-    unreachable: bool = False
-
-
-class HostProbed(Event, frozen=True, tag="host_probed"):
-    """A host that was not reachable answers (`ProbeHosts`), or `answered` is False: no probe can
-    find that out, and the start of an agent has to be tried.
-    """
-
-    host: str
-    number: int
-    answered: bool
-
-
-class AgentSuspected(AgentEvent, frozen=True, tag="agent_suspected"):
-    """There is evidence that an agent is lost. One piece of evidence proves nothing.
-
-    `evidence`: it sent no heartbeat for longer than its heartbeats promised ("silent"); it closed
-    its connection to the driver and opened no other one ("disconnected"); the backend's connection
-    to its host closed ("backend").
-    """
-
-    evidence: Evidence
-    reason: str
-
-
-class AgentHeard(AgentEvent, frozen=True, tag="agent_heard"):
-    """An agent has sent a heartbeat: the first one, or the first after it was suspected."""
-
-
-class AgentProbed(AgentEvent, frozen=True, tag="agent_probed"):
-    """The answer to `ProbeAgent`, by its number, after `seconds`.
-
-    `result`: the agent answered; its host answered that no process listens there ("refused");
-    nothing answered in time, or the agent accepted the connection and sent nothing ("silent").
-    """
-
-    number: int
-    result: Literal["answered", "refused", "silent"]
-    seconds: float
-
-
-class LeaseExpired(Event, frozen=True, tag="lease_expired"):
-    """An agent or a worker has not renewed its lease in the store.
-
-    `kind`: the lease of an agent, of a worker, or the one of a worker that is half as long.
-    `owner`: `<host>.<incarnation>` of the agent, or the worker's name. `timeout`: seconds of a
-    whole lease.
-    """
-
-    kind: Literal["agent", "worker", "half"]
-    owner: str
-    timeout: float
-
-    @property
-    def machine(self) -> Literal["job", "check"]:
-        """The machine that has started the agent or the worker."""
-        return "check" if contract.is_of_check(self.owner) else "job"
-
-    @property
-    def agent(self) -> tuple[str, int]:
-        """Host and incarnation of the agent that owns the lease."""
-        return contract.agent_named(self.owner)
-
-    @property
-    def reason(self) -> str:
-        """The reason in words, for the log."""
-        if self.kind == "half":
-            return f"it has not been heard from for {self.timeout / 2:g} s"
-        return f"not heard from for {self.timeout:g} s (--heartbeat-timeout)"
-
-
-class ProgressReading(Struct, frozen=True):
-    """A worker's last progress: `step` committed steps in all, `step_time` seconds for one (0: not
-    known yet). `answered`: it was written after the question."""
-
-    step: int
-    step_time: float
-    answered: bool
-
-
-class ProgressReported(Event, frozen=True, tag="progress_reported"):
-    """The answer to `AskProgress`: the readable progress of the workers in this round."""
-
-    number: int
-    readings: tuple[ProgressReading, ...]
-
-
-class RankSlow(WorkerEvent, frozen=True, tag="rank_slow"):
-    """A member of this round computes slowly: `ratio` times the usual time."""
-
-    round: int
-    ratio: float
-
-
-class RankRecovered(WorkerEvent, frozen=True, tag="rank_recovered"):
-    """A member of this round that was slow is no longer slow."""
-
-    round: int
-
-
-class HostResult(Struct, frozen=True):
-    """The result of a host's check: whether it may get workers, and the verdict in words."""
-
-    host: str
-    passed: bool
-    reason: str
-
-
-class HostsChecked(Event, frozen=True, tag="hosts_checked"):
-    """The check that `CheckHosts` asked for is over."""
-
-    results: tuple[HostResult, ...]
-    number: int  # of the CheckHosts that this answers
-
-
-Together: TypeAlias = ManyReports | AgentLost | AgentSuspected | AgentHeard | AgentProbed
-# Events that come from all workers or hosts at about the same time.
-TOGETHER: tuple[type[Together], ...] = get_args(Together)
-
-
-class EventBatch(Event, frozen=True, tag="event_batch"):
-    """Events of kinds in `TOGETHER`, handled as one, because re-evaluation is O(workers)."""
-
-    events: tuple[Together, ...]
-
-
-class Tick(Event, frozen=True, tag="tick"):
-    """Only time has passed; sent when `Job.deadline()` is reached."""
-
-
-ProcessEvent: TypeAlias = (
-    WorkerStarted
-    | WorkerReady
-    | WorkerStepped
-    | WorkerStalled
-    | WorkerResumed
-    | WorkerEnding
-    | WorkerExited
-)  # every WorkerReport
-AnyAgentEvent: TypeAlias = (
-    AgentReady | AgentReturned | AgentLost | AgentSuspected | AgentHeard | AgentProbed | HostLeaving
-)  # every AgentEvent
-OtherEvent: TypeAlias = (
-    HostProbed | LeaseExpired | HostsMeasured | HostsDiscovered | HostsGranted | DiscoveryFailed
-    | HostsChecked
-    | WorkerLeaving | DrainRequested | DrainCancelled | RankSlow | RankRecovered
-    | WorkerStack | StacksRequested | WorkerSaved | JobLeaving | ProgressReported | ScaleRequested
-    | PlanApplied | SizeProposed | HostStarved | StopRequested | DriverResumed | Tick
-)  # fmt: skip
-# Every event for the job; mypy reports one that no rule takes in (`core/job.py`).
-JobEvent: TypeAlias = ProcessEvent | AnyAgentEvent | OtherEvent

@@ -6,9 +6,17 @@ nothing changes any more. `now` is in monotonic seconds and never goes back. An 
 repeated or out of order changes nothing and is counted.
 """
 
+from elastic_driver.core import driver_events as seen
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations
+from elastic_driver.core.job_events import (
+    AnyAgentEvent,
+    EventBatch,
+    JobEvent,
+    OtherEvent,
+    ProcessEvent,
+)
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.status import JobStatus, status_of
@@ -53,13 +61,13 @@ class Job(JobParts):
         self._decided: tuple[Decision, ...] = ()  # upon the last event
         self._rules: tuple[tuple[str, Rule], ...] = tuple((n, getattr(self, n)) for n in RULES)
 
-    def handle(self, event: ev.JobEvent | ev.EventBatch, now: float) -> list[Decision]:
+    def handle(self, event: JobEvent | EventBatch, now: float) -> list[Decision]:
         """Take in one event; return the decisions to carry out, in order. Never raises for one."""
         if not self._began:
             self._began = True
             self.rounds.begin(now)
         had_ended = self.outcome.end is not None
-        for one in event.events if isinstance(event, ev.EventBatch) else (event,):
+        for one in event.events if isinstance(event, EventBatch) else (event,):
             self._take_in(one, now)
         if not had_ended:
             self._draw_consequences(now)
@@ -87,7 +95,7 @@ class Job(JobParts):
 
     # ---- events --------------------------------------------------------------------------
 
-    def _take_in(self, event: ev.JobEvent, now: float) -> None:
+    def _take_in(self, event: JobEvent, now: float) -> None:
         try:
             if self.outcome.end is not None:
                 self._take_in_after_the_end(event)
@@ -100,13 +108,13 @@ class Job(JobParts):
         except ev.StaleEvent as stale:
             self.effects.ignore(str(stale))
 
-    def _take_in_after_the_end(self, event: ev.JobEvent) -> None:
-        if isinstance(event, ev.DriverResumed | ev.AgentReturned):
+    def _take_in_after_the_end(self, event: JobEvent) -> None:
+        if isinstance(event, seen.DriverResumed | ev.AgentReturned):
             self.adoption.after_the_end(event)
         else:
             self.reports.after_the_end(event)
 
-    def _take_in_report(self, event: ev.ProcessEvent, now: float) -> None:
+    def _take_in_report(self, event: ProcessEvent, now: float) -> None:
         worker = self.workers.with_process(event, event.worker)
         match event:
             case ev.WorkerStarted():
@@ -135,7 +143,7 @@ class Job(JobParts):
             case _:
                 assert_never(event)
 
-    def _take_in_agent_event(self, event: ev.AnyAgentEvent, now: float) -> None:
+    def _take_in_agent_event(self, event: AnyAgentEvent, now: float) -> None:
         match event:
             case ev.AgentReady():
                 self.agents.on_ready(event, now)
@@ -144,34 +152,34 @@ class Job(JobParts):
             case ev.AgentReturned():
                 self.adoption.on_returned(event, now)
                 self.discovered.on_agent_up(event)
-            case ev.AgentLost():
+            case seen.AgentLost():
                 self.agents.on_lost(event, now)
-            case ev.AgentSuspected():
+            case seen.AgentSuspected():
                 self.suspicion.on_suspected(event, now)
-            case ev.AgentHeard():
+            case seen.AgentHeard():
                 self.suspicion.on_heard(event, now)
-            case ev.AgentProbed():
+            case seen.AgentProbed():
                 self.suspicion.on_probed(event, now)
             case ev.HostLeaving():
                 self.drains.on_host_leaving(event, now)
             case _:
                 assert_never(event)
 
-    def _take_in_other(self, event: ev.OtherEvent, now: float) -> None:  # noqa: PLR0912, PLR0915
+    def _take_in_other(self, event: OtherEvent, now: float) -> None:  # noqa: PLR0912, PLR0915
         match event:
-            case ev.HostProbed():
+            case seen.HostProbed():
                 self.unreachable.on_probed(event, now)
-            case ev.LeaseExpired():
+            case seen.LeaseExpired():
                 self.agents.on_lease_expired(event, now)
-            case ev.HostsMeasured():
+            case seen.HostsMeasured():
                 self.memory.on_hosts_measured(event, now)
-            case ev.HostsDiscovered():
+            case seen.HostsDiscovered():
                 self.discovered.on_hosts(event, now)
-            case ev.HostsGranted():
+            case seen.HostsGranted():
                 self.discovered.on_granted(event)
-            case ev.DiscoveryFailed():
+            case seen.DiscoveryFailed():
                 self.discovered.on_failed(event, now)
-            case ev.HostsChecked():
+            case seen.HostsChecked():
                 self.rechecks.on_hosts_checked(event, now)
             case ev.WorkerLeaving():
                 self.drains.on_worker_leaving(event, now)
@@ -179,9 +187,9 @@ class Job(JobParts):
                 self.drains.on_requested(event, now)
             case ev.DrainCancelled():
                 self.drains.on_cancelled(event, now)
-            case ev.RankSlow():
+            case seen.RankSlow():
                 self.drains.on_slow(event, now)
-            case ev.RankRecovered():
+            case seen.RankRecovered():
                 self.drains.on_recovered(event, now)
             case ev.WorkerStack():
                 self.stacks.on_worker_stack(event, now)
@@ -189,23 +197,23 @@ class Job(JobParts):
                 self.stacks.on_requested(event, now)
             case ev.WorkerSaved():
                 self.final_checkpoint.on_saved(event, now)
-            case ev.JobLeaving():
+            case seen.JobLeaving():
                 self.preemption.on_job_leaving(event, now)
-            case ev.ProgressReported():
+            case seen.ProgressReported():
                 self.boundary.on_progress_reported(event, now)
             case ev.ScaleRequested():
                 self.discovered.on_scale_requested(event)
             case ev.PlanApplied():
                 self.discovered.on_plan_applied(event)
-            case ev.SizeProposed():
+            case seen.SizeProposed():
                 self.capacity.on_size_proposed(event)
-            case ev.HostStarved():
+            case seen.HostStarved():
                 self.discovered.on_host_starved(event)
-            case ev.StopRequested():
+            case seen.StopRequested():
                 self.outcome.on_stop_requested(event, now)
-            case ev.DriverResumed():
+            case seen.DriverResumed():
                 self.adoption.on_resumed(event, now)
-            case ev.Tick():
+            case seen.Tick():
                 pass  # only time has passed: the rules draw the consequences
             case _:
                 assert_never(event)
@@ -233,5 +241,5 @@ class Job(JobParts):
     def _mark(self) -> tuple[object, ...]:
         """Return the values that one rule changes and another reads, beside the decisions."""
         current, outcome, capacity = self.rounds.current, self.outcome, self.capacity
-        seen = (current.number, current.state, outcome.kind, len(outcome.losses))
-        return (*seen, capacity.changed, capacity.placement_due, len(self.effects.decisions))
+        mark = (current.number, current.state, outcome.kind, len(outcome.losses))
+        return (*mark, capacity.changed, capacity.placement_due, len(self.effects.decisions))

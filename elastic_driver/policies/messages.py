@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from elastic_driver.core.decisions import CausedDecision
-from elastic_driver.core.events import JobEvent
+from elastic_driver.core.job_events import JobEvent
 
 MachineName: TypeAlias = Literal[
     "job", "check", "stragglers", "shards", "tf", "scaling", "starvation"

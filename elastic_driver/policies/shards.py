@@ -14,14 +14,8 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.events import (
-    AgentLost,
-    DriverResumed,
-    LeaseExpired,
-    Tick,
-    WorkerExited,
-    WorkerStarted,
-)
+from elastic_driver.core.driver_events import AgentLost, DriverResumed, LeaseExpired, Tick
+from elastic_driver.core.events import WorkerExited, WorkerStarted
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.errors import UsageError
 from elastic_driver.policies import shard_messages as m

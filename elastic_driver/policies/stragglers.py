@@ -17,7 +17,7 @@ from msgspec import Struct
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import Allocation, World, encode
-from elastic_driver.core.events import RankRecovered, RankSlow, Tick
+from elastic_driver.core.driver_events import RankRecovered, RankSlow, Tick
 from elastic_driver.core.progress import Progress, decode_progress
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.status import SlowStatus

@@ -16,7 +16,7 @@ from itertools import chain
 
 import msgspec
 
-from elastic_driver.core.events import DriverResumed, Tick
+from elastic_driver.core.driver_events import DriverResumed, Tick
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.tf_config import WORKERS_ONLY, Task, assign, cluster_of
 from elastic_driver.policies import tf_messages as tf

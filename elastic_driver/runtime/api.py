@@ -41,6 +41,7 @@ from prometheus_client.core import Metric
 
 from elastic_driver import contract
 from elastic_driver.core import events as ev
+from elastic_driver.core.job_events import JobEvent
 from elastic_driver.core.measured import History
 from elastic_driver.errors import ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskEnded
@@ -73,14 +74,14 @@ MAX_STREAMS = 64  # readers that follow the job or its event log at the same tim
 
 # The event that a POST to each path puts into the mailbox. The event's fields are those of the
 # JSON body and the names in the path; a body may be empty if every other field has a default.
-EVENT_OF_PATH: dict[str, type[ev.JobEvent]] = {
+EVENT_OF_PATH: dict[str, type[JobEvent]] = {
     contract.SCALE_PATH: ev.ScaleRequested,
     contract.PLAN_PATH: ev.PlanApplied,
     contract.DRAIN_PATH: ev.DrainRequested,
     contract.UNDRAIN_PATH: ev.DrainCancelled,
     contract.STACKS_PATH: ev.StacksRequested,
 }
-Request = ev.JobEvent | TaskEnded
+Request = JobEvent | TaskEnded
 
 
 class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -196,11 +197,11 @@ class DriverRoutes:
         if self._loop is not None:
             machine_api.call_on(self._loop, _call_all, acts)
 
-    def _route_of(self, kind: type[ev.JobEvent]) -> Handler:
+    def _route_of(self, kind: type[JobEvent]) -> Handler:
         """Return the handler of a user's request, which becomes an event of this kind."""
 
         async def handler(request: web.Request) -> web.Response:
-            def decode(body: bytes) -> ev.JobEvent:
+            def decode(body: bytes) -> JobEvent:
                 fields = msgspec.json.decode(body or b"{}", type=dict[str, Any])
                 return msgspec.convert({**fields, **request.match_info}, kind)
 
@@ -210,7 +211,7 @@ class DriverRoutes:
 
         return handler
 
-    async def _check(self, event: ev.JobEvent) -> None:
+    async def _check(self, event: JobEvent) -> None:
         """Raise Problem for a request that does not fit the job."""
         match event:
             case ev.ScaleRequested(num_proc=wished):

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, Speed
-from elastic_driver.core.events import HostsGranted
+from elastic_driver.core.driver_events import HostsGranted
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.policies.stragglers import Stragglers

@@ -23,7 +23,7 @@ from msgspec import field
 from elastic_driver import contract
 from elastic_driver.core.decisions import CheckHosts
 from elastic_driver.core.documents import encode
-from elastic_driver.core.events import HostResult, HostsChecked
+from elastic_driver.core.driver_events import HostResult, HostsChecked
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck.checker import CheckLimits, NodeChecker

@@ -21,8 +21,9 @@ from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import JobKey
 from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.events import JobEvent, StopRequested
+from elastic_driver.core.driver_events import StopRequested
 from elastic_driver.core.job import Job
+from elastic_driver.core.job_events import JobEvent
 from elastic_driver.core.measured import History, Measured
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.masking import masked

@@ -18,6 +18,13 @@ from elastic_driver import contract
 from elastic_driver.core import decisions as do
 from elastic_driver.core import documents as doc
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import (
+    AgentLost,
+    LeaseExpired,
+    ProgressReading,
+    ProgressReported,
+)
+from elastic_driver.core.job_events import EventBatch
 from elastic_driver.core.progress import decode_progress
 from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.errors import assert_never
@@ -165,7 +172,7 @@ class Executor:
     def _on_lost(self, host: str, incarnation: int) -> OnLost:
         def lost(reason: str) -> None:
             unreachable = isinstance(reason, UnreachableReason)
-            self.post(ev.AgentLost(host, incarnation, str(reason), unreachable))
+            self.post(AgentLost(host, incarnation, str(reason), unreachable))
 
         return lost
 
@@ -187,7 +194,7 @@ class Executor:
         self._delete(contract.agent_prefix(host, incarnation), seal=True)
         if agent in self._awaited:
             reason = "the driver that started it has ended, and it has not returned"
-            self.post(ev.AgentLost(host, incarnation, reason))
+            self.post(AgentLost(host, incarnation, reason))
         else:
             backend.kill(host, incarnation)
 
@@ -268,9 +275,9 @@ class Executor:
                 continue  # it has not committed a step in this round
             if progress.round == question.round:
                 answered = entry.revision > revision
-                readings.append(ev.ProgressReading(progress.step, progress.step_time, answered))
+                readings.append(ProgressReading(progress.step, progress.step_time, answered))
         if results is not None:
-            self.post(ev.ProgressReported(question.number, tuple(readings)))
+            self.post(ProgressReported(question.number, tuple(readings)))
 
     def progressed(self, step: int, round_step: int) -> None:
         """Note the newest committed steps, of the job and of its present round."""
@@ -284,11 +291,11 @@ class Executor:
     def note(self, event: MachineEvent) -> None:
         """Forget agents and workers that have ended; called before the event's machine decides."""
         match event:
-            case ev.AgentLost(host=host, incarnation=incarnation):
+            case AgentLost(host=host, incarnation=incarnation):
                 self._agent_lost(host, incarnation)
             case ev.AgentReturned():
                 self._adopt(event)
-            case ev.WorkerExited(worker=worker) | ev.LeaseExpired(kind="worker", owner=worker):
+            case ev.WorkerExited(worker=worker) | LeaseExpired(kind="worker", owner=worker):
                 self._delete(contract.worker_prefix(worker))
                 if isinstance(event, ev.WorkerExited):
                     self._agent_of.pop(worker, None)
@@ -347,7 +354,7 @@ class Executor:
 
     def _remember(self, step: Step, unix_offset: float) -> None:
         """Remember what followed from an event of the driver before this one."""
-        events = step.event.events if isinstance(step.event, ev.EventBatch) else (step.event,)
+        events = step.event.events if isinstance(step.event, EventBatch) else (step.event,)
         for event in events:
             self._exited = event if isinstance(event, ev.WorkerExited) else self._exited
         for decision in step.decisions:

@@ -15,7 +15,16 @@ from typing import Any
 from elastic_driver.brain.store.figures import Sample
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, CheckHosts, EndJob
+from elastic_driver.core.driver_events import (
+    AgentLost,
+    DriverResumed,
+    HostsMeasured,
+    LeaseExpired,
+    StopRequested,
+    Tick,
+)
 from elastic_driver.core.job import Job
+from elastic_driver.core.job_events import TOGETHER, EventBatch
 from elastic_driver.core.machine import Machine, stamped
 from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.errors import ElasticError, ExitCode
@@ -45,7 +54,7 @@ MAX_TOGETHER = 1000  # events that are handled together
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
 _SPIN_GUARD_S = 0.01  # the least time between two ticks
 _HELD_S = 0.02  # between two looks at a journal that does not answer
-_FOR_SHARDS_TOO = (ev.WorkerStarted, ev.WorkerExited, ev.LeaseExpired, ev.AgentLost)
+_FOR_SHARDS_TOO = (ev.WorkerStarted, ev.WorkerExited, LeaseExpired, AgentLost)
 
 
 def _call_all(acts: list[Callable[[], None]]) -> None:
@@ -106,7 +115,7 @@ class DriverLoop:
         for name, due in list(self._deadlines.items()):
             # Messages that had to wait for the journal may tell of what is due.
             if due is not None and due <= now and not self.mailbox.has_old:
-                self._decide(name, ev.Tick())
+                self._decide(name, Tick())
         if self.measurements.due is not None and self.measurements.due <= now:
             self._measure(now)
         if self.journal is not None:
@@ -162,7 +171,7 @@ class DriverLoop:
                     self._resume_job(self.resumed)
             case mail.CheckAsked(hosts, answer):
                 self._begin_check(hosts, answer)
-            case ev.StopRequested(reason, exit_code) if self.job is None:
+            case StopRequested(reason, exit_code) if self.job is None:
                 self.end = self.end or EndJob(exit_code, reason)
             case ShardRequest():
                 together = self.mailbox.following((ShardRequest,), MAX_TOGETHER)
@@ -173,8 +182,8 @@ class DriverLoop:
     def _hand_over(self, first: mail.MachineEvent | mail.Delivered) -> None:
         """Hand an event, and those behind it that are handled with it, to their machines."""
         messages: list[Any] = [first]
-        if isinstance(first.event if isinstance(first, mail.Delivered) else first, ev.TOGETHER):
-            messages += self.mailbox.following(ev.TOGETHER, MAX_TOGETHER)
+        if isinstance(first.event if isinstance(first, mail.Delivered) else first, TOGETHER):
+            messages += self.mailbox.following(TOGETHER, MAX_TOGETHER)
         acts = [each.acknowledge for each in messages if isinstance(each, mail.Delivered)]
         self.unanswered = acts
         for_job: list[Any] = []
@@ -188,9 +197,9 @@ class DriverLoop:
             if isinstance(each, _FOR_SHARDS_TOO):
                 self._decide("shards", each)
         if any(isinstance(e, ev.WorkerExited) and e.out_of_memory is not None for e in for_job):
-            self._decide("job", ev.HostsMeasured(self.measurements.idle_memory()))
+            self._decide("job", HostsMeasured(self.measurements.idle_memory()))
         if for_job:
-            self._decide("job", ev.EventBatch(tuple(for_job)) if len(for_job) > 1 else for_job[0])
+            self._decide("job", EventBatch(tuple(for_job)) if len(for_job) > 1 else for_job[0])
         self.unanswered = []
         if acts and self._journal is None:
             self.acknowledge(acts)
@@ -256,7 +265,7 @@ class DriverLoop:
                         waiting.append(message)
             due = self._deadlines.get("stragglers")
             if due is not None and due <= self.clock():
-                self._decide("stragglers", ev.Tick())
+                self._decide("stragglers", Tick())
             self._tell(journal.settle())
         self.mailbox.put_back(waiting)
         return not self._stop_now
@@ -322,7 +331,7 @@ class DriverLoop:
         self.measurements.due = self.clock()
         self.end = run.end
         moved = self.executor.server.url != run.url
-        event = ev.DriverResumed(run.term + 1, f"driver {run.term} has ended", moved)
+        event = DriverResumed(run.term + 1, f"driver {run.term} has ended", moved)
         for name in JOURNALLED:
             self._decide(name, event)
         self._journal_states()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from elastic_driver.core.events import EventBatch, JobEvent
 from elastic_driver.core.job import Job
+from elastic_driver.core.job_events import EventBatch, JobEvent
 from elastic_driver.errors import TakenOverError
 from elastic_driver.policies.messages import KeysRead, RequestDropped
 from elastic_driver.policies.nodecheck.messages import TaskEnded

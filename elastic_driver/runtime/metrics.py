@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from elastic_driver.core.events import Evidence
+from elastic_driver.core.driver_events import Evidence
 from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.runtime.job_times import JobTimes
 from rendezvous.request_times import Histogram

@@ -14,7 +14,7 @@ from typing import Protocol
 from elastic_driver import contract
 from elastic_driver.brain.store.address import Address
 from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.events import LeaseExpired
+from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime import mailbox as mail

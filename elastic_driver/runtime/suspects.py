@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import ProbeAgent
-from elastic_driver.core.events import AgentHeard, AgentProbed, AgentSuspected, Evidence
+from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected, Evidence
 from elastic_driver.reachability import probe
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import MAX_WAIT_S, Entries, Get, Watch

@@ -32,7 +32,7 @@ from elastic_driver.brain.messages import (
     PublishGrant,
     Tell,
 )
-from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered, Tick
+from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered, Tick
 from elastic_driver.core.machine import stamped
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog

@@ -8,8 +8,10 @@ import msgspec
 
 from elastic_driver.contract import host_of_worker
 from elastic_driver.core import decisions as do
+from elastic_driver.core import driver_events as seen
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder, World
+from elastic_driver.core.job_events import EventBatch
 from elastic_driver.core.rules.hangs import name_ranks
 from elastic_driver.policies.shard_messages import ShardBatch
 from elastic_driver.runtime.event_words import sentence
@@ -20,9 +22,9 @@ MAX_CHARS = 300  # of a sentence
 _EVENTS: dict[type, str] = {
     ev.AgentReady: "the agent {e.host}.{e.incarnation} is up",
     ev.AgentReturned: "the agent {e.host}.{e.incarnation} reports to the driver of term {e.term}",
-    ev.DriverResumed: "a driver goes on with the job, in term {e.term}: {e.reason}",
-    ev.AgentLost: "the agent {e.host}.{e.incarnation} is gone: {e.reason}",
-    ev.LeaseExpired: "{e.owner} is silent: {e.reason}",
+    seen.DriverResumed: "a driver goes on with the job, in term {e.term}: {e.reason}",
+    seen.AgentLost: "the agent {e.host}.{e.incarnation} is gone: {e.reason}",
+    seen.LeaseExpired: "{e.owner} is silent: {e.reason}",
     ev.WorkerStarted: "the process of {e.worker} is up",
     ev.WorkerReady: "{e.worker} waits for a round (committed steps: {e.version}): {e.reason}",
     ev.WorkerStepped: "{e.worker} has finished step {e.step}, its first in round {e.round}",
@@ -36,23 +38,23 @@ _EVENTS: dict[type, str] = {
     ev.WorkerLeaving: "{e.worker} has to leave in {e.deadline:g} s: {e.reason}",
     ev.DrainRequested: "a drain of {e.host} was requested: {e.reason}",
     ev.DrainCancelled: "the drain of {e.host} was cancelled: {e.reason}",
-    ev.HostsMeasured: "the agents have told the idle memory of their hosts",
-    ev.DiscoveryFailed: "discovery failed: {e.reason}",
-    ev.HostProbed: "host {e.host} was probed; it answered: {e.answered}",
-    ev.AgentSuspected: "the agent {e.host}.{e.incarnation} may be lost: {e.reason}",
-    ev.AgentHeard: "the agent {e.host}.{e.incarnation} has sent a heartbeat",
-    ev.AgentProbed: "a probe of agent {e.host}.{e.incarnation}: {e.result} in {e.seconds:.3f} s",
-    ev.ProgressReported: "the members have told their steps",
-    ev.RankSlow: "{e.worker} is slow: {e.ratio:.1f} times the usual time",
-    ev.RankRecovered: "{e.worker} is no longer slow",
+    seen.HostsMeasured: "the agents have told the idle memory of their hosts",
+    seen.DiscoveryFailed: "discovery failed: {e.reason}",
+    seen.HostProbed: "host {e.host} was probed; it answered: {e.answered}",
+    seen.AgentSuspected: "the agent {e.host}.{e.incarnation} may be lost: {e.reason}",
+    seen.AgentHeard: "the agent {e.host}.{e.incarnation} has sent a heartbeat",
+    seen.AgentProbed: "a probe of agent {e.host}.{e.incarnation}: {e.result} in {e.seconds:.3f} s",
+    seen.ProgressReported: "the members have told their steps",
+    seen.RankSlow: "{e.worker} is slow: {e.ratio:.1f} times the usual time",
+    seen.RankRecovered: "{e.worker} is no longer slow",
     ev.StacksRequested: "the stacks were requested: {e.reason}",
-    ev.JobLeaving: "all workers have to leave in {e.deadline:g} s: {e.reason}",
+    seen.JobLeaving: "all workers have to leave in {e.deadline:g} s: {e.reason}",
     ev.ScaleRequested: "the number of workers was requested: {e.num_proc}",
     ev.PlanApplied: "the user applied {e}",
-    ev.SizeProposed: "{e.num_proc} workers are proposed: {e.reason}",
-    ev.HostStarved: "{e.workers} workers at most are proposed for {e.host}: {e.reason}",
-    ev.StopRequested: "the end of the job was requested: {e.reason}",
-    ev.Tick: "time has passed",
+    seen.SizeProposed: "{e.num_proc} workers are proposed: {e.reason}",
+    seen.HostStarved: "{e.workers} workers at most are proposed for {e.host}: {e.reason}",
+    seen.StopRequested: "the end of the job was requested: {e.reason}",
+    seen.Tick: "time has passed",
 }
 _DECISIONS: dict[type, str] = {
     do.StartAgent: "an agent is started on {d.host}: {d.reason}",
@@ -74,7 +76,7 @@ _DECISIONS: dict[type, str] = {
 }
 # Orders, and the events that may follow from them.
 _ORDERS = (do.StartAgent, do.StopAgent, do.KillAgent, StartWorkerOrder, StopWorkerOrder)
-_FOLLOWS = (ev.AgentReady, ev.AgentLost, ev.WorkerStarted, ev.WorkerExited)
+_FOLLOWS = (ev.AgentReady, seen.AgentLost, ev.WorkerStarted, ev.WorkerExited)
 
 
 class Subject(NamedTuple):
@@ -123,7 +125,7 @@ def chain(subject: Subject, steps: Sequence[Step], unix: Callable[[float], float
         tuple[Any, ...], int
     ] = {}  # the last order to a worker or an agent, and its event
     for step in steps:
-        events = step.event.events if isinstance(step.event, ev.EventBatch) else (step.event,)
+        events = step.event.events if isinstance(step.event, EventBatch) else (step.event,)
         about = [event for event in events if subject.concerns(event)]
         followed = [d for d in step.decisions if subject.concerns(getattr(d, "order", d))]
         if about or followed:
@@ -153,16 +155,16 @@ def _with_place(subject: Subject, decision: Any) -> str:
 
 def of_event(event: Any) -> str:
     """Return a sentence that says what has happened."""
-    if isinstance(event, ev.EventBatch):
+    if isinstance(event, EventBatch):
         more = f" and {len(event.events) - 1} more" if len(event.events) > 1 else ""
         return f"{of_event(event.events[0])}{more}"
-    if isinstance(event, ev.HostsDiscovered):
+    if isinstance(event, seen.HostsDiscovered):
         hosts = ", ".join(f"{host}:{slots}" for host, slots in event.hosts)
         return _short(f"there are the hosts {hosts or '(none)'}")
-    if isinstance(event, ev.HostsGranted):
+    if isinstance(event, seen.HostsGranted):
         slots = sum(slots for _, slots in event.hosts)
         return _short(f"the Brain granted {slots} slots (grant {event.number}): {event.reason}")
-    if isinstance(event, ev.HostsChecked):
+    if isinstance(event, seen.HostsChecked):
         good = sum(result.passed for result in event.results)
         return f"the check of {len(event.results)} hosts is over; {good} may be used"
     if isinstance(event, ShardBatch):

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver.console import say, say_note
-from elastic_driver.core.events import JobLeaving
+from elastic_driver.core.driver_events import JobLeaving
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskSettings
 from elastic_driver.policies.nodecheck.report import CheckReport

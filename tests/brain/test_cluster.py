@@ -29,7 +29,7 @@ from elastic_driver.brain.messages import (
     PublishGrant,
     Tell,
 )
-from elastic_driver.core.events import Tick
+from elastic_driver.core.driver_events import Tick
 from tests.brain.world import World
 
 LIVES_ON_S = 10.0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from elastic_driver.core import documents as msg
+from elastic_driver.core import driver_events as seen
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import (
     Announce,
@@ -59,20 +60,20 @@ class Scenario:
             return self.agent_up(decision.host, decision.incarnation)
         if isinstance(decision, ProbeHosts):
             answers = (h for h in decision.hosts if h not in self.silent)
-            probed = (ev.HostProbed(host, decision.number, answered=True) for host in answers)
+            probed = (seen.HostProbed(host, decision.number, answered=True) for host in answers)
             return [d for event in probed for d in self.send(event)]
         if isinstance(decision, AskProgress) and self.progress:
             members = self.job.workers.workers
             versions = [members[name].version for name in decision.workers]
-            readings = tuple(ev.ProgressReading(max(0, v), 0.0, answered=True) for v in versions)
-            return self.send(ev.ProgressReported(decision.number, readings))
+            readings = tuple(seen.ProgressReading(max(0, v), 0.0, answered=True) for v in versions)
+            return self.send(seen.ProgressReported(decision.number, readings))
         order = decision.order if isinstance(decision, GiveOrder) else None
         if self.processes and isinstance(order, msg.StartWorkerOrder):
             return self.started(order.worker)
         return []
 
     def hosts(self, **slots: int) -> list[Decision]:
-        return self.send(ev.HostsDiscovered(tuple(slots.items())))
+        return self.send(seen.HostsDiscovered(tuple(slots.items())))
 
     def agent_up(self, host: str, incarnation: int = 1) -> list[Decision]:
         self._pid += 1
@@ -83,13 +84,13 @@ class Scenario:
         self, host: str, reason: str = "its lease expired", *, unreachable: bool = False
     ) -> list[Decision]:
         incarnation = self.job.fleet.agents[host].incarnation
-        return self.send(ev.AgentLost(host, incarnation, reason, unreachable))
+        return self.send(seen.AgentLost(host, incarnation, reason, unreachable))
 
     def resume(self, *, moved: bool = False) -> list[Decision]:
         """The driver dies, and the next one goes on from its journal."""
         self.job = Job.restored(self.job.snapshot())
         term = self.job.adoption.term + 1
-        return self.send(ev.DriverResumed(term, "a test says so", moved))
+        return self.send(seen.DriverResumed(term, "a test says so", moved))
 
     def returns(self, host: str, *workers: str, incarnation: int = 0) -> list[Decision]:
         """The host's agent returns and runs these workers; without any: those in the books."""
@@ -121,7 +122,7 @@ class Scenario:
         return self.send(ev.WorkerExited(worker, code, f"log of {worker}", victim))
 
     def lost(self, worker: str) -> list[Decision]:
-        return self.send(ev.LeaseExpired("worker", worker, 30.0))
+        return self.send(seen.LeaseExpired("worker", worker, 30.0))
 
     def obey_stops(self) -> list[Decision]:
         """Every worker that was told to stop ends by SIGTERM."""
@@ -133,7 +134,7 @@ class Scenario:
         end, decided = self.now + seconds, []
         while (at := self.job.deadline()) is not None and at <= end:
             self.now = max(at, self.now)
-            decided += self.send(ev.Tick())
+            decided += self.send(seen.Tick())
             assert (after := self.job.deadline()) is None or after > self.now
         self.now = end
         return decided

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import HostsDiscovered
 from elastic_driver.core.job import Job
 from elastic_driver.settings import Settings
 from tests.core.conversation import FOLDER, replay
@@ -61,7 +62,7 @@ def test_two_jobs_that_heard_the_same_have_the_same_snapshot() -> None:
             job.handle(event, 5.0)
         return job.snapshot()
 
-    hosts = ev.HostsDiscovered((("a", 1), ("b", 1)))
+    hosts = HostsDiscovered((("a", 1), ("b", 1)))
     assert told(hosts) == told(hosts)
-    assert told(hosts) != told(ev.HostsDiscovered((("a", 1), ("b", 2))))
-    assert b"\xa1h" in told(ev.HostsDiscovered((("h", 1),)))
+    assert told(hosts) != told(HostsDiscovered((("a", 1), ("b", 2))))
+    assert b"\xa1h" in told(HostsDiscovered((("h", 1),)))

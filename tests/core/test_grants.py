@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import HostsGranted
 from elastic_driver.core.rules.workers import OCCUPYING
 from tests.core.scenario import MakeScenario, Scenario
 
 
 def grant(s: Scenario, number: int, **slots: int) -> None:
-    s.send(ev.HostsGranted(number, tuple(slots.items()), f"a test grants {number}"))
+    s.send(HostsGranted(number, tuple(slots.items()), f"a test grants {number}"))
 
 
 def trained(s: Scenario) -> Scenario:

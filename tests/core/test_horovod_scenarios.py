@@ -8,6 +8,7 @@ at a failure (`--failed-hosts leave`), as in Horovod.
 from __future__ import annotations
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import DiscoveryFailed
 from tests.core.scenario import MakeScenario
 
 
@@ -225,7 +226,7 @@ def test_success_of_all_stops_the_job(scenario: MakeScenario) -> None:
 
 def test_a_failing_discovery_keeps_the_known_hosts(scenario: MakeScenario) -> None:
     s = scenario(start_np=2).training(a=1, b=1)
-    s.send(ev.DiscoveryFailed("the script hung for 10 s"))
+    s.send(DiscoveryFailed("the script hung for 10 s"))
     s.wait(100.0)
     assert s.round == (1, "complete")
     assert "the 2 known hosts stay" in s.announced("discovery_failed")[0].reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import StopRequested
 from elastic_driver.core.job import Job, NotAtRestError
 from elastic_driver.core.rules.discovered import Discovered
 from elastic_driver.core.rules.fleet import AgentNews
@@ -93,7 +94,7 @@ def play_it_all() -> None:
     s.wait(1.0)
     s.ready(*s.in_state("running"), version=9)
     assert len(s.members) == 2
-    s.send(ev.StopRequested("it is over", 0))
+    s.send(StopRequested("it is over", 0))
 
 
 def test_a_job_of_which_nothing_is_broken_is_in_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import PublishNotice, SealRound
+from elastic_driver.core.driver_events import AgentLost, LeaseExpired
 from tests.core.scenario import MakeScenario
 
 
@@ -234,10 +235,10 @@ def test_late_repeated_and_foreign_news_change_nothing(scenario: MakeScenario) -
     s.send(ev.WorkerReady("a.0.1", 1, 3, True, "late"))  # of a worker that is gone
     s.send(ev.WorkerStepped("a.1.1", 1, 3))  # of a round that is over
     s.send(ev.WorkerStarted("a.1.1", 5))  # started long ago
-    s.send(ev.LeaseExpired("worker", "z.0.1", 30.0))
+    s.send(LeaseExpired("worker", "z.0.1", 30.0))
     s.send(ev.AgentReady("a", 1, 5, "x", ()))
     s.send(ev.AgentReady("a", 9, 5, "x", ()))
-    s.send(ev.AgentLost("a", 9, "another incarnation"))
+    s.send(AgentLost("a", 9, "another incarnation"))
     assert (s.round, s.in_state("running"), len(s.decisions)) == before
     status = s.job.status(s.now)
     assert status.counters.ignored_events == 9

@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import KillAgent, PublishNotice, StartAgent, StopAgent
+from elastic_driver.core.driver_events import AgentLost, LeaseExpired, SizeProposed, StopRequested
 from tests.core.scenario import MakeScenario
 
 
@@ -212,24 +213,24 @@ def test_an_agent_whose_lease_expires_is_killed_before_its_successor_starts(
     scenario: MakeScenario,
 ) -> None:
     s = scenario(start_np=2).training(a=1, b=1)
-    decided = s.send(ev.LeaseExpired("agent", "b.1", 30.0))
+    decided = s.send(LeaseExpired("agent", "b.1", 30.0))
     silent = "not heard from for 30 s (--heartbeat-timeout)"
     assert decided[0] == KillAgent("b", 1, silent)
     assert [d.incarnation for d in decided if isinstance(d, StartAgent)] == [2]
     assert s.announced("agent_lost")[0].reason == silent
-    s.send(ev.AgentLost("b", 1, "it was killed"))  # nothing more follows from it
+    s.send(AgentLost("b", 1, "it was killed"))  # nothing more follows from it
     assert len(s.announced("agent_lost")) == 1
 
 
 def test_a_worker_that_ends_after_the_job_is_logged_once(scenario: MakeScenario) -> None:
     s = scenario(start_np=2).training(a=2)
-    s.send(ev.StopRequested("enough", 143))
+    s.send(StopRequested("enough", 143))
     for _ in range(2):
         s.exit("a.0.1", -15)
     (exited,) = s.announced("worker_exited")
     assert exited.reason == "exit code -15, stopped with the job"
     assert exited.detail == {"exit_code": -15, "expected": True, "job_over": True}
-    assert s.send(ev.LeaseExpired("agent", "a.1", 30.0)) == s.all(KillAgent)[:1]
+    assert s.send(LeaseExpired("agent", "a.1", 30.0)) == s.all(KillAgent)[:1]
 
 
 def test_auto_scale_begins_with_the_first_size_and_follows_its_proposals(
@@ -237,7 +238,7 @@ def test_auto_scale_begins_with_the_first_size_and_follows_its_proposals(
 ) -> None:
     s = scenario(start_np=2, auto_scale=True, reset_limit=1).training(a=2, b=2)
     assert s.world.size == 2, "though there are more slots"
-    s.send(ev.SizeProposed(4, "doubled"))
+    s.send(SizeProposed(4, "doubled"))
     assert s.announced("size_proposed")[-1].reason == "4 workers: doubled"
     assert len(s.starting) == 2
     s.ready(*s.starting)
@@ -253,7 +254,7 @@ def test_what_a_user_asked_for_outranks_auto_scale_until_it_is_released(
 ) -> None:
     s = scenario(start_np=2, max_np=3, auto_scale=True).training(a=2, b=2)
     s.send(ev.ScaleRequested(2))
-    s.send(ev.SizeProposed(8, "doubled"))
+    s.send(SizeProposed(8, "doubled"))
     assert s.starting == []
     assert s.announced("size_proposed") == []
     s.send(ev.ScaleRequested(None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import EndJob, PublishWorld, StartAgent, StopAgent
+from elastic_driver.core.driver_events import DiscoveryFailed, StopRequested, Tick
 from tests.core.scenario import MakeScenario
 
 
@@ -77,7 +78,7 @@ def test_after_the_start_timeout_too_few_slots_end_the_job_with_75(scenario: Mak
 
 def test_no_host_at_all_ends_the_job_with_75_too(scenario: MakeScenario) -> None:
     s = scenario(start_timeout=30.0)
-    s.send(ev.DiscoveryFailed("script exited 1"))
+    s.send(DiscoveryFailed("script exited 1"))
     assert s.announced("discovery_failed")[0].reason == "script exited 1; the 0 known hosts stay"
     s.wait(30.0)
     assert s.end is not None
@@ -160,7 +161,7 @@ def test_a_host_whose_agent_cannot_start_goes_to_cooldown_and_gets_another_try(
 
 def test_an_agent_that_never_comes_up_is_given_up(scenario: MakeScenario) -> None:
     s = scenario(start_np=1, max_np=1, start_timeout=50.0, agents=False)
-    s.send(ev.Tick())
+    s.send(Tick())
     s.wait(20.0)
     s.hosts(a=1)
     s.wait(30.0)
@@ -184,7 +185,7 @@ def test_a_hung_agent_start_frees_the_job_to_use_a_spare_host(scenario: MakeScen
 
 def test_stop_ends_the_job_with_the_wished_status(scenario: MakeScenario) -> None:
     s = scenario(start_np=2).training(a=2)
-    s.send(ev.StopRequested("SIGINT", 130))
+    s.send(StopRequested("SIGINT", 130))
     assert s.all(EndJob) == [EndJob(130, "SIGINT")]
     assert s.hosts(b=4) == []
 

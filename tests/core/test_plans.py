@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import SizeProposed
 from tests.core.scenario import MakeScenario, Scenario
 
 
@@ -32,7 +33,7 @@ def test_a_number_of_workers_holds_against_auto_scale_until_it_is_released(
     s.send(plan(workers=3))
     assert s.job.status(s.now).wanted == 3
     assert len(s.starting) == 1
-    s.send(ev.SizeProposed(4, "doubled"))
+    s.send(SizeProposed(4, "doubled"))
     assert s.job.status(s.now).wanted == 3
     assert s.announced("size_proposed") == []
     s.send(ev.ScaleRequested(None))
@@ -45,7 +46,7 @@ def test_limits_leave_the_number_to_the_job(scenario: MakeScenario) -> None:
     s.send(plan(min=2, max=3))
     status = s.job.status(s.now)
     assert (status.wanted, status.min_np, status.max_np) == (2, 2, 3)
-    s.send(ev.SizeProposed(4, "doubled"))
+    s.send(SizeProposed(4, "doubled"))
     assert s.announced("size_proposed")[-1].reason == "3 workers: doubled"
     s.send(ev.ScaleRequested(4))
     assert s.job.status(s.now).wanted == 4, "what the user has said last"

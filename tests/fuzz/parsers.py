@@ -23,6 +23,7 @@ from elastic_driver import announcement
 from elastic_driver.core import documents, snapshots
 from elastic_driver.core import events as ev
 from elastic_driver.core import join_messages as join
+from elastic_driver.core.driver_events import ProgressReading, ProgressReported, Tick
 from elastic_driver.core.output_lines import OutputLines
 from elastic_driver.core.progress import Progress, decode_progress
 from elastic_driver.errors import UsageError
@@ -279,7 +280,7 @@ def ask_tensorflow(given: tuple[type[Any], bytes]) -> None:
     assert codec.decode(codec.encode(request)) == request
     machine.handle(request, 1.0)
     machine.check()
-    machine.handle(ev.Tick(), 100.0)
+    machine.handle(Tick(), 100.0)
     machine.check()
 
 
@@ -294,7 +295,7 @@ def ask_shards(given: tuple[type[Any], bytes]) -> None:
         assert codec.decode(codec.encode(batch)) == batch
         machine.handle(request, 1.0)
         machine.check()
-    machine.handle(ev.Tick(), 100.0)
+    machine.handle(Tick(), 100.0)
     machine.check()
 
 
@@ -318,8 +319,8 @@ def read_progress(body: bytes) -> None:
     """What a worker has written about itself: the driver makes an event of it."""
     found = decode_progress(body)
     if found is not None:
-        reading = ev.ProgressReading(found.step, found.step_time, answered=True)
-        codec.encode(ev.ProgressReported(1, (reading,)))
+        reading = ProgressReading(found.step, found.step_time, answered=True)
+        codec.encode(ProgressReported(1, (reading,)))
 
 
 def read_world(body: bytes) -> None:

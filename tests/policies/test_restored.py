@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import DriverResumed, Tick
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.messages import RequestDropped
 from elastic_driver.policies.shards import DataSets
@@ -87,8 +88,8 @@ def _event(
         case 1:
             return ev.WorkerExited(worker, random.choice([0, 1, -9]), "")
         case 2:
-            resumed = ev.DriverResumed(2, "the driver has died")
-            return random.choice([ev.Tick(), m.StopOrdered(worker), resumed])
+            resumed = DriverResumed(2, "the driver has died")
+            return random.choice([Tick(), m.StopOrdered(worker), resumed])
         case 3:
             return ask(m.ResumeRequest(worker, described, {1: 2, 7: 0}))
         case 4 if isinstance(described, m.StreamDescription):

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from elastic_driver.core.events import DriverResumed, WorkerStarted
+from elastic_driver.core.driver_events import DriverResumed
+from elastic_driver.core.events import WorkerStarted
 from elastic_driver.policies.messages import Reply
 from elastic_driver.policies.shard_messages import (
     DoneRequest,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import Allocation, World, decode, encode
-from elastic_driver.core.events import Event, RankRecovered, RankSlow, Tick
+from elastic_driver.core.driver_events import RankRecovered, RankSlow, Tick
+from elastic_driver.core.events import Event
 from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.core.progress import Division, Progress, Sample
 from elastic_driver.core.status import SlowStatus

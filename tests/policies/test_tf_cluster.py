@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_driver.core.events import DriverResumed, Tick
+from elastic_driver.core.driver_events import DriverResumed, Tick
 from elastic_driver.core.tf_config import tf_config
 from elastic_driver.policies.messages import Rejection, RequestDropped
 from elastic_driver.policies.tf_cluster import TfCluster

@@ -6,8 +6,10 @@ from random import Random
 
 import pytest
 
+from elastic_driver.core import driver_events as seen
 from elastic_driver.core import events as ev
 from elastic_driver.core.job import Job
+from elastic_driver.core.job_events import EventBatch
 from elastic_driver.settings import Settings
 from tests.core.conversation import kinds
 
@@ -19,26 +21,26 @@ def usual(random: Random) -> list[ev.Event]:
     """What brings a job forward, about anybody, whether it makes sense or not."""
     worker, host, number = random.choice(WORKERS), random.choice("ab"), random.randint(1, 5)
     return [
-        ev.HostsDiscovered(tuple((h, random.randint(0, 3)) for h in random.sample("abc", 2))),
+        seen.HostsDiscovered(tuple((h, random.randint(0, 3)) for h in random.sample("abc", 2))),
         ev.AgentReady(host, number, 1, "10.0.0.1", ()),
         ev.AgentReady(host, 1, 1, "x", (5000,)),
         ev.AgentReady(host, 1, 1, "y", (), probe_port=7000),
-        ev.AgentLost(host, number, WHY),
-        ev.AgentSuspected(host, 1, random.choice(["silent", "disconnected", "backend"]), WHY),
-        ev.AgentHeard(host, 1),
-        ev.AgentProbed(host, 1, number, random.choice(["answered", "refused", "silent"]), 0.1),
+        seen.AgentLost(host, number, WHY),
+        seen.AgentSuspected(host, 1, random.choice(["silent", "disconnected", "backend"]), WHY),
+        seen.AgentHeard(host, 1),
+        seen.AgentProbed(host, 1, number, random.choice(["answered", "refused", "silent"]), 0.1),
         ev.WorkerStarted(worker, number),
         ev.WorkerReady(worker, number - 1, number - 2, random.random() < 0.5, WHY),
         ev.WorkerReady(worker, 0, -1, True, WHY),
         ev.WorkerReady(worker, number - 1, number, True, "Read error [10.0.0.1]:1: reset"),
         ev.WorkerStepped(worker, number, number),
         ev.WorkerExited(worker, random.choice([0, 1, -9]), "", random.random() < 0.2),
-        ev.LeaseExpired(random.choice(["agent", "worker"]), worker, 30.0),
-        ev.ProgressReported(number, (ev.ProgressReading(number, 0.1, answered=True),)),
-        ev.RankSlow(worker, number, 2.0),
-        ev.RankRecovered(worker, number),
+        seen.LeaseExpired(random.choice(["agent", "worker"]), worker, 30.0),
+        seen.ProgressReported(number, (seen.ProgressReading(number, 0.1, answered=True),)),
+        seen.RankSlow(worker, number, 2.0),
+        seen.RankRecovered(worker, number),
         ev.ScaleRequested(random.choice([None, random.randint(-1, 9)])),
-        ev.SizeProposed(random.randint(-1, 9), WHY),
+        seen.SizeProposed(random.randint(-1, 9), WHY),
         ev.PlanApplied(
             number=random.randint(1, 9),
             workers=random.choice([None, random.randint(-1, 9)]),
@@ -46,16 +48,14 @@ def usual(random: Random) -> list[ev.Event]:
             cpu_per_worker=random.choice([None, random.random() + 0.01]),
         ),
         ev.PlanApplied(number=random.randint(1, 9), min=1, max=random.randint(1, 9)),
-        ev.HostsGranted(
+        seen.HostsGranted(
             random.randint(1, 9),
             tuple((h, random.randint(0, 3)) for h in random.sample("abc", 2)),
             WHY,
         ),
-        ev.DiscoveryFailed(WHY),
-        ev.EventBatch(
-            (ev.AgentReady(host, 1, 1, "x", ()), ev.WorkerStepped(worker, number, number))
-        ),
-        ev.Tick(),
+        seen.DiscoveryFailed(WHY),
+        EventBatch((ev.AgentReady(host, 1, 1, "x", ()), ev.WorkerStepped(worker, number, number))),
+        seen.Tick(),
     ]
 
 
@@ -70,33 +70,33 @@ def returned(random: Random, host: str, term: int) -> ev.AgentReturned:
 def seldom(random: Random) -> list[ev.Event]:
     """The rest of the vocabulary, but for what ends the job at once."""
     worker, host, number = random.choice(WORKERS), random.choice("ab"), random.randint(1, 5)
-    passed = ev.HostResult(host, random.random() < 0.5, WHY)
+    passed = seen.HostResult(host, random.random() < 0.5, WHY)
     soon = random.choice([0.0, 1.0, 60.0])
     return [
         ev.WorkerStalled(worker, number, soon, random.choice(["collective", "elsewhere"]), WHY),
         ev.WorkerResumed(worker, number),
         ev.WorkerEnding(worker, random.choice([0, number])),
         ev.WorkerStack(worker, number, WHY, WHY, random.random() < 0.5),
-        ev.LeaseExpired("half", worker, 30.0),
+        seen.LeaseExpired("half", worker, 30.0),
         ev.WorkerSaved(worker, number, random.choice(["", "step-1"]), random.choice(["", WHY])),
         ev.WorkerLeaving(worker, soon, random.choice(["", WHY])),
         ev.HostLeaving(host, random.randint(1, 2), soon, random.choice(["", WHY])),
         ev.DrainRequested(host, WHY, random.choice([None, soon])),
         ev.DrainCancelled(host, random.choice(["", WHY])),
-        ev.HostsChecked((passed,), random.randint(1, 2)),
-        ev.HostProbed(host, number, random.random() < 0.5),
-        ev.HostsMeasured((("a", random.choice([0, 10, 2**40])), ("b", 2**30))),
+        seen.HostsChecked((passed,), random.randint(1, 2)),
+        seen.HostProbed(host, number, random.random() < 0.5),
+        seen.HostsMeasured((("a", random.choice([0, 10, 2**40])), ("b", 2**30))),
         ev.WorkerExited(
             worker, -9, "", out_of_memory=ev.OutOfMemory(random.choice([None, 8, 2**29]), 2**29)
         ),
-        ev.HostStarved(host, random.randint(0, 2), WHY),
+        seen.HostStarved(host, random.randint(0, 2), WHY),
         ev.StacksRequested(random.choice(["", WHY])),
-        ev.DriverResumed(random.randint(1, 2), random.choice(["", WHY]), random.random() < 0.5),
+        seen.DriverResumed(random.randint(1, 2), random.choice(["", WHY]), random.random() < 0.5),
         *(returned(random, host, term) for term in (1, 2)),
     ]
 
 
-ENDS = (ev.JobLeaving(WHY, 60.0), ev.StopRequested(WHY, 130))
+ENDS = (seen.JobLeaving(WHY, 60.0), seen.StopRequested(WHY, 130))
 
 
 def absurd(random: Random) -> ev.Event:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic_driver.brain.documents import JobReport, Kind
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import HostsGranted
 from elastic_driver.policies.stragglers import Stragglers
 from elastic_driver.runtime.brain_link import BrainLink
 from elastic_driver.runtime.brain_report import BrainReports
@@ -34,7 +35,7 @@ class Reported:
 
 
 def trained(s: Scenario, **slots: int) -> Scenario:
-    s.send(ev.HostsGranted(3, tuple(slots.items()), "a test says so", began=5.0))
+    s.send(HostsGranted(3, tuple(slots.items()), "a test says so", began=5.0))
     s.ready(*s.starting)
     s.wait(1.0)
     s.step(*s.members)
@@ -60,7 +61,7 @@ def test_a_worker_that_is_to_leave_holds_its_slot_until_its_process_is_gone(
     s = trained(scenario(start_np=1), a=2, b=1)
     with played_brain() as brain:
         job = Reported(s, brain)
-        s.send(ev.HostsGranted(4, (("a", 2),), "a test says so"))
+        s.send(HostsGranted(4, (("a", 2),), "a test says so"))
         report = job.look()
         assert (report.carried_out, report.holding) == (4, {"a": 2, "b": 1})
         s.ready(*s.members, version=5)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from elastic_driver.core.decisions import CheckHosts
-from elastic_driver.core.events import HostResult, HostsChecked
+from elastic_driver.core.driver_events import HostResult, HostsChecked
 from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck.check import NodeVerdict, Verdict
 from elastic_driver.policies.nodecheck.checker import NodeChecker

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.events import DiscoveryFailed, HostsDiscovered
+from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.runtime.discovery import (
     FAILURES_AT_ONCE,

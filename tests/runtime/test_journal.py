@@ -21,7 +21,9 @@ import msgspec
 import pytest
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.events import Tick, WorkerReady
+from elastic_driver.core.driver_events import HostsDiscovered, Tick
+from elastic_driver.core.events import WorkerReady
+from elastic_driver.core.job_events import EventBatch
 from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
@@ -183,7 +185,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     script = f"""
 mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c '
 from pathlib import Path
-from elastic_driver.core.events import Tick
+from elastic_driver.core.driver_events import Tick
 from elastic_driver.runtime.journal.writer import WAIT_S, Journal
 journal = Journal(Path("{tmp_path}/journal.db"), "run")
 journal.open()
@@ -285,7 +287,7 @@ def test_a_disk_that_hangs_for_ever_costs_the_journal(
     journal.open()
     found = []
     for n in range(1, 10):
-        journal.note(n, 1.0, "job", ev.HostsDiscovered((("a" * 1_000_000, 1),)))
+        journal.note(n, 1.0, "job", HostsDiscovered((("a" * 1_000_000, 1),)))
         found += journal.settle()
     assert [news.event for news in found] == ["journal_late", "journal_failed"]
     assert "the disk does not answer, " in found[1].reason
@@ -450,7 +452,7 @@ def test_a_report_is_answered_when_the_journal_has_it(
     reporting.join(10.0)
     assert not reporting.is_alive()
     found = [step.event for step in load_run(job.run_dir.journal_file).since]
-    for batch in (each for each in found if isinstance(each, ev.EventBatch)):
+    for batch in (each for each in found if isinstance(each, EventBatch)):
         found += batch.events
     assert any(isinstance(each, WorkerReady) for each in found)
 

@@ -9,6 +9,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import HostsMeasured
 from elastic_driver.core.measured import HostUsage, Usage
 from elastic_driver.policies.messages import Reply
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription, ShardRequest
@@ -73,4 +74,4 @@ def test_the_job_knows_the_idle_memory_of_hosts_before_a_worker_that_ran_out_of_
     for event in (killed, short):
         loop.mailbox.put(event)
         loop.turn()
-    assert job.heard == [killed, ev.HostsMeasured((("a", 5),)), short]
+    assert job.heard == [killed, HostsMeasured((("a", 5),)), short]

@@ -6,7 +6,8 @@ import queue
 
 import pytest
 
-from elastic_driver.core.events import Tick, WorkerReady, WorkerStepped
+from elastic_driver.core.driver_events import Tick
+from elastic_driver.core.events import WorkerReady, WorkerStepped
 from elastic_driver.runtime.mailbox import DriverMailbox, Mailbox, StopNow
 
 READY = WorkerReady("a.0.1", 0, -1, True, "started")

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic_driver.core.events import AgentLost, WorkerExited, WorkerStarted
+from elastic_driver.core.driver_events import AgentLost
+from elastic_driver.core.events import WorkerExited, WorkerStarted
 from elastic_driver.policies import shards as datasets
 from rendezvous.auth import agent_token, worker_token
 from rendezvous.client import RendezvousClient

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import ProbeAgent
-from elastic_driver.core.events import AgentHeard, AgentProbed, AgentSuspected
+from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected
 from elastic_driver.reachability import Result, probe
 from elastic_driver.runtime.suspects import Suspects
 from launcher.agent.probe_port import ProbePort

@@ -31,7 +31,15 @@ from elastic_driver.core.decisions import (
     StartAgent,
     StopAgent,
 )
+from elastic_driver.core.driver_events import (
+    AgentLost,
+    AgentProbed,
+    HostProbed,
+    ProgressReading,
+    ProgressReported,
+)
 from elastic_driver.core.job import Job
+from elastic_driver.core.job_events import JobEvent
 from elastic_driver.core.rules.fleet import NAMES_OF_A_DRIVER
 from elastic_driver.core.rules.rounds import PUBLISHED_AGAIN
 from elastic_driver.core.rules.workers import ACTIVE
@@ -88,7 +96,7 @@ class Cluster:
         """The job, as its newest driver knows it."""
         return self.driver.job
 
-    def deliver(self, event: ev.JobEvent) -> None:
+    def deliver(self, event: JobEvent) -> None:
         """Hand the driver an event, unless there is none."""
         self.driver.deliver(event)
 
@@ -188,7 +196,7 @@ class Cluster:
         self.agents[decision.host] = self._all_agents[agent.name] = agent
         dark = self._is_away(agent.host) or decision.host in self.dark
         why = "ssh: no route to host" if dark else "ssh: permission denied"
-        lost = ev.AgentLost(decision.host, decision.incarnation, why, unreachable=dark)
+        lost = AgentLost(decision.host, decision.incarnation, why, unreachable=dark)
         if dark or self.random.random() < self.agent_trouble:
             agent.alive = False
             self.driver.report(self.random.uniform(0.1, 1.0), lost)
@@ -221,7 +229,7 @@ class Cluster:
             result, seconds = "silent", asked.patience
         elif same and agent.alive:
             result = "answered"
-        found = ev.AgentProbed(asked.host, asked.incarnation, asked.number, result, seconds)
+        found = AgentProbed(asked.host, asked.incarnation, asked.number, result, seconds)
         term = self.driver.term
 
         def answer() -> None:
@@ -240,7 +248,7 @@ class Cluster:
                 raise Violation(f"{host} is probed though it has an agent")
             known = not host.endswith("3")
             if not (self._is_away(host) or host in self.dark) or not known:
-                probed = ev.HostProbed(host, decision.number, answered=known)
+                probed = HostProbed(host, decision.number, answered=known)
                 self.driver.report(self.delay(), probed)
 
     def _is_away(self, host: str) -> bool:
@@ -294,12 +302,12 @@ class Cluster:
         def answer() -> None:
             told = [w for w in self.living() if w.driver == term and not w.agent.away]
             readings = [
-                ev.ProgressReading(w.version, 0.0, answered=True)
+                ProgressReading(w.version, 0.0, answered=True)
                 if w.agent.parted is None
-                else ev.ProgressReading(max(0, w.heard_version), 0.0, answered=False)
+                else ProgressReading(max(0, w.heard_version), 0.0, answered=False)
                 for w in told
             ]
-            self.driver.report(0.0, ev.ProgressReported(question.number, tuple(readings)))
+            self.driver.report(0.0, ProgressReported(question.number, tuple(readings)))
 
         term = self.driver.term
         self.clock.after(late, lambda: answer() if term == self.driver.term else None)

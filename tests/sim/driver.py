@@ -19,7 +19,9 @@ from elastic_driver.core.decisions import (
     PublishWorld,
     StartAgent,
 )
+from elastic_driver.core.driver_events import AgentLost, DriverResumed, Tick
 from elastic_driver.core.job import Job
+from elastic_driver.core.job_events import TOGETHER, EventBatch, JobEvent
 from tests.sim.workers import Violation
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ OVERDUE_S = 1.0  # a driver that is to die and gets no event dies between two
 Moment = Literal["unjournalled", "undecided", "amid", "after"]
 MOMENTS: tuple[Moment, ...] = ("unjournalled", "undecided", "amid", "after")
 # An event, and the agent that it, or a worker of it, sends until it is answered.
-Arrived = tuple[ev.JobEvent, "SimAgent | None"]
+Arrived = tuple[JobEvent, "SimAgent | None"]
 
 
 class Cut(NamedTuple):
@@ -74,7 +76,7 @@ class Driver:
         self._base = 0.0  # of the job's time
         self._reached = 0.0  # the last deadline: a difference of floats may be just before it
         self._alarm: float | None = None
-        self._journal: list[tuple[float, ev.JobEvent | ev.EventBatch]] = []
+        self._journal: list[tuple[float, JobEvent | EventBatch]] = []
         self._snapshot = (0.0, job.snapshot() if mortal else b"")
         self._second = Random(f"second driver of {seed}")
         self.cut: Cut | None = None  # from etcd, at the next event
@@ -91,7 +93,7 @@ class Driver:
 
     # ---- events --------------------------------------------------------------------------
 
-    def deliver(self, event: ev.JobEvent, sender: SimAgent | None = None) -> bool:
+    def deliver(self, event: JobEvent, sender: SimAgent | None = None) -> bool:
         """Take an event in, or hold it back for a moment; return whether the driver lives on.
 
         Without an answer the `sender` keeps it.
@@ -99,7 +101,7 @@ class Driver:
         if not self.up:
             self._not_heard((event, sender))
             return False
-        together = isinstance(event, ev.TOGETHER)
+        together = isinstance(event, TOGETHER)
         if together and self._gathering.random() < GATHERED:
             self._gathered.append((event, sender))
             self.cluster.clock.after(GATHER_S, self._take_in_gathered)
@@ -109,7 +111,7 @@ class Driver:
             self._take_in(event, sender)
         return self.up
 
-    def report(self, delay: float, event: ev.JobEvent) -> None:
+    def report(self, delay: float, event: JobEvent) -> None:
         """Take in a report of this driver's own shell, later; it is lost if the driver dies."""
         term = self.term
 
@@ -123,7 +125,7 @@ class Driver:
         if self._gathered:
             self._take_in(*self._gathered.pop())
 
-    def _take_in(self, event: ev.JobEvent, sender: SimAgent | None = None) -> None:
+    def _take_in(self, event: JobEvent, sender: SimAgent | None = None) -> None:
         if self.cluster.end is not None:
             return
         arrived, self._gathered = [*self._gathered, (event, sender)], []
@@ -139,7 +141,7 @@ class Driver:
         for one, _ in arrived:
             cluster.note("->", one)
         together = tuple(one for one, _ in arrived)
-        taken = ev.EventBatch(together) if len(arrived) > 1 else event  # type: ignore[arg-type]
+        taken = EventBatch(together) if len(arrived) > 1 else event  # type: ignore[arg-type]
         self.handled += 1
         self._write(now, taken)
         decisions = self.job.handle(taken, now)
@@ -169,9 +171,9 @@ class Driver:
             self.cluster.note("  ", decision)
             self.cluster.execute(decision)
 
-    def _arm(self, event: ev.JobEvent) -> None:
+    def _arm(self, event: JobEvent) -> None:
         at = self.job.deadline()
-        if at is not None and at <= self.now and isinstance(event, ev.Tick):
+        if at is not None and at <= self.now and isinstance(event, Tick):
             raise Violation(f"the deadline {at} is not after the tick at {self.now}")
         if at is not None and at != self._alarm:
             self._alarm = at
@@ -180,7 +182,7 @@ class Driver:
     def _tick(self, at: float, term: int) -> None:
         if term == self.term and self.job.deadline() == at and self._alarm == at:
             self._alarm, self._reached = None, at
-            self.deliver(ev.Tick())
+            self.deliver(Tick())
 
     # ---- two drivers -----------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class Driver:
             else:
                 self._not_heard((event, sender))
         if self.up and self.cluster.end is None:
-            self.deliver(ev.Tick())
+            self.deliver(Tick())
 
     def lose_to_standby(self, term: int) -> None:
         """A standby has taken over: it has what etcd took, perhaps with the last event."""
@@ -267,7 +269,7 @@ class Driver:
         if self.up and self.cluster.end is None:
             self._die(away, [])
 
-    def _write(self, now: float, event: ev.JobEvent | ev.EventBatch) -> None:
+    def _write(self, now: float, event: JobEvent | EventBatch) -> None:
         if not self.mortal:
             return
         if len(self._journal) >= SNAPSHOT_EVERY:
@@ -316,7 +318,7 @@ class Driver:
             self.cluster.execute(end)
             return
         self.cluster.driver_comes()
-        if self.deliver(ev.DriverResumed(self.term, "the driver has died")):
+        if self.deliver(DriverResumed(self.term, "the driver has died")):
             self.cluster.driver_is_back()
             self._replaced(before)
 
@@ -334,7 +336,7 @@ class Driver:
             return
         term, orders = self.term - 1, list[GiveOrder]()
         for host, agent in list(before.fleet.agents.items()):
-            lost = ev.AgentLost(host, agent.incarnation, "it does not come any more")
+            lost = AgentLost(host, agent.incarnation, "it does not come any more")
             given = before.handle(lost, self.now)
             orders += [decision for decision in given if isinstance(decision, GiveOrder)]
         for decision in orders:

@@ -7,6 +7,7 @@ from functools import partial
 from random import Random
 from typing import Literal
 
+from elastic_driver.core import driver_events as seen
 from elastic_driver.core import events as ev
 from tests.sim.agents import SimAgent
 from tests.sim.cluster import Cluster
@@ -74,7 +75,7 @@ class Faults:
 
     def discover(self) -> None:
         """Report the present hosts."""
-        self.cluster.deliver(ev.HostsDiscovered(tuple(self.hosts.items())))
+        self.cluster.deliver(seen.HostsDiscovered(tuple(self.hosts.items())))
 
     def inject_until(self, end: float) -> None:
         """A fault now and then, until this moment."""
@@ -107,7 +108,7 @@ class Faults:
         """The whole job has to go: itself is told, or every agent, which then ends in time."""
         self.injected.append(f"{self.cluster.clock.now:.3f} notice_to_all")
         if not hosts:
-            self.cluster.deliver(ev.JobLeaving("its time is over", deadline))
+            self.cluster.deliver(seen.JobLeaving("its time is over", deadline))
             return
         for host, agent in self.cluster.agents.items():
             if agent.alive:
@@ -165,7 +166,7 @@ class Faults:
         if worker is None:
             return
         idle = {host: random.choice([0, 10, 10]) * GIB for host in self.hosts}
-        self.cluster.deliver(ev.HostsMeasured(tuple(idle.items())))
+        self.cluster.deliver(seen.HostsMeasured(tuple(idle.items())))
         found = ev.OutOfMemory(random.choice([None, GIB, 2 * GIB]), random.choice([0, 10]) * GIB)
         worker.end(-9, short=found)
 
@@ -180,11 +181,11 @@ class Faults:
 
     def _falls_silent(self, worker: SimWorker) -> None:
         if worker.alive and worker.frozen:
-            self.cluster.deliver(ev.LeaseExpired("half", worker.id, HEARTBEAT_S))
+            self.cluster.deliver(seen.LeaseExpired("half", worker.id, HEARTBEAT_S))
 
     def _lease_expires(self, worker: SimWorker) -> None:
         if worker.alive and worker.frozen:
-            self.cluster.deliver(ev.LeaseExpired("worker", worker.id, HEARTBEAT_S))
+            self.cluster.deliver(seen.LeaseExpired("worker", worker.id, HEARTBEAT_S))
 
     def _notice(self) -> None:
         """Workers are told that they have to go, and see to it themselves when time is up."""
@@ -258,10 +259,10 @@ class Faults:
         round_, slow = rounds.current, rounds._own.get("SlowMembers", {})
         if slow and self.random.random() < 0.3:
             worker_id = self.random.choice(list(slow))
-            self.cluster.deliver(ev.RankRecovered(worker_id, round_.number))
+            self.cluster.deliver(seen.RankRecovered(worker_id, round_.number))
         elif round_.members:
             worker_id = self.random.choice(round_.members)
-            self.cluster.deliver(ev.RankSlow(worker_id, round_.number, 2.5))
+            self.cluster.deliver(seen.RankSlow(worker_id, round_.number, 2.5))
 
     # ---- agents and hosts ------------------------------------------------------------
 
@@ -271,7 +272,7 @@ class Faults:
             return
         agent = self.random.choice(agents)
         agent.die()
-        lost = ev.AgentLost(agent.host, agent.incarnation, "the agent exited")
+        lost = seen.AgentLost(agent.host, agent.incarnation, "the agent exited")
         delay = self.random.choice([0.01, HEARTBEAT_S])
         if delay == HEARTBEAT_S:  # nobody tells of its end, but its connections close
             self._suspect(agent, self.random.choice(["disconnected", "backend"]))
@@ -284,7 +285,7 @@ class Faults:
         agent = self.random.choice(agents)
         agent.cut = True
         owner = f"{agent.host}.{agent.incarnation}"
-        lost = ev.LeaseExpired("agent", owner, HEARTBEAT_S)
+        lost = seen.LeaseExpired("agent", owner, HEARTBEAT_S)
 
         def expire() -> None:
             agent.die()
@@ -305,7 +306,7 @@ class Faults:
             return
         agent = self.random.choice(agents)
         self._suspect(agent, self.random.choice(["silent", "disconnected", "backend"]))
-        heard = ev.AgentHeard(agent.host, agent.incarnation)
+        heard = seen.AgentHeard(agent.host, agent.incarnation)
 
         def hear() -> None:
             mute = agent.parted is not None and agent.parted.mute
@@ -314,8 +315,8 @@ class Faults:
 
         self.cluster.clock.after(self.random.uniform(0.01, 3.0), hear)
 
-    def _suspect(self, agent: SimAgent, evidence: ev.Evidence) -> None:
-        found = ev.AgentSuspected(agent.host, agent.incarnation, evidence, f"it is {evidence}")
+    def _suspect(self, agent: SimAgent, evidence: seen.Evidence) -> None:
+        found = seen.AgentSuspected(agent.host, agent.incarnation, evidence, f"it is {evidence}")
         self.cluster.deliver(found)
 
     def _power_off(self) -> None:
@@ -326,7 +327,7 @@ class Faults:
         if agent is not None and agent.alive:
             agent.cut = True
             agent.die()
-            lost = ev.LeaseExpired("agent", f"{host}.{agent.incarnation}", HEARTBEAT_S)
+            lost = seen.LeaseExpired("agent", f"{host}.{agent.incarnation}", HEARTBEAT_S)
             self.cluster.clock.after(HEARTBEAT_S, lambda: self.cluster.deliver(lost))
         away = self.random.choice([0.5, 3.0, 20.0])
         self.cluster.clock.after(away, lambda: self.cluster.dark.discard(host))
@@ -390,7 +391,7 @@ class Faults:
         def end() -> None:
             if agent.alive:
                 agent.die()
-                lost = ev.AgentLost(host, agent.incarnation, "the agent exited")
+                lost = seen.AgentLost(host, agent.incarnation, "the agent exited")
                 self.cluster.deliver(lost)
 
         self.cluster.clock.after(deadline, end)
@@ -402,4 +403,4 @@ class Faults:
         self.cluster.deliver(ev.DrainCancelled(host, "it may be used again"))
 
     def _discovery_fails(self) -> None:
-        self.cluster.deliver(ev.DiscoveryFailed("script exited 1"))
+        self.cluster.deliver(seen.DiscoveryFailed("script exited 1"))

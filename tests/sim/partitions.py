@@ -12,7 +12,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import AgentHeard, AgentSuspected, LeaseExpired
+from elastic_driver.core.job_events import JobEvent
 from tests.sim.agents import Partition, SimAgent
 
 if TYPE_CHECKING:
@@ -73,19 +74,19 @@ class Partitions:
         if partition.mute:
             clock.after(SILENT_S, partial(self._tell, agent, partition, self._silent(agent)))
             name = f"{agent.host}.{agent.incarnation}"
-            lost = ev.LeaseExpired("agent", name, HEARTBEAT_S)
+            lost = LeaseExpired("agent", name, HEARTBEAT_S)
             late = HEARTBEAT_S + self.random.uniform(0.0, 0.01)
             clock.after(late, partial(self._tell, agent, partition, lost))
             self._expire_leases(agent, partition)
         elif self.random.random() < 0.5:  # its heartbeats arrive
-            broken = ev.AgentSuspected(*agent.name, "disconnected", "a connection of it broke")
+            broken = AgentSuspected(*agent.name, "disconnected", "a connection of it broke")
             self.cluster.deliver(broken)
             heard = self.random.uniform(0.0, HEARTBEAT_S / 3)
-            clock.after(heard, partial(self._tell, agent, partition, ev.AgentHeard(*agent.name)))
+            clock.after(heard, partial(self._tell, agent, partition, AgentHeard(*agent.name)))
 
     @staticmethod
-    def _silent(agent: SimAgent) -> ev.AgentSuspected:
-        return ev.AgentSuspected(*agent.name, "silent", "it is silent")
+    def _silent(agent: SimAgent) -> AgentSuspected:
+        return AgentSuspected(*agent.name, "silent", "it is silent")
 
     def _expire_leases(self, agent: SimAgent, partition: Partition) -> None:
         """Let the leases of its workers end, which cannot be renewed."""
@@ -95,13 +96,13 @@ class Partitions:
                 self._expire_lease(agent, partition, worker)
 
     def _expire_lease(self, agent: SimAgent, partition: Partition, worker: SimWorker) -> None:
-        half = ev.LeaseExpired("half", worker.id, HEARTBEAT_S)
-        whole = ev.LeaseExpired("worker", worker.id, HEARTBEAT_S)
+        half = LeaseExpired("half", worker.id, HEARTBEAT_S)
+        whole = LeaseExpired("worker", worker.id, HEARTBEAT_S)
         for delay, event in ((HEARTBEAT_S / 2, half), (HEARTBEAT_S, whole)):
             late = delay + self.random.uniform(0.0, 0.01)
             self.cluster.clock.after(late, partial(self._tell, agent, partition, event))
 
-    def _tell(self, agent: SimAgent, partition: Partition, event: ev.JobEvent) -> None:
+    def _tell(self, agent: SimAgent, partition: Partition, event: JobEvent) -> None:
         """Hand the driver an event about an agent that is still parted from it."""
         if agent.alive and agent.parted is partition:
             self.cluster.deliver(event)
@@ -128,4 +129,4 @@ class Partitions:
         """Its first heartbeat after the partition arrives, if this driver knows it."""
         known = agent.term == term == self.cluster.driver.term
         if known and agent.reachable and not agent.sealed:
-            self.cluster.deliver(ev.AgentHeard(*agent.name))
+            self.cluster.deliver(AgentHeard(*agent.name))

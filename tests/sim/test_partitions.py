@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core.events import AgentLost
+from elastic_driver.core.driver_events import AgentLost
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.fleet import HostAgent
 from tests.sim.agents import SimAgent

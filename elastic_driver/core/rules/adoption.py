@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import AwaitHeartbeats, KillAgent, PublishNotice, StopAgent
+from elastic_driver.core.driver_events import DriverResumed
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.discovered import Rechecks
@@ -64,7 +65,7 @@ class Adoption(Rule):
     resumed_at: float = 0.0
     _returned: set[tuple[str, int]] = field(default_factory=set)  # agents, in this term
 
-    def on_resumed(self, event: ev.DriverResumed, now: float) -> None:
+    def on_resumed(self, event: DriverResumed, now: float) -> None:
         """Begin the term of a driver that goes on with the job."""
         self._begin_term(event)
         self.resumed_at = now
@@ -110,7 +111,7 @@ class Adoption(Rule):
                 self.effects.decide(PublishNotice(number, None, unknown))
             self.rounds.outrun(number)
 
-    def after_the_end(self, event: ev.DriverResumed | ev.AgentReturned) -> None:
+    def after_the_end(self, event: DriverResumed | ev.AgentReturned) -> None:
         """Repeat that the job is over; returning agents shut down."""
         if isinstance(event, ev.AgentReturned):
             self._check_new(event)
@@ -128,7 +129,7 @@ class Adoption(Rule):
                 late = f"it did not return to the resumed driver within {timeout:g} s"
                 self.agents.give_up(agent, late, now)
 
-    def _begin_term(self, event: ev.DriverResumed) -> None:
+    def _begin_term(self, event: DriverResumed) -> None:
         self.term = event.term
         self._returned.clear()
         self.fleet.begin_term(event.term)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, Detail, KillAgent
+from elastic_driver.core.driver_events import AgentLost, LeaseExpired
 from elastic_driver.core.rules.fleet import AgentNews, HostAgent
 from elastic_driver.core.rules.hangs import Stacks
 from elastic_driver.core.rules.outcome import KILLED, Cause
@@ -37,7 +38,7 @@ class Agents(Rule):
         number, at = self.rounds.current.number, f"at {event.address}"
         self.effects.decide(Announce(name, at, number, event.host, pid=event.pid))
 
-    def on_lost(self, event: ev.AgentLost, now: float, **detail: Detail) -> None:
+    def on_lost(self, event: AgentLost, now: float, **detail: Detail) -> None:
         """Record that an agent has ended, or is silent, and its workers with it."""
         agent = self.fleet.current(event)
         reason, was_up = event.reason or "no reason was given", agent.is_up
@@ -49,7 +50,7 @@ class Agents(Rule):
         if self.outcome.end is None:
             self._host_without_agent(event.host, reason, now, was_up=was_up, unreachable=gone)
 
-    def on_lease_expired(self, event: ev.LeaseExpired, now: float) -> None:
+    def on_lease_expired(self, event: LeaseExpired, now: float) -> None:
         """Give up a silent agent or worker; after half the time, ask for stacks."""
         if event.kind == "agent":
             self.give_up(self.fleet.current(ev.AgentEvent(*event.agent)), event.reason, now)
@@ -70,7 +71,7 @@ class Agents(Rule):
     def give_up(self, agent: HostAgent, reason: str, now: float, **detail: Detail) -> None:
         """Treat an agent as lost, and kill it: it may only be cut off, and must not go on."""
         self.effects.decide(KillAgent(agent.host, agent.incarnation, reason))
-        lost = ev.AgentLost(agent.host, agent.incarnation, reason, unreachable=True)
+        lost = AgentLost(agent.host, agent.incarnation, reason, unreachable=True)
         self.on_lost(lost, now, **detail)
 
     def advance(self, now: float) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import AskProgress, PublishNotice
+from elastic_driver.core.driver_events import ProgressReported
 from elastic_driver.core.rules.rounds import CLOSING, Rule
 from elastic_driver.core.rules.workers import READY, RUNNING
 
@@ -76,7 +77,7 @@ class Boundary(Rule):
         workers = tuple(worker.id for worker in self.workers.having(RUNNING))
         self.effects.decide(AskProgress(self.asked, self.rounds.current.number, workers, reason))
 
-    def on_progress_reported(self, event: ev.ProgressReported, now: float) -> None:
+    def on_progress_reported(self, event: ProgressReported, now: float) -> None:
         """Name the step after which the members leave."""
         asked_at, current = self._asked_at, self.rounds.current
         if asked_at is None or event.number != self.asked or not current.at_boundary:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import SizeProposed
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.settings import Settings
@@ -105,7 +106,7 @@ class Capacity:
         self.target = None if event.workers is None else self._within_limits(event.workers)
         self._request(before)
 
-    def on_size_proposed(self, event: ev.SizeProposed) -> None:
+    def on_size_proposed(self, event: SizeProposed) -> None:
         """Aim at the number of workers that `--auto-scale` proposes, unless a user has chosen."""
         before, self.proposed = self.wanted, self._within_limits(event.num_proc)
         if self.wanted == before:

@@ -19,6 +19,15 @@ from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import CheckHosts
+from elastic_driver.core.driver_events import (
+    DiscoveryFailed,
+    HostResult,
+    HostsChecked,
+    HostsDiscovered,
+    HostsGranted,
+    HostStarved,
+    SizeProposed,
+)
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.host_limits import HostLimits
 from elastic_driver.core.rules.hosts import Host
@@ -76,7 +85,7 @@ class Rechecks(Rule):
         slots = tuple((name, self.hosts.known[name].slots) for name in self._checking)
         self.effects.decide(CheckHosts(slots, reason, self._checks))
 
-    def on_hosts_checked(self, event: ev.HostsChecked, now: float) -> None:
+    def on_hosts_checked(self, event: HostsChecked, now: float) -> None:
         """Release the hosts that passed, put the others in cool-down.
 
         An answer to another check is late or repeated. A host that has been away since the check
@@ -93,7 +102,7 @@ class Rechecks(Rule):
             if host is None or host.position != position:
                 continue
             held = self.hosts.release(host)
-            result = results.get(name) or ev.HostResult(name, False, "it has no result")
+            result = results.get(name) or HostResult(name, False, "it has no result")
             if not result.passed:
                 failed.append(f"{name} {result.reason}")
                 cooldown = self.hosts.check_failed(host, now, f"node check: {result.reason}")
@@ -139,12 +148,12 @@ class Discovered(Rule):
 
     limits: HostLimits
 
-    def on_hosts(self, event: ev.HostsDiscovered, now: float) -> None:
+    def on_hosts(self, event: HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
         self.limits.discovered(event.hosts)
         self._take_in("discovery no longer reports it")
 
-    def on_granted(self, event: ev.HostsGranted) -> None:
+    def on_granted(self, event: HostsGranted) -> None:
         """Use the slots of a grant from now on; raises `StaleEvent` for one that is not newer."""
         self.limits.granted(event)
         slots = sum(slots for _, slots in event.hosts)
@@ -180,7 +189,7 @@ class Discovered(Rule):
             self.limits.forget_starved()
             self._limit(None)
 
-    def on_host_starved(self, event: ev.HostStarved) -> None:
+    def on_host_starved(self, event: HostStarved) -> None:
         """Leave a host fewer slots; raises `StaleEvent` where that cannot be, or is old."""
         host, all_slots = self.hosts.known.get(event.host), self.hosts.known.values()
         if not self.settings.auto_scale or self.capacity.target is not None:
@@ -195,7 +204,7 @@ class Discovered(Rule):
         wanted = self.capacity.wanted
         if wanted is not None and wanted > left:
             fewer = f"{event.host} gets {event.workers} workers at most"
-            self.capacity.on_size_proposed(ev.SizeProposed(left, fewer))
+            self.capacity.on_size_proposed(SizeProposed(left, fewer))
         self._take_in("its workers would wait for its processors")
         self.capacity.hosts_limited()
 
@@ -229,7 +238,7 @@ class Discovered(Rule):
         if self.settings.checked_hosts is not None:
             self.hosts.hold(host, reason)
 
-    def on_failed(self, event: ev.DiscoveryFailed, now: float) -> None:
+    def on_failed(self, event: DiscoveryFailed, now: float) -> None:
         """Announce that discovery failed; the known hosts stay."""
         kept = f"{event.reason}; the {len(self.hosts.known)} known hosts stay"
         self.effects.announce("discovery_failed", kept)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import time_to_leave
+from elastic_driver.core.driver_events import RankRecovered, RankSlow
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.hosts import Drain
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, Rule
@@ -139,7 +140,7 @@ class Drains(Rule):
         """Forget who is slow: a driver that goes on measures anew."""
         self.slow.clear()
 
-    def on_slow(self, event: ev.RankSlow, now: float) -> None:
+    def on_slow(self, event: RankSlow, now: float) -> None:
         """Record that a rank has become slow."""
         worker = self.workers.workers.get(event.worker)
         here = worker is not None and worker.state in (READY, RUNNING)
@@ -147,7 +148,7 @@ class Drains(Rule):
             raise ev.StaleEvent(f"{event.worker} was slow in round {event.round}, which is over")
         self.slow.setdefault(event.worker, SlowVerdict(event.ratio, now))
 
-    def on_recovered(self, event: ev.RankRecovered, now: float) -> None:
+    def on_recovered(self, event: RankRecovered, now: float) -> None:
         """Record that a rank is no longer slow: it stays, and its host counts like any other."""
         round_is_over = event.round != self.rounds.current.number
         if round_is_over or self.slow.pop(event.worker, None) is None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import HostsGranted
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class HostLimits:
             raise ev.StaleEvent("hosts were discovered, but the Brain grants those of this job")
         self.found = hosts
 
-    def granted(self, grant: ev.HostsGranted) -> None:
+    def granted(self, grant: HostsGranted) -> None:
         """Record the slots of a grant; raises `StaleEvent` if a newer one was carried out."""
         if grant.number <= self.newest_grant:
             raise ev.StaleEvent(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import Failure
+from elastic_driver.core.driver_events import HostsMeasured
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.discovered import Discovered
 from elastic_driver.core.rules.host_limits import HostLimits
@@ -33,7 +34,7 @@ class Memory(Rule):
     _round: int = 0  # the newest round that the job cannot go on with for it
     _ran_out: dict[str, int] = field(default_factory=dict)  # host → workers ever started then
 
-    def on_hosts_measured(self, event: ev.HostsMeasured, now: float) -> None:
+    def on_hosts_measured(self, event: HostsMeasured, now: float) -> None:
         """Record the idle memory of hosts."""
         self.idle = dict(event.idle)
 

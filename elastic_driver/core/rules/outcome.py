@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.documents import Failure
-from elastic_driver.core.events import StopRequested
+from elastic_driver.core.driver_events import StopRequested
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import PublishSave
 from elastic_driver.core.documents import SaveRequest, time_to_leave
+from elastic_driver.core.driver_events import JobLeaving
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.outcome import Departure
 from elastic_driver.core.rules.rounds import CLOSING, FORMING, Rule
@@ -134,7 +135,7 @@ class Preemption(Rule):
 
     final_checkpoint: FinalSaves
 
-    def on_job_leaving(self, event: ev.JobLeaving, now: float) -> None:
+    def on_job_leaving(self, event: JobLeaving, now: float) -> None:
         """Begin to end the job within the time that the event names."""
         if self.outcome.departure is not None:
             raise ev.StaleEvent(f"the job is ending already: {self.outcome.departure.reason}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import KillAgent
 from elastic_driver.core.documents import Failure
+from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, ScriptKind, failed_by_itself
 from elastic_driver.core.rules.rounds import COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import (
@@ -138,7 +139,7 @@ class Reports(Rule):
                 why = f"exit code {code}, stopped with the job"
                 facts = {"exit_code": code, "expected": True, "job_over": True}
                 self.effects.announce("worker_exited", why, worker, **facts)
-        elif isinstance(event, ev.LeaseExpired) and event.kind == "agent":
+        elif isinstance(event, LeaseExpired) and event.kind == "agent":
             self.effects.decide(KillAgent(*event.agent, event.reason))
         else:
             self.effects.ignore(f"{type(event).__name__} after the end of the job")

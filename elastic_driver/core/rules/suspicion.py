@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Detail, ProbeAgent
+from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected, Evidence
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.fleet import AgentState, HostAgent
 from elastic_driver.core.rules.rounds import Rule
@@ -33,7 +34,7 @@ class Suspect:
     """An agent that may be lost."""
 
     since: float  # the time of the first evidence
-    evidence: dict[ev.Evidence, str] = field(default_factory=dict)  # with its reason
+    evidence: dict[Evidence, str] = field(default_factory=dict)  # with its reason
     probe: int = 0  # the number of the probe that is not answered yet; 0: none
     probe_at: float | None = None  # the time of the next probe
     asked_cut_off: bool = False  # the probe began while no host was heard: its failure says nothing
@@ -60,7 +61,7 @@ class Suspicion(Rule):
             self._answered_before, self.reachable = {**self._answered_before, **self.reachable}, {}
         self.suspects.clear()
         for agent in self.fleet.awaited.values():
-            silent: dict[ev.Evidence, str] = {"silent": "it has not returned to the resumed driver"}
+            silent: dict[Evidence, str] = {"silent": "it has not returned to the resumed driver"}
             suspect = self.suspects[agent.host] = Suspect(now, silent)
             self._probe(agent, suspect)
 
@@ -71,11 +72,11 @@ class Suspicion(Rule):
         if event.probe_port and self.reachable.get(event.host) != event.incarnation:
             self._ask(self.fleet.agents[event.host], FIRST_PROBE_S, "find out if probes reach it")
 
-    def on_suspected(self, event: ev.AgentSuspected, now: float) -> None:
+    def on_suspected(self, event: AgentSuspected, now: float) -> None:
         """Record evidence against an agent."""
         self._suspect(self._up(event), event.evidence, event.reason, now)
 
-    def on_heard(self, event: ev.AgentHeard, now: float) -> None:
+    def on_heard(self, event: AgentHeard, now: float) -> None:
         """Clear an agent that sends heartbeats."""
         agent = self._up(event)
         suspect = self.suspects.pop(agent.host, None)
@@ -93,7 +94,7 @@ class Suspicion(Rule):
                 if own is not None and own.address != address:
                     self._suspect(agent, "peers", f"{worker.id} lost its connection to it", now)
 
-    def on_probed(self, event: ev.AgentProbed, now: float) -> None:
+    def on_probed(self, event: AgentProbed, now: float) -> None:
         """Draw the consequence of a probe's result."""
         agent, suspect = self._up(event), self.suspects.get(event.host)
         if event.result == "answered":
@@ -139,7 +140,7 @@ class Suspicion(Rule):
             raise ev.StaleEvent(f"the agent on {event.host} is not up")
         return agent
 
-    def _suspect(self, agent: HostAgent, kind: ev.Evidence, reason: str, now: float) -> None:
+    def _suspect(self, agent: HostAgent, kind: Evidence, reason: str, now: float) -> None:
         suspect = self.suspects.setdefault(agent.host, Suspect(now))
         if kind not in suspect.evidence and kind != "peers":  # which any worker's crash causes
             self.effects.announce("agent_suspected", reason, agent.host, evidence=kind)

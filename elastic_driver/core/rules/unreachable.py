@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import ProbeHosts
+from elastic_driver.core.driver_events import HostProbed
 from elastic_driver.core.rules.discovered import Discovered
 from elastic_driver.core.rules.rounds import Rule
 
@@ -31,7 +32,7 @@ class Unreachable(Rule):
             back = f"{reason}; it is used again as soon as it answers"
             self.effects.announce("host_unreachable", back, host)
 
-    def on_probed(self, event: ev.HostProbed, now: float) -> None:
+    def on_probed(self, event: HostProbed, now: float) -> None:
         """Let a host be used that answers, or that cannot be probed."""
         host = self.hosts.answered(event.host, event.number)
         if host is None:

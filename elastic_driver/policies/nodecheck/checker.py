@@ -20,6 +20,7 @@ from elastic_driver import contract
 from elastic_driver.core import decisions as do
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
+from elastic_driver.core.driver_events import AgentLost, LeaseExpired
 from elastic_driver.core.rules.ranks import Seat, assign
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.policies.messages import (
@@ -125,10 +126,10 @@ class NodeChecker(Restorable):
         match event:
             case ev.AgentReady(host=host) if host in self._running:
                 self._agents[host] = event
-            case ev.AgentLost(host=host, reason=reason):
+            case AgentLost(host=host, reason=reason):
                 self._running.discard(host)
                 self._agent_lost(host, reason)
-            case ev.LeaseExpired(kind="agent"):
+            case LeaseExpired(kind="agent"):
                 self._agent_lost(event.agent[0], event.reason)
             case ev.WorkerReady(worker=worker):
                 self._gate.passed(worker, now)

@@ -13,7 +13,7 @@ from math import inf
 from typing import TypeAlias
 
 from elastic_driver.core.decisions import Announce, Detail
-from elastic_driver.core.events import SizeProposed, Tick
+from elastic_driver.core.driver_events import SizeProposed, Tick
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.gauge import DRIFT, Gauge

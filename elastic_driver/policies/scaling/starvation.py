@@ -7,7 +7,7 @@ takes one worker at a time, and each time looks again for as long. Pure. Times a
 
 from statistics import median
 
-from elastic_driver.core.events import HostStarved, Tick
+from elastic_driver.core.driver_events import HostStarved, Tick
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.messages import HostLoad, LoadsSeen

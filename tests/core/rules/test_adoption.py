@@ -10,6 +10,15 @@ import pytest
 from elastic_driver.core import decisions as do
 from elastic_driver.core import documents as doc
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import (
+    AgentProbed,
+    HostResult,
+    HostsChecked,
+    JobLeaving,
+    ProgressReading,
+    ProgressReported,
+    StopRequested,
+)
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.fleet import AgentState
 from tests.core.scenario import MakeScenario, Scenario
@@ -134,7 +143,7 @@ def with_probes(s: Scenario) -> Scenario:
     for n, host in enumerate("ab"):
         s.send(ev.AgentReady(host, 1, 10 + n, f"10.0.0.{n}", (5000,), probe_port=7000))
     for host, probe in zip("ab", s.all(do.ProbeAgent), strict=True):
-        s.send(ev.AgentProbed(host, 1, probe.number, "answered", 0.001))
+        s.send(AgentProbed(host, 1, probe.number, "answered", 0.001))
     s.ready(*s.starting)
     s.step(*s.members)
     return s
@@ -146,7 +155,7 @@ def test_a_host_that_answers_that_its_agent_is_gone_is_lost_at_once(
     s = with_probes(scenario(agents=False, **ELASTIC))
     probes = kinds(s.resume(), do.ProbeAgent)
     assert [probe.host for probe in probes] == ["a", "b"]
-    refused = s.send(ev.AgentProbed("b", 1, probes[1].number, "refused", 0.001))
+    refused = s.send(AgentProbed("b", 1, probes[1].number, "refused", 0.001))
     assert [kill.host for kill in kinds(refused, do.KillAgent)] == ["b"]
 
 
@@ -155,18 +164,18 @@ def test_a_host_that_answers_no_probe_is_lost_once_others_have_returned(
 ) -> None:
     s = with_probes(scenario(agents=False, **ELASTIC))
     probes = kinds(s.resume(), do.ProbeAgent)
-    s.send(ev.AgentProbed("b", 1, probes[1].number, "silent", 0.6))
+    s.send(AgentProbed("b", 1, probes[1].number, "silent", 0.6))
     assert "b" in s.job.fleet.awaited  # perhaps it is this machine that is cut off
     s.returns("a")
     again = kinds(s.wait(0.6), do.ProbeAgent)
-    s.send(ev.AgentProbed("b", 1, again[-1].number, "silent", 0.6))
+    s.send(AgentProbed("b", 1, again[-1].number, "silent", 0.6))
     assert s.announced("agent_lost")[0].host == "b"
 
 
 def test_an_agent_that_answers_is_waited_for(scenario: MakeScenario) -> None:
     s = with_probes(scenario(agents=False, **ELASTIC))
     probes = kinds(s.resume(), do.ProbeAgent)
-    s.send(ev.AgentProbed("b", 1, probes[1].number, "answered", 0.001))
+    s.send(AgentProbed("b", 1, probes[1].number, "answered", 0.001))
     assert len(kinds(s.wait(0.6), do.ProbeAgent)) == 1
     s.returns("b")
     assert "b" not in s.job.suspicion.suspects
@@ -179,8 +188,8 @@ def test_a_driver_on_another_host_finds_out_first_if_its_probes_reach_anybody(
     s = with_probes(scenario(agents=False, **ELASTIC))
     probes = kinds(s.resume(moved=True), do.ProbeAgent)
     if other_answers:
-        s.send(ev.AgentProbed("a", 1, probes[0].number, "answered", 0.001))
-    s.send(ev.AgentProbed("b", 1, probes[1].number, "refused", 0.001))
+        s.send(AgentProbed("a", 1, probes[0].number, "answered", 0.001))
+    s.send(AgentProbed("b", 1, probes[1].number, "refused", 0.001))
     assert bool(s.announced("agent_lost")) is other_answers
 
 
@@ -421,18 +430,18 @@ def test_a_planned_change_is_asked_for_again(scenario: MakeScenario) -> None:
     s.send(ev.ScaleRequested(1))
     s.wait(0.1)
     number = s.all(do.AskProgress)[-1].number
-    s.send(ev.ProgressReported(number, tuple(readings(5, 5))))
+    s.send(ProgressReported(number, tuple(readings(5, 5))))
     assert s.notice.after_step is not None
     (asked,) = kinds(s.resume(), do.AskProgress)
     assert asked.number == number + 1
-    s.send(ev.ProgressReported(asked.number, ()))  # nobody has found this driver yet
+    s.send(ProgressReported(asked.number, ()))  # nobody has found this driver yet
     (asked,) = kinds(s.wait(0.6), do.AskProgress)
-    s.send(ev.ProgressReported(asked.number, tuple(readings(200, 200))))
+    s.send(ProgressReported(asked.number, tuple(readings(200, 200))))
     assert (s.notice.after_step or 0) > 200
 
 
-def readings(*steps: int) -> list[ev.ProgressReading]:
-    return [ev.ProgressReading(step, 0.1, answered=True) for step in steps]
+def readings(*steps: int) -> list[ProgressReading]:
+    return [ProgressReading(step, 0.1, answered=True) for step in steps]
 
 
 def test_a_planned_change_that_some_have_made_is_finished_at_once(
@@ -450,7 +459,7 @@ def test_a_final_save_is_requested_again_with_the_time_that_is_left(
     scenario: MakeScenario,
 ) -> None:
     s = scenario(start_np=2, min_np=1, fixed_hosts=True, grace_period=30.0).training(a=1, b=1)
-    s.send(ev.JobLeaving("preempted", 60.0))
+    s.send(JobLeaving("preempted", 60.0))
     s.wait(0.1)
     s.ready("a.0.1", "b.0.1", version=9)
     (save,) = s.all(do.PublishSave)
@@ -479,13 +488,13 @@ def test_a_check_of_hosts_begins_again_with_those_that_are_left(scenario: MakeSc
     (again,) = kinds(s.resume(), do.CheckHosts)
     assert again.number == check.number
     assert [host for host, _ in again.hosts] == [h for h, _ in check.hosts if h != "d"]
-    s.send(ev.HostsChecked((ev.HostResult("c", True, "fine"),), again.number))
+    s.send(HostsChecked((HostResult("c", True, "fine"),), again.number))
     assert s.job.hosts.usable("c")
 
 
 def test_a_job_that_has_ended_says_so_again_and_lets_agents_go(scenario: MakeScenario) -> None:
     s = scenario(**ELASTIC).training(a=1, b=1)
-    s.send(ev.StopRequested("enough", 130))
+    s.send(StopRequested("enough", 130))
     resumed = s.resume()
     assert [end.exit_code for end in kinds(resumed, do.EndJob)] == [130]
     assert len(kinds(s.returns("a"), do.StopAgent)) == 1

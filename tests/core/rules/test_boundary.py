@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import AskProgress, PublishNotice
+from elastic_driver.core.driver_events import ProgressReading, ProgressReported
 from elastic_driver.core.rules.boundary import (
     ANSWERS_KEPT,
     BASE_MARGIN,
@@ -102,8 +102,8 @@ def asked(scenario: MakeScenario) -> tuple[Scenario, AskProgress]:
     return s, question
 
 
-def reading(step: int, *, answered: bool = True) -> ev.ProgressReading:
-    return ev.ProgressReading(step, 0.1, answered)
+def reading(step: int, *, answered: bool = True) -> ProgressReading:
+    return ProgressReading(step, 0.1, answered)
 
 
 def test_the_members_are_asked_and_their_answers_name_the_step(scenario: MakeScenario) -> None:
@@ -111,7 +111,7 @@ def test_the_members_are_asked_and_their_answers_name_the_step(scenario: MakeSce
     assert question.workers == ("a.0.1", "b.0.1")
     assert s.all(PublishNotice) == []
     s.now += 0.01
-    s.send(ev.ProgressReported(question.number, (reading(50), reading(51))))
+    s.send(ProgressReported(question.number, (reading(50), reading(51))))
     # 51 steps, 0.01 s ago; twice those 0.01 s are the margin
     assert (s.notice.round, s.notice.after_step) == (1, 52)
 
@@ -123,7 +123,7 @@ def test_the_slowest_of_the_last_answers_counts_until_enough_were_faster(
         """How far ahead the step is that is named when the answers take this long."""
         s.wait(0.02)
         s.now += waited
-        s.send(ev.ProgressReported(s.all(AskProgress)[-1].number, (reading(50), reading(50))))
+        s.send(ProgressReported(s.all(AskProgress)[-1].number, (reading(50), reading(50))))
         ahead = (s.notice.after_step or 0) - 50
         s.ready(*s.in_state("running"), version=50)
         s.step(*s.members, step=51)
@@ -139,7 +139,7 @@ def test_the_slowest_of_the_last_answers_counts_until_enough_were_faster(
 
 def test_who_did_not_answer_is_taken_to_be_further(scenario: MakeScenario) -> None:
     s, question = asked(scenario)
-    s.send(ev.ProgressReported(question.number, (reading(50), reading(51, answered=False))))
+    s.send(ProgressReported(question.number, (reading(50), reading(51, answered=False))))
     assert s.notice.after_step == 51 + 20 + 1 + 1  # two seconds of steps, and the longest margin
 
 
@@ -150,13 +150,13 @@ def test_without_an_answer_the_members_leave_at_once(scenario: MakeScenario) -> 
     s.wait(0.2)
     assert s.notice.after_step is None
     assert "could not be read" in s.notice.reason
-    s.send(ev.ProgressReported(question.number, (reading(50), reading(51))))
+    s.send(ProgressReported(question.number, (reading(50), reading(51))))
     assert len(s.all(PublishNotice)) == 1  # too late
 
 
 def test_an_answer_to_another_question_changes_nothing(scenario: MakeScenario) -> None:
     s, question = asked(scenario)
-    s.send(ev.ProgressReported(question.number + 1, (reading(50),)))
+    s.send(ProgressReported(question.number + 1, (reading(50),)))
     assert s.all(PublishNotice) == []
 
 
@@ -164,5 +164,5 @@ def test_a_loss_meanwhile_is_not_made_to_wait(scenario: MakeScenario) -> None:
     s, question = asked(scenario)
     s.exit("b.0.1", -9)
     assert s.notice.after_step is None
-    s.send(ev.ProgressReported(question.number, (reading(50),)))
+    s.send(ProgressReported(question.number, (reading(50),)))
     assert len(s.all(PublishNotice)) == 1

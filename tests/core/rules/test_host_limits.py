@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import HostStarved
 from tests.core.scenario import MakeScenario, Scenario
 
 WHY = "its processors were busy"
@@ -26,7 +27,7 @@ def test_a_starved_host_gets_a_worker_less_and_the_job_a_smaller_size(
     scenario: MakeScenario,
 ) -> None:
     s = trained(scenario)
-    s.send(ev.HostStarved("a", 1, WHY))
+    s.send(HostStarved("a", 1, WHY))
     (told,) = s.announced("host_starved")
     assert (told.host, told.reason, told.detail) == ("a", WHY, {"slots": 1})
     meet(s)
@@ -38,7 +39,7 @@ def test_a_starved_host_gets_a_worker_less_and_the_job_a_smaller_size(
 def test_the_worker_moves_if_another_host_has_a_free_slot(scenario: MakeScenario) -> None:
     s = trained(scenario)
     s.hosts(a=2, b=2, c=1)
-    s.send(ev.HostStarved("a", 1, WHY))
+    s.send(HostStarved("a", 1, WHY))
     assert s.job.capacity.wanted == 4
     meet(s)
     s.ready(*s.starting)
@@ -49,15 +50,15 @@ def test_the_worker_moves_if_another_host_has_a_free_slot(scenario: MakeScenario
 @pytest.mark.parametrize(
     ("settings", "event"),
     [
-        ({"auto_scale": False}, ev.HostStarved("a", 1, WHY)),
-        ({"min_np": 4}, ev.HostStarved("a", 1, WHY)),
-        ({}, ev.HostStarved("a", 0, WHY)),
-        ({}, ev.HostStarved("a", 2, WHY)),
-        ({}, ev.HostStarved("z", 1, WHY)),
+        ({"auto_scale": False}, HostStarved("a", 1, WHY)),
+        ({"min_np": 4}, HostStarved("a", 1, WHY)),
+        ({}, HostStarved("a", 0, WHY)),
+        ({}, HostStarved("a", 2, WHY)),
+        ({}, HostStarved("z", 1, WHY)),
     ],
 )
 def test_what_cannot_be_changes_nothing(
-    scenario: MakeScenario, settings: dict[str, object], event: ev.HostStarved
+    scenario: MakeScenario, settings: dict[str, object], event: HostStarved
 ) -> None:
     s = trained(scenario, **settings)
     s.send(event)
@@ -70,10 +71,10 @@ def test_a_user_s_size_outranks_it_and_its_release_gives_the_slots_back(
     scenario: MakeScenario,
 ) -> None:
     s = trained(scenario)
-    s.send(ev.HostStarved("a", 1, WHY))
+    s.send(HostStarved("a", 1, WHY))
     meet(s)
     s.send(ev.ScaleRequested(3))
-    s.send(ev.HostStarved("b", 1, WHY))
+    s.send(HostStarved("b", 1, WHY))
     assert s.job.hosts.known["b"].slots == 2
     s.send(ev.ScaleRequested(None))
     assert s.job.hosts.known["a"].slots == 2

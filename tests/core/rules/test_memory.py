@@ -6,6 +6,7 @@ import pytest
 
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import HostsMeasured
 from elastic_driver.core.rules.memory import in_words
 from tests.core.scenario import MakeScenario, Scenario
 
@@ -23,7 +24,7 @@ def ran_out(s: Scenario, worker: str, peak: int | None, **facts: object) -> None
 
 
 def measured(s: Scenario, **idle: int) -> None:
-    s.send(ev.HostsMeasured(tuple((host, mib * MIB) for host, mib in idle.items())))
+    s.send(HostsMeasured(tuple((host, mib * MIB) for host, mib in idle.items())))
 
 
 def restart(s: Scenario) -> None:

@@ -7,12 +7,13 @@ import pytest
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import PublishSave, StartAgent
+from elastic_driver.core.driver_events import JobLeaving
 from tests.core.scenario import MakeScenario, Scenario
 
 
 def tell(s: Scenario, deadline: float = 40.0) -> None:
     """The whole job has its notice."""
-    s.send(ev.JobLeaving("told by SIGUSR1", deadline))
+    s.send(JobLeaving("told by SIGUSR1", deadline))
 
 
 def tell_hosts(s: Scenario, *hosts: str, deadline: float = 40.0) -> None:
@@ -180,7 +181,7 @@ def test_a_job_whose_workers_finish_meanwhile_succeeds(scenario: MakeScenario) -
 def test_a_second_notice_changes_nothing(scenario: MakeScenario) -> None:
     s = scenario(start_np=1).training(a=1)
     tell(s)
-    assert s.send(ev.JobLeaving("told by SIGUSR2", 400.0)) == []
+    assert s.send(JobLeaving("told by SIGUSR2", 400.0)) == []
     assert "ending already" in s.job.effects.ignored
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.core import documents as msg
-from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import CheckHosts, EndJob
+from elastic_driver.core.driver_events import AgentLost, HostResult, HostsChecked
 from tests.core.scenario import MakeScenario, Scenario
 
 
@@ -29,9 +29,9 @@ def checks(s: Scenario) -> list[tuple[str, ...]]:
 
 
 def finish(s: Scenario, *passed: str, failed: tuple[str, ...] = ()) -> None:
-    results = [ev.HostResult(h, True, "good") for h in passed]
-    results += [ev.HostResult(h, False, "faulty: failed alone") for h in failed]
-    s.send(ev.HostsChecked(tuple(results), s.all(CheckHosts)[-1].number))
+    results = [HostResult(h, True, "good") for h in passed]
+    results += [HostResult(h, False, "faulty: failed alone") for h in failed]
+    s.send(HostsChecked(tuple(results), s.all(CheckHosts)[-1].number))
 
 
 def started_on(s: Scenario, host: str) -> int:
@@ -81,8 +81,8 @@ def test_a_host_that_fails_its_check_is_kept_out_and_checked_again_later(job: Sc
 
 
 def test_a_host_is_checked_after_its_cool_down_and_alone(job: Scenario) -> None:
-    job.send(ev.AgentLost("b", 1, "power failure"))
-    job.send(ev.AgentLost("b", 2, "power failure"))
+    job.send(AgentLost("b", 1, "power failure"))
+    job.send(AgentLost("b", 2, "power failure"))
     assert state_of(job, "b") == "cool-down"
     assert checks(job) == []
     job.wait(11.0)
@@ -125,11 +125,11 @@ def test_an_answer_that_comes_twice_or_late_changes_nothing(job: Scenario) -> No
     job.wait(0.1)
     (first,) = job.all(CheckHosts)
     finish(job, "c")
-    failures = tuple(ev.HostResult(host, False, "faulty") for host in "abc")
-    job.send(ev.HostsChecked(failures, first.number))
+    failures = tuple(HostResult(host, False, "faulty") for host in "abc")
+    job.send(HostsChecked(failures, first.number))
     job.hosts(a=1, b=1, c=1, d=1)
     job.wait(0.1)
-    job.send(ev.HostsChecked((ev.HostResult("d", True, "good"),), first.number))
+    job.send(HostsChecked((HostResult("d", True, "good"),), first.number))
     assert state_of(job, "d") == "checking", "that was the answer to another check"
     finish(job, "d")
     assert [a.host for a in job.announced("host_checked")] == ["c", "d"]

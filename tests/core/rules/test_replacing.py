@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import RankRecovered, RankSlow
 from tests.core.scenario import MakeScenario, Scenario
 
 SLOW_FOR, PAUSE = 5.0, 60.0
 
 
 def slow(s: Scenario, worker: str, *, wait: float = SLOW_FOR) -> None:
-    s.send(ev.RankSlow(worker, s.job.rounds.current.number, 3.0))
+    s.send(RankSlow(worker, s.job.rounds.current.number, 3.0))
     s.wait(wait)
 
 
 def recovered(s: Scenario, worker: str) -> None:
-    s.send(ev.RankRecovered(worker, s.job.rounds.current.number))
+    s.send(RankRecovered(worker, s.job.rounds.current.number))
 
 
 def leave(s: Scenario, version: int) -> None:
@@ -289,8 +290,8 @@ def test_more_workers_are_not_kept_waiting_for_a_replacement(scenario: MakeScena
 
 def test_a_verdict_of_an_earlier_round_is_dropped(scenario: MakeScenario) -> None:
     s = idle_host(scenario)
-    s.send(ev.RankSlow("b.0.1", 7, 3.0))
-    s.send(ev.RankRecovered("b.0.1", 1))
+    s.send(RankSlow("b.0.1", 7, 3.0))
+    s.send(RankRecovered("b.0.1", 1))
     assert s.job.effects.ignored_events == 2
     s.wait(100.0)
     assert s.starting == []

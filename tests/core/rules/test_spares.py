@@ -6,6 +6,7 @@ import pytest
 
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import RankSlow
 from tests.core.scenario import MakeScenario, Scenario
 
 
@@ -204,7 +205,7 @@ def test_a_slow_worker_may_be_replaced_by_a_spare(scenario: MakeScenario, spares
     s.ready(*s.starting)
     s.step(*s.members)
     s.ready(*s.in_state("warming"))
-    s.send(ev.RankSlow("a.0.1", 1, 3.0))
+    s.send(RankSlow("a.0.1", 1, 3.0))
     s.wait(0.1)
     assert s.notice.round == 1
     s.ready("a.0.1", "b.0.1", version=5)

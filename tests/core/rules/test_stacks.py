@@ -7,6 +7,7 @@ import pytest
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, AskStacks, StackGroup
+from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.rules.hangs import ANSWER_S, StackAnswer, describe, group
 from elastic_driver.core.stack_location import SEEN_ELSEWHERE, SEEN_WAITING
 from tests.core.scenario import MakeScenario, Scenario
@@ -137,7 +138,7 @@ def test_when_a_worker_hangs_the_stacks_of_all_are_kept_before_it_is_killed(
 
 
 def test_who_is_silent_is_looked_at_before_its_lease_ends_and_it_is_killed(three: Scenario) -> None:
-    three.send(ev.LeaseExpired("half", "a.1.1", 30.0))
+    three.send(LeaseExpired("half", "a.1.1", 30.0))
     assert [order.number for order in three.orders(msg.StacksOrder)] == [1, 1]
     answer(three, "a.1.1", SEEN_ELSEWHERE, "in C", own=False)
     three.lost("a.1.1")
@@ -150,6 +151,6 @@ def test_who_is_silent_is_looked_at_before_its_lease_ends_and_it_is_killed(three
 
 def test_the_silence_of_a_worker_that_is_no_member_asks_nobody(three: Scenario) -> None:
     three.exit("a.1.1", 1)
-    three.send(ev.LeaseExpired("half", "a.1.1", 30.0))
-    three.send(ev.LeaseExpired("half", "z.0.1", 30.0))
+    three.send(LeaseExpired("half", "a.1.1", 30.0))
+    three.send(LeaseExpired("half", "z.0.1", 30.0))
     assert three.all(AskStacks) == []

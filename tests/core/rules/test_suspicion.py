@@ -8,6 +8,8 @@ import pytest
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import KillAgent, ProbeAgent
+from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected
+from elastic_driver.core.job_events import EventBatch
 from elastic_driver.core.rules.suspicion import AGAIN_S, CONFIRM_S, PROBE_S
 from tests.core.scenario import Scenario
 
@@ -31,11 +33,11 @@ def probes(s: Scenario, host: str) -> list[ProbeAgent]:
 
 def answer(s: Scenario, host: str, result: str = "answered", seconds: float = 0.001) -> None:
     number = probes(s, host)[-1].number
-    s.send(ev.AgentProbed(host, 1, number, result, seconds))  # type: ignore[arg-type]
+    s.send(AgentProbed(host, 1, number, result, seconds))  # type: ignore[arg-type]
 
 
 def suspect(s: Scenario, host: str, evidence: str) -> None:
-    s.send(ev.AgentSuspected(host, 1, evidence, f"evidence: {evidence}"))  # type: ignore[arg-type]
+    s.send(AgentSuspected(host, 1, evidence, f"evidence: {evidence}"))  # type: ignore[arg-type]
 
 
 def lost(s: Scenario) -> list[str]:
@@ -99,7 +101,7 @@ def test_a_silent_agent_that_answers_is_probed_until_its_next_heartbeat() -> Non
         asked = len(probes(s, "b"))
         s.wait(AGAIN_S)
         assert len(probes(s, "b")) == asked + 1
-    s.send(ev.AgentHeard("b", 1))
+    s.send(AgentHeard("b", 1))
     s.wait(60.0)
     assert len(probes(s, "b")) == asked + 1
     assert lost(s) == []
@@ -113,7 +115,7 @@ def test_if_every_host_is_silent_the_driver_may_be_the_one_that_is_cut_off() -> 
         answer(s, host, "silent", PROBE_S)
     s.wait(3 * AGAIN_S)
     assert lost(s) == []
-    s.send(ev.AgentHeard("a", 1))
+    s.send(AgentHeard("a", 1))
     for host in "bc":
         answer(s, host, "silent", PROBE_S)  # it began while this machine was perhaps cut off
     assert lost(s) == []
@@ -129,13 +131,13 @@ def test_a_probe_that_began_while_the_driver_was_cut_off_costs_no_host() -> None
     for host in "abc":
         answer(s, host, "silent", PROBE_S)
     s.wait(AGAIN_S)
-    s.send(ev.AgentHeard("a", 1))
+    s.send(AgentHeard("a", 1))
     asked = len(probes(s, "b"))
     answer(s, "b", "silent", PROBE_S)
     assert len(probes(s, "b")) == asked + 1  # asked again at once
     answer(s, "b")
-    s.send(ev.AgentHeard("b", 1))
-    s.send(ev.AgentHeard("c", 1))
+    s.send(AgentHeard("b", 1))
+    s.send(AgentHeard("c", 1))
     s.wait(60.0)
     assert lost(s) == []
 
@@ -170,7 +172,7 @@ def test_an_agent_that_is_heard_meanwhile_is_not_lost_by_agreeing_evidence() -> 
     s = trains(probed=False)
     suspect(s, "b", "disconnected")
     suspect(s, "b", "backend")
-    s.send(ev.AgentHeard("b", 1))
+    s.send(AgentHeard("b", 1))
     s.wait(60.0)
     assert lost(s) == []
 
@@ -192,9 +194,9 @@ def test_old_news_of_an_agent_changes_nothing() -> None:
     suspect(s, "b", "silent")
     late = probes(s, "b")[-1].number
     s.agent_lost("b", "its process ended")
-    s.send(ev.AgentProbed("b", 1, late, "refused", 0.1))
-    s.send(ev.AgentSuspected("b", 1, "silent", "late"))
-    s.send(ev.AgentHeard("b", 1))
+    s.send(AgentProbed("b", 1, late, "refused", 0.1))
+    s.send(AgentSuspected("b", 1, "silent", "late"))
+    s.send(AgentHeard("b", 1))
     assert lost(s) == ["b"]
     assert s.job.effects.ignored_events == 3
 
@@ -208,16 +210,14 @@ def test_the_verdicts_of_many_hosts_are_reached_together() -> None:
         ev.AgentReady(host, 1, n + 1, f"10.0.1.{n}", (5000,), probe_port=7000)
         for n, host in enumerate(names)
     )
-    s.send(ev.EventBatch(tuple(ready)))
+    s.send(EventBatch(tuple(ready)))
     asked = [probe for probe in s.all(ProbeAgent) if probe.host in names]
-    s.send(
-        ev.EventBatch(tuple(ev.AgentProbed(p.host, 1, p.number, "answered", 0.0) for p in asked))
-    )
+    s.send(EventBatch(tuple(AgentProbed(p.host, 1, p.number, "answered", 0.0) for p in asked)))
     late = names[:200]
-    s.send(ev.EventBatch(tuple(ev.AgentSuspected(host, 1, "silent", "late") for host in late)))
+    s.send(EventBatch(tuple(AgentSuspected(host, 1, "silent", "late") for host in late)))
     asked = [probe for probe in s.all(ProbeAgent) if probe.number > len(names)]
     assert [probe.host for probe in asked] == late
     began = time.process_time()
-    s.send(ev.EventBatch(tuple(ev.AgentProbed(p.host, 1, p.number, "silent", 0.6) for p in asked)))
+    s.send(EventBatch(tuple(AgentProbed(p.host, 1, p.number, "silent", 0.6) for p in asked)))
     assert lost(s) == late
     assert time.process_time() - began < 1.0  # with the invariants; 5 ms each one by one

@@ -6,6 +6,7 @@ import pytest
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import SealRound
+from elastic_driver.core.job_events import EventBatch
 from elastic_driver.core.rules import units
 from elastic_driver.settings import Settings
 from tests.core.scenario import MakeScenario
@@ -175,7 +176,7 @@ def test_a_crowded_host_makes_room_for_hosts_that_come_up_at_the_same_moment(
     s.agent_up("a", 2)
     assert s.starting == ["a.0.2", "a.1.1"]
     both = [ev.AgentReady(host, 2, 1, f"at {host}", (5000,)) for host in "bc"]
-    s.decisions += s.job.handle(ev.EventBatch(tuple(both)), s.now)
+    s.decisions += s.job.handle(EventBatch(tuple(both)), s.now)
     s.ready(*s.starting)
     assert s.members == ["a.0.2", "b.0.2", "c.0.2"]
 

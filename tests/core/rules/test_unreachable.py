@@ -6,6 +6,7 @@ import pytest
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import ProbeHosts, StartAgent
+from elastic_driver.core.driver_events import AgentLost, HostProbed, HostsDiscovered, Tick
 from elastic_driver.core.job import Job
 from elastic_driver.settings import Settings
 from tests.core.scenario import MakeScenario, Scenario
@@ -18,7 +19,7 @@ def probes(job: Scenario, host: str) -> int:
 
 
 def answer(job: Scenario, host: str, *, answered: bool = True) -> None:
-    job.send(ev.HostProbed(host, job.all(ProbeHosts)[-1].number, answered))
+    job.send(HostProbed(host, job.all(ProbeHosts)[-1].number, answered))
 
 
 def started(job: Scenario, host: str) -> list[int]:
@@ -69,7 +70,7 @@ def test_a_late_answer_to_a_probe_of_an_earlier_absence_is_stale(without_b: Scen
     without_b.agents = False
     answer(without_b, "b")
     without_b.agent_lost("b", "ssh: connection refused", unreachable=True)
-    without_b.send(ev.HostProbed("b", old, answered=True))
+    without_b.send(HostProbed("b", old, answered=True))
     assert started(without_b, "b") == [1, 2]
     assert not without_b.job.hosts.usable("b")
 
@@ -83,7 +84,7 @@ def test_starts_that_fail_are_tried_again_after_a_growing_pause(scenario: MakeSc
         job.agent_lost("a", "ssh: no route to host", unreachable=True)
         while job.job.hosts.usable("a") is False:
             job.now = max(job.now, job.job.deadline() or job.now)
-            job.send(ev.Tick())
+            job.send(Tick())
         pauses.append(job.now - asked)
     assert pauses == pytest.approx([0.5, 1.0, 2.0, 3.0, 3.0, 3.0])
     assert job.announced("host_blacklisted") == []
@@ -102,7 +103,7 @@ def test_an_agent_that_is_lost_again_and_again_is_started_after_a_growing_pause(
         while len(started(job, "b")) == before:
             assert job.end is None
             job.now = max(job.now, job.job.deadline() or job.now)
-            job.send(ev.Tick())
+            job.send(Tick())
         pauses.append(job.now - asked)
     assert pauses == pytest.approx([0.0, 0.5, 1.0, 2.0, 3.0, 3.0])
     job.wait(20.0)
@@ -128,12 +129,12 @@ def test_a_host_that_discovery_removes_is_probed_no_more(without_b: Scenario) ->
 def test_hundreds_of_hosts_are_probed_in_turn_and_not_too_often() -> None:
     job, now, asked = Job(Settings()), 100.0, list[ProbeHosts]()
     names = [f"h{n}" for n in range(500)]
-    job.handle(ev.HostsDiscovered(tuple((name, 1) for name in names)), now)
+    job.handle(HostsDiscovered(tuple((name, 1) for name in names)), now)
     for name in names:
-        job.handle(ev.AgentLost(name, 1, "silent", unreachable=True), now)
+        job.handle(AgentLost(name, 1, "silent", unreachable=True), now)
     while now < 113.0:
         now = max(now, job.deadline() or now)
-        decided = job.handle(ev.Tick(), now)
+        decided = job.handle(Tick(), now)
         asked += [d for d in decided if isinstance(d, ProbeHosts) and now > 103.0]
     assert len(asked) <= 10.0 / 0.05  # events of the driver
     assert 330 <= sum(len(d.hosts) for d in asked) / 10.0 <= 460
@@ -164,7 +165,7 @@ def fail_plain(job: Scenario, code: int = -9) -> float:
         assert job.end is None, job.end
         assert at is not None
         job.now = max(job.now, at)
-        job.send(ev.Tick())
+        job.send(Tick())
     return job.now - ended
 
 

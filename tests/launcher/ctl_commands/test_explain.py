@@ -9,12 +9,20 @@ import pytest
 from elastic_driver.core import decisions as do
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
+from elastic_driver.core.driver_events import (
+    AgentProbed,
+    HostResult,
+    HostsChecked,
+    HostsDiscovered,
+    HostsGranted,
+)
+from elastic_driver.core.job_events import JobEvent
 from launcher.ctl_commands import explain
 
-IN_A_FUNCTION = {ev.HostsDiscovered, ev.HostsGranted, ev.HostsChecked, do.Announce, do.GiveOrder}
+IN_A_FUNCTION = {HostsDiscovered, HostsGranted, HostsChecked, do.Announce, do.GiveOrder}
 
 
-@pytest.mark.parametrize("kind", [*get_args(ev.JobEvent), *get_args(do.Decision)])
+@pytest.mark.parametrize("kind", [*get_args(JobEvent), *get_args(do.Decision)])
 def test_each_event_and_decision_has_a_sentence_of_its_own(kind: type) -> None:
     assert kind in explain._EVENTS or kind in explain._DECISIONS or kind in IN_A_FUNCTION
 
@@ -22,9 +30,9 @@ def test_each_event_and_decision_has_a_sentence_of_its_own(kind: type) -> None:
 def test_sentences_say_what_has_happened_and_not_which_fields_there_are() -> None:
     stack = ev.WorkerStack("a.0.1", 1, "in a collective", 'File "t.py", line 7')
     assert explain.of_event(stack) == "a.0.1 was asked for its stack: in a collective"
-    probed = ev.AgentProbed("a", 1, 2, "answered", 0.0012)
+    probed = AgentProbed("a", 1, 2, "answered", 0.0012)
     assert explain.of_event(probed) == "a probe of agent a.1: answered in 0.001 s"
-    checked = ev.HostsChecked((ev.HostResult("a", True, ""), ev.HostResult("b", False, "slow")), 1)
+    checked = HostsChecked((HostResult("a", True, ""), HostResult("b", False, "slow")), 1)
     assert explain.of_event(checked) == "the check of 2 hosts is over; 1 may be used"
     line = do.Announce("worker_started", "pid 7", rank=0, pid=7, worker="a.0.1", cause=1)
     assert explain.of_decision(line) == "worker a.0.1 (rank 0) started: pid 7"

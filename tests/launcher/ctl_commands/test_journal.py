@@ -8,23 +8,25 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import HostsDiscovered, ProgressReported
 from elastic_driver.core.job import Job
+from elastic_driver.core.job_events import EventBatch, JobEvent
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.settings import Settings
 from launcher.ctl import main
 
 A, B = "a.0.1", "b.0.1"
-STORY: tuple[ev.JobEvent | ev.EventBatch, ...] = (
-    ev.HostsDiscovered((("a", 1), ("b", 1))),
+STORY: tuple[JobEvent | EventBatch, ...] = (
+    HostsDiscovered((("a", 1), ("b", 1))),
     ev.AgentReady("a", 1, 7, "a", (5000, 5001)),
     ev.AgentReady("b", 1, 8, "b", (5000, 5001)),
-    ev.EventBatch((ev.WorkerStarted(A, 70), ev.WorkerStarted(B, 80))),
-    ev.EventBatch((ev.WorkerReady(A, 0, -1, True, ""), ev.WorkerReady(B, 0, -1, True, ""))),
+    EventBatch((ev.WorkerStarted(A, 70), ev.WorkerStarted(B, 80))),
+    EventBatch((ev.WorkerReady(A, 0, -1, True, ""), ev.WorkerReady(B, 0, -1, True, ""))),
     ev.WorkerStepped(A, 1, 1),
     ev.DrainRequested("b", "new disks"),
-    ev.ProgressReported(1, ()),
-    ev.EventBatch((ev.WorkerReady(A, 1, 3, True, ""), ev.WorkerReady(B, 1, 3, True, ""))),
+    ProgressReported(1, ()),
+    EventBatch((ev.WorkerReady(A, 1, 3, True, ""), ev.WorkerReady(B, 1, 3, True, ""))),
     ev.WorkerExited(B, -15, ""),
 )
 

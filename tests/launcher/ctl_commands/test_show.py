@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.driver_events import AgentHeard, AgentSuspected
 from launcher import figures
 from launcher.ctl_commands import show
 from tests.core.scenario import Scenario
@@ -49,11 +50,11 @@ def test_a_host_in_cool_down_says_for_how_long_and_why() -> None:
 
 def test_a_host_that_may_be_lost_says_since_when_and_by_which_evidence() -> None:
     s = Scenario(start_np=2).training(a=1, b=1)
-    s.send(ev.AgentSuspected("b", 1, "silent", "its heartbeat did not come in time"))
+    s.send(AgentSuspected("b", 1, "silent", "its heartbeat did not come in time"))
     s.now += 0.25
     row = next(line for line in show.hosts(document(s)).splitlines() if line.startswith("b"))
     assert row.endswith("may be lost, for 0.2 s: silent")
-    s.send(ev.AgentHeard("b", 1))
+    s.send(AgentHeard("b", 1))
     assert "may be lost" not in show.hosts(document(s))
 
 

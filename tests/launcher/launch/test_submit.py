@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from elastic_driver.core.events import JobLeaving
+from elastic_driver.core.driver_events import JobLeaving
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.driver import ElasticDriver
 from launcher.launch.bind_address import numeric_address

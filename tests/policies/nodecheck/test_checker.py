@@ -7,7 +7,8 @@ import msgspec
 from elastic_driver.contract import FIRST_OF_CHECKS
 from elastic_driver.core.decisions import GiveOrder, KillAgent, StartAgent, StopAgent
 from elastic_driver.core.documents import StartWorkerOrder
-from elastic_driver.core.events import AgentLost, AgentReady, Event, Tick, WorkerExited
+from elastic_driver.core.driver_events import AgentLost, Tick
+from elastic_driver.core.events import AgentReady, Event, WorkerExited
 from elastic_driver.policies.messages import KeysRead, ReadKeys
 from elastic_driver.policies.nodecheck.check import Verdict
 from elastic_driver.policies.nodecheck.checker import (

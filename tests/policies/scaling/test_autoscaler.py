@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.events import SizeProposed, Tick
+from elastic_driver.core.driver_events import SizeProposed, Tick
 from elastic_driver.core.snapshots import unpack
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.autoscaler import GIVE_UP_S, AutoScaler
