@@ -4,3 +4,17 @@ The path after `elastic_driver.` is Horovod's own, so one substitution converts 
 meanings are those of Horovod 0.28.1; `docs/horovod.md` lists where they differ. Nothing here is
 imported before a script asks for it.
 """
+
+from typing import Any, NoReturn
+
+__version__ = "0.28.1"  # of the API
+
+
+def run(*_args: Any, **_kwargs: Any) -> NoReturn:
+    """Raise `UsageError`: `elasticrun` starts the workers."""
+    from elastic_driver.errors import UsageError  # noqa: PLC0415 - see above
+
+    raise UsageError(
+        "horovod.run() starts no workers here; start the script with "
+        "`elasticrun -np N --horovod python SCRIPT`"
+    )

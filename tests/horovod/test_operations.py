@@ -47,3 +47,11 @@ def test_a_lost_peer_fails_everything_that_is_pending(tmp_path: Path) -> None:
         assert "allreduce '20." in error
         assert float(until_left) < 20
     assert "terminate called" not in said
+
+
+def test_an_exchange_that_takes_longer_than_the_gloo_timeout_fails(tmp_path: Path) -> None:
+    job_file, file = JOB.with_name("slow_exchange.py"), tmp_path / "error"
+    with elasticrun("-np", "2", "--gloo-timeout-seconds", "3", "--", str(job_file), str(file)) as j:
+        assert j.wait(within=90) == 0, j.describe()
+    assert file.read_text().startswith("allreduce 'late': ")
+    assert "3000ms" in file.read_text()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -221,3 +223,14 @@ def test_a_snapshot_takes_less_than_a_deep_copy() -> None:
     )  # fmt: skip
     of_commit, of_copy = json.loads(ran.stdout)
     assert of_commit < 0.6 * of_copy, (of_commit, of_copy)
+
+
+def test_an_operation_that_nobody_waits_for_goes_with_its_world() -> None:
+    tensor = torch.ones(3)
+    seen, handle = weakref.ref(tensor), hvd.allreduce_async_(tensor, name="x")
+    del tensor
+    hvd.shutdown()
+    gc.collect()
+    assert seen() is None
+    with pytest.raises(ValueError, match="its world has ended"):
+        hvd.synchronize(handle)

@@ -12,6 +12,7 @@ from elastic_driver.horovod.common import process_sets as sets
 from elastic_driver.horovod.common import util
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.engine import running
+from elastic_driver.horovod.engine.environment import exchange_timeout
 from elastic_driver.horovod.engine.world import EngineWorld
 from elastic_driver.worker import current
 from elastic_driver.worker.world import companions, session
@@ -201,13 +202,13 @@ def _world() -> EngineWorld:
     member = session.membership()
     assert member is not None  # noqa: S101 - after `init`
     assert member.group is not None  # noqa: S101
-    connections = member.group.connections
+    connections, timeout = member.group.connections, exchange_timeout()
 
     def connect(ranks: Sequence[int]) -> Any:
         if current.size() == 1:
             return None
         # Without `use_local_synchronization`, which names groups by how many this rank is in.
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), timeout)
         return group if current.rank() in ranks else None
 
     return EngineWorld(current.rank(), current.size(), connect, connections.shut_reads)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.engine import running
 from elastic_driver.horovod.engine.engine import Engine
+from elastic_driver.horovod.engine.log import INFO
 from elastic_driver.horovod.engine.messages import Request
 from elastic_driver.horovod.engine.operation import Operation
 
@@ -77,6 +78,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     _carry_out(engine, Request("remove_process_set", name, root=number))
     engine.remove_set(number)
     _added.remove(process_set)
+    running.log().write(INFO, f"process set {number} was removed")
     process_set.process_set_id = None
     return True
 
@@ -115,6 +117,7 @@ def _add(process_set: ProcessSet) -> None:
     engine.add_set(number, ranks)
     process_set.process_set_id = number
     _added.append(process_set)
+    running.log().write(INFO, f"process set {number} has the ranks {ranks}")
 
 
 def _carry_out(engine: Engine, request: Request) -> int:

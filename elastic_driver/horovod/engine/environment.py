@@ -2,6 +2,7 @@
 
 import math
 import os
+from datetime import timedelta
 
 from elastic_driver.errors import UsageError
 from elastic_driver.horovod.engine.negotiation import NegotiationLimits
@@ -10,6 +11,7 @@ FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"  # bytes
 STALL_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
 STALL_WARNING = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 STALL_FAILURE = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+GLOO_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 TIMELINE = "HOROVOD_TIMELINE"  # a path; "DYNAMIC": none until the script starts one
 TIMELINE_CYCLES = "HOROVOD_TIMELINE_MARK_CYCLES"
 
@@ -36,6 +38,12 @@ def limits_from_environment() -> NegotiationLimits:
         None if disabled else warning or default.stall_warning,
         None if disabled else failure or None,
     )
+
+
+def exchange_timeout() -> timedelta | None:
+    """Return the longest that one exchange between ranks may take; None: torch's half an hour."""
+    seconds = _number(GLOO_TIMEOUT)
+    return timedelta(seconds=seconds) if seconds else None
 
 
 def _number(name: str) -> float | None:

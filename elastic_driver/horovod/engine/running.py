@@ -2,6 +2,7 @@
 
 import atexit
 import os
+from collections.abc import Callable
 
 from elastic_driver.errors import UsageError
 from elastic_driver.horovod.engine.engine import Engine
@@ -10,16 +11,18 @@ from elastic_driver.horovod.engine.environment import (
     limits_from_environment,
     timeline_from_environment,
 )
+from elastic_driver.horovod.engine.log import ERROR, INFO, Log, log_from_environment
 from elastic_driver.horovod.engine.timeline import Timeline
 from elastic_driver.horovod.engine.world import EngineWorld
 from elastic_driver.worker import current as current_world
-from elastic_driver.worker.worker_log import say
 
 
 class _Running:
     """The mutable field of this module."""
 
     engine: Engine | None = None
+    log = Log()
+    at_end: Callable[[], None] | None = None
     awaits_run = False  # a newcomer, which joins the job in `hvd.elastic.run`
 
 
@@ -36,7 +39,9 @@ def awaits_run() -> bool:
 def start(world: EngineWorld) -> None:
     """Start the engine of a world; a collective of all its ranks, on the training thread."""
     stop()
-    engine = _Running.engine = Engine(world, limits_from_environment(), say)
+    log = _Running.log = log_from_environment()
+    engine = _Running.engine = Engine(world, limits_from_environment(), log.warn)
+    log.write(INFO, f"rank {world.rank} of {world.size} takes part in Horovod's operations")
     path = timeline_from_environment()
     if path is not None and world.rank == 0:
         # Each world has its own file: the present one stays as it is.
@@ -46,7 +51,7 @@ def start(world: EngineWorld) -> None:
                 Timeline(path if round_id == 1 else f"{path}.{round_id}", cycles_are_marked())
             )
         except UsageError as error:
-            say(str(error))
+            log.write(ERROR, str(error))
 
 
 def stop() -> None:
@@ -59,6 +64,10 @@ def stop() -> None:
     engine, _Running.engine = _Running.engine, None
     if engine is not None:
         engine.close()
+        if _Running.at_end is not None:
+            _Running.at_end()
+        world = engine.world
+        _Running.log.write(INFO, f"rank {world.rank} of {world.size} has left Horovod's operations")
 
 
 def abandon(reason: str) -> None:
@@ -70,6 +79,16 @@ def abandon(reason: str) -> None:
 def current() -> Engine | None:
     """Return the engine of this process; None where there is none."""
     return _Running.engine
+
+
+def at_end(call: Callable[[], None]) -> None:
+    """Call this whenever an engine has ended."""
+    _Running.at_end = call
+
+
+def log() -> Log:
+    """Return where lines about operations go."""
+    return _Running.log
 
 
 def _forget_in_child() -> None:

@@ -11,8 +11,10 @@ import torch
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.common.process_sets import ProcessSet
 from elastic_driver.horovod.engine import running
+from elastic_driver.horovod.engine.agreement import title
 from elastic_driver.horovod.engine.arithmetic import DTYPES
 from elastic_driver.horovod.engine.engine import Engine
+from elastic_driver.horovod.engine.log import DEBUG, TRACE
 from elastic_driver.horovod.engine.messages import Kind, Request
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
 
@@ -114,6 +116,9 @@ def begin(
     engine.submit(operation, gather=gather)
     handle = next(_numbers)
     _under_way[handle] = engine, operation, pick
+    if (log := running.log()).level <= DEBUG:
+        shapes = ", ".join(f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in tensors)
+        log.write(DEBUG, f"{title(request)} is called with {shapes or 'no tensor'}")
     return handle
 
 
@@ -137,14 +142,12 @@ def synchronize(handle: Any) -> Any:
     """
     engine, operation, pick = _find(handle)
     try:
-        return pick(engine.wait(operation))
+        result = engine.wait(operation)
+        if (log := running.log()).level <= TRACE:
+            log.write(TRACE, f"{title(operation.request)} is done")
+        return pick(result)
     finally:
         del _under_way[handle]
-
-
-def forget() -> None:
-    """Drop operations that no one has waited for; their world has ended."""
-    _under_way.clear()
 
 
 def _find(handle: int) -> tuple[Engine, Operation, Pick]:
@@ -156,4 +159,5 @@ def _find(handle: int) -> tuple[Engine, Operation, Pick]:
         ) from None
 
 
+running.at_end(_under_way.clear)  # nobody can wait any more, and they hold their tensors
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

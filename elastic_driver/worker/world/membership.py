@@ -209,8 +209,9 @@ class JobMembership:
             vote = choice.device.identity() if choice.device is not None else ""
         group = build(store, me.place.rank, world.size, vote=vote)
 
-        def create_subgroup(store: Store, rank: int, size: int, _timeout: timedelta) -> Any:
+        def create_subgroup(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
             part = build(store, rank, size, vote=None)
+            part.backend._set_default_timeout(timeout)
             group.connections.held += part.connections.held
             group.subgroups.append(part.backend)
             return part.backend

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
+from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 
 import elastic_driver.horovod
@@ -29,7 +29,7 @@ class _SameModule(MetaPathFinder, Loader):
         path: Sequence[str] | None = None,  # noqa: ARG002
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        if not fullname.startswith(f"{_NAME}."):
+        if not fullname.startswith(f"{_NAME}.") or find_spec(f"elastic_driver.{fullname}") is None:
             return None
         return spec_from_loader(fullname, self)
 
