@@ -28,7 +28,7 @@ FORGOTTEN = -1  # the number of what is not remembered
 T = TypeVar("T")
 
 
-class Request(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Request(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, cache_hash=True):
     """An operation that one rank is ready for.
 
     Grouped operations have several tensors. `root` is the root rank in the world; `splits` are the
@@ -55,7 +55,7 @@ class Request(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
         return self.kind, self.name, self.process_set
 
 
-class Agreement(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Agreement(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, cache_hash=True):
     """An operation that all ranks of its process set are ready for, or the error they get.
 
     Args:

@@ -15,12 +15,13 @@ from elastic_driver.horovod.engine.agreement import title
 from elastic_driver.horovod.engine.arithmetic import DTYPES
 from elastic_driver.horovod.engine.engine import Engine
 from elastic_driver.horovod.engine.log import DEBUG, TRACE
-from elastic_driver.horovod.engine.messages import Kind, Request
+from elastic_driver.horovod.engine.messages import REMEMBERED, Kind, Request
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
 
 _OURS = ("elastic_driver.", "torch.")
 Pick = Callable[[Any], Any]
 _numbers = itertools.count()
+_requests: dict[tuple[Any, ...], Request] = {}  # the oldest first; see `_remembered`
 _under_way: dict[int, tuple[Engine, Operation, Pick]] = {}
 
 
@@ -96,20 +97,10 @@ def begin(
     engine = engine_now()
     _place(engine, process_set)
     number = process_set.process_set_id or 0
-    try:
-        dtypes = tuple([_NAMES[tensor.dtype] for tensor in tensors])
-    except KeyError as error:
-        raise HorovodUsageError(f"tensors of {error.args[0]} are not supported") from None
-    request = Request(
-        kind,
-        name if name is not None else engine.next_name(kind, number),
-        number,
-        dtypes,
-        tuple([tuple(tensor.shape) for tensor in tensors]),
-        device=tensors[0].device.type if tensors else "cpu",
-        nbytes=sum([tensor.nbytes for tensor in tensors]),
-        **more,
-    )
+    if name is None:
+        request = _request(kind, lambda: engine.next_name(kind, number), number, tensors, more)
+    else:
+        request = _remembered(kind, name, number, tensors, more)
     inputs = _detached(tensors)
     in_place = outputs is tensors
     operation = Operation(request, inputs, inputs if in_place else _detached(outputs))
@@ -120,6 +111,55 @@ def begin(
         shapes = ", ".join(f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for t in tensors)
         log.write(DEBUG, f"{title(request)} is called with {shapes or 'no tensor'}")
     return handle
+
+
+def _remembered(
+    kind: Kind,
+    name: str,
+    process_set: int,
+    tensors: Sequence[torch.Tensor],
+    more: dict[str, Any],
+) -> Request:
+    """Return the request that an earlier step has made for the same, or a new one.
+
+    The same object is hashed once, and is compared with itself where ranks agree on it.
+    """
+    like = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
+    key = (kind, name, process_set, *like, *more.values())
+    request = _requests.get(key)
+    if request is None:
+        request = _request(kind, lambda: name, process_set, tensors, more)
+        if len(_requests) >= REMEMBERED:
+            del _requests[next(iter(_requests))]
+        _requests[key] = request
+    return request
+
+
+def _request(
+    kind: Kind,
+    name: Callable[[], str],
+    process_set: int,
+    tensors: Sequence[torch.Tensor],
+    more: dict[str, Any],
+) -> Request:
+    """Return a request; raises `HorovodUsageError` for a dtype that cannot be carried.
+
+    `name` is called after that check: automatic names are counted alike on all ranks.
+    """
+    try:
+        dtypes = tuple([_NAMES[tensor.dtype] for tensor in tensors])
+    except KeyError as error:
+        raise HorovodUsageError(f"tensors of {error.args[0]} are not supported") from None
+    return Request(
+        kind,
+        name(),
+        process_set,
+        dtypes,
+        tuple([tuple(tensor.shape) for tensor in tensors]),
+        device=tensors[0].device.type if tensors else "cpu",
+        nbytes=sum([tensor.nbytes for tensor in tensors]),
+        **more,
+    )
 
 
 def _detached(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
