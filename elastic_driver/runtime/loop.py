@@ -7,6 +7,7 @@ together. Runs in the driver's thread. Times are seconds.
 
 import contextlib
 import queue
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -131,6 +132,7 @@ class DriverLoop:
         job, measurements, watch = self.job, self.measurements, self.stragglers
         if job is None:
             return
+        began = time.thread_time()
         unix, size = now + self.clock.unix_offset, job.workers.count(RUNNING)
         measurements.take(now, unix, watch.world, watch.progress, size)
         if self.statistics is not None:
@@ -138,10 +140,13 @@ class DriverLoop:
         agents = ((host, agent.incarnation) for host, agent in job.fleet.agents.items())
         if keys := measurements.usage_keys(now, agents):
             self.executor.read(keys, measurements.usage_read)
-        if "scaling" in self._machines and (seen := speed_seen(job, watch)) is not None:
+        seen = speed_seen(job, watch) if "scaling" in self._machines else None
+        loads = None if seen is None else loads_seen(job, measurements.document())
+        # A search that thinks for long, or a busy machine, puts off no look.
+        measurements.looked(now, time.thread_time() - began)
+        if seen is not None and loads is not None:
             self._decide("scaling", seen)
-            self._decide("starvation", loads_seen(job, measurements.document()))
-        measurements.looked(self.clock(), now)
+            self._decide("starvation", loads)
 
     def wind_down(self, grace: float) -> None:
         """Have the agents stop their workers and exit, and wait until they have."""

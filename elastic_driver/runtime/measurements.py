@@ -22,7 +22,7 @@ from elastic_driver.core.progress import Progress
 from rendezvous.wire import UNREADABLE, Entry
 
 LOOK_S = 1.0  # between two looks at the workers' progress
-SHARE = 200.0  # the wait after a look is at least this many times as long as the look
+SHARE = 200.0  # a look comes after at least this many times the processor time of the last one
 WHOLE_S = 5.0  # between two records of workers and hosts
 MOST_RECORDED = 1000  # workers of a job; those of a larger one are not recorded
 USAGE_S = 2.0  # between two looks at the usage of hosts; agents sample it less often
@@ -138,9 +138,9 @@ class Measurements:
         for worker in list(self._counted)[:-MOST_LEFT]:
             del self._counted[worker]
 
-    def looked(self, now: float, began: float) -> None:
-        """Plan the next look after one that began then."""
-        self.due = now + max(LOOK_S, SHARE * (now - began))
+    def looked(self, now: float, spent: float) -> None:
+        """Plan the next look after one that began now and took so much processor time."""
+        self.due = now + max(LOOK_S, SHARE * spent)
 
     def usage_keys(self, now: float, agents: Iterable[tuple[str, int]]) -> tuple[str, ...]:
         """Return the keys to read for `usage_read`, none if it is too early.

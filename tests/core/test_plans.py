@@ -117,7 +117,7 @@ def test_a_plan_that_leaves_too_few_slots_changes_nothing(scenario: MakeScenario
     s = scenario(start_np=4, min_np=3).training(a=2, b=2)
     s.send(plan(slots_per_host=1))
     assert [host.slots for host in s.job.status(s.now).hosts] == [2, 2]
-    assert s.job.status(s.now).ignored == ("plan 1 leaves 2 slots, fewer than the 3 workers needed")
+    assert s.job.status(s.now).ignored == ("plan 1 leaves 2 slots, fewer than the 3 needed")
     s.send(plan(min=5))
     assert s.job.status(s.now).min_np == 3
 

@@ -173,7 +173,7 @@ def test_a_plan_changes_the_job_once_and_a_stale_one_is_one_line_and_64(
     assert len(told.splitlines()) == 1
     plan.write_text("memory_per_worker: 900TiB\n")
     told = ctl("apply", str(plan), *here(job), code=64)
-    assert told == "elasticctl: plan 8 leaves 0 slots, fewer than the 1 workers needed\n"
+    assert told == "elasticctl: plan 8 leaves 0 slots, fewer than the 1 needed\n"
     plan.write_text("workers: 9\n")
     assert "the job's maximum of 2" in ctl("apply", str(plan), *here(job), code=64)
     plan.write_text("workers: 1\nmin: 1\n")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+import pytest
 
 from elastic_driver import contract
 from elastic_driver.core import events as ev
@@ -15,6 +17,7 @@ from elastic_driver.policies.messages import Reply
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription, ShardRequest
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.mailbox import Mailbox
+from elastic_driver.runtime.measurements import LOOK_S
 from rendezvous.wire import Entry
 
 
@@ -75,3 +78,34 @@ def test_the_job_knows_the_idle_memory_of_hosts_before_a_worker_that_ran_out_of_
         loop.mailbox.put(event)
         loop.turn()
     assert job.heard == [killed, HostsMeasured((("a", 5),)), short]
+
+
+class Thinker(Listener):
+    """A machine that computes for 0.1 s about each event."""
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until:
+            pass
+        return super().handle(event, now)
+
+
+def test_a_search_that_thinks_for_long_puts_off_no_look_at_the_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look of 0.1 s would be the last one for 20 s."""
+    loop = loop_of(SimpleNamespace(tails=SimpleNamespace(deadline=None)), [])
+    search = Thinker()
+    loop._machines |= {"scaling": search, "starvation": Listener()}
+    loop.job = cast(
+        "Any",
+        SimpleNamespace(
+            workers=SimpleNamespace(count=lambda _state: 1), fleet=SimpleNamespace(agents={})
+        ),
+    )
+    monkeypatch.setattr("elastic_driver.runtime.loop.speed_seen", lambda *_: "speed")
+    monkeypatch.setattr("elastic_driver.runtime.loop.loads_seen", lambda *_: "loads")
+    monkeypatch.setattr(loop, "_decide", lambda name, event: loop._machines[name].handle(event, 0))
+    loop._measure(50.0)
+    assert search.heard == ["speed"]
+    assert loop.measurements.due == 50.0 + LOOK_S

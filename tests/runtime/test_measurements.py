@@ -156,9 +156,9 @@ def test_usage_that_is_none_is_passed_over(nonsense: bytes) -> None:
 
 def test_looks_take_a_small_share_of_the_time() -> None:
     subject = Measurements()
-    subject.looked(10.001, 10.0)
-    assert subject.due == 10.001 + LOOK_S
-    subject.looked(11.0, 10.0)
+    subject.looked(10.0, 0.001)
+    assert subject.due == 10.0 + LOOK_S
+    subject.looked(11.0, 1.0)
     assert subject.due == 11.0 + SHARE
 
 

@@ -83,7 +83,7 @@ class Capacity:
             if self.plan is not None:
                 self.plan = structs.replace(self.plan, workers=None, min=None, max=None)
             self.target = self._within_limits(asked)
-            what = f"{self.target} workers (asked for {asked})"
+            what = f"{in_words(self.target)} (asked for {asked})"
         self._request(before)
         self.effects.announce("scale_requested", what, wanted=self.wanted)
 
@@ -99,7 +99,7 @@ class Capacity:
         least = self._at_least(event.min)
         if slots < least and (event.min or event.limits_hosts):
             raise ev.StaleEvent(
-                f"plan {event.number} leaves {slots} slots, fewer than the {least} workers needed"
+                f"plan {event.number} leaves {slots} slots, fewer than the {least} needed"
             )
         before = self.wanted
         self.plan, self.newest_plan = event, event.number
@@ -112,7 +112,7 @@ class Capacity:
         if self.wanted == before:
             return
         self._request(before)
-        what = f"{self.proposed} workers: {event.reason}"
+        what = f"{in_words(self.proposed)}: {event.reason}"
         self.effects.announce("size_proposed", what, wanted=self.proposed)
 
     def _request(self, before: int | None) -> None:
@@ -152,3 +152,8 @@ class Capacity:
     def placed(self) -> None:
         """Record that workers were started in the free slots."""
         self.slots_to_refill.clear()
+
+
+def in_words(workers: int) -> str:
+    """Return a number of workers as people read it."""
+    return "1 worker" if workers == 1 else f"{workers} workers"

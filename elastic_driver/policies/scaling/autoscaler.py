@@ -141,7 +141,7 @@ class AutoScaler(Restorable):
         self._unreachable.add(event.wanted)
         search.layout = self._layout(event)
         self._asked_at = now
-        why = f"{event.wanted} workers could not be had within {GIVE_UP_S:g} s"
+        why = f"size {event.wanted} could not be had within {GIVE_UP_S:g} s"
         best = search.winner()
         search.moves += 1
         return [SendEvent(SizeProposed(best, why), why)]
@@ -186,7 +186,7 @@ class AutoScaler(Restorable):
         if proposal.last:
             gain = 1 - search.rates[event.size] / search.rates[proposal.size]
             if proposal.size != event.size and gain > 0 and not self._repays(event, now, gain):
-                why = f"{event.size} workers stay: a move would not repay itself"
+                why = f"size {event.size} stays: a move would not repay itself"
                 proposal = Proposal(event.size, why, last=True)
             self.found = search.layout.work(proposal.size) / search.rates[proposal.size]
             detail: dict[str, Detail] = {"size": proposal.size}
@@ -215,7 +215,7 @@ class AutoScaler(Restorable):
         size = Search(layout, rates).winner()
         if size == event.size:
             return []
-        why = f"{size} workers were best in similar jobs ({self._similar} of them)"
+        why = f"size {size} was best in similar jobs ({self._similar} of them)"
         search.moves += 1
         self._asked_at = now
         return [SendEvent(SizeProposed(size, why), why)]
@@ -228,7 +228,7 @@ class AutoScaler(Restorable):
             return []
         ratio, prior, self._prior = measured / theirs, self._of_layout(layout), {}
         if abs(ratio - 1) > WRONG:
-            why = f"a step of {event.size} workers takes {measured:.3g} s, it took {theirs:.3g} s"
+            why = f"a step at size {event.size} takes {measured:.3g} s, it took {theirs:.3g} s"
             return [Announce("prior_dropped", why)]
         for (size, _hosts), took in prior.items():
             search.rates.setdefault(size, layout.work(size) / (took * ratio))

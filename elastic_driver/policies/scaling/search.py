@@ -4,13 +4,14 @@ First the size doubles as long as that makes the job faster; where a second host
 once more even if that costs speed. If the first size is not the smallest allowed, half of the best
 size is tried, too. Then the model (`speed_model`) names the best size that was not tried. When it
 names none, sizes beside the fastest one are tried whose speed may be better by a rule of thumb:
-between two measured sizes, a curve of speed lies below the lines through its neighbours. The
-smallest size that is certainly within 5 % of the fastest one wins.
+between two measured sizes, a curve of speed lies below the lines through its neighbours on as many
+hosts. Last come smaller sizes that may be as fast. The smallest size that is certainly within 5 %
+of the fastest one wins.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import hypot
+from math import hypot, inf
 
 from elastic_driver.policies.scaling.speed_model import Layout, fit
 
@@ -69,13 +70,16 @@ class Search:
             return proposal
         best = self.winner()
         others = ", ".join(f"{size}: {self.rates[size]:.3g}" for size in sorted(self.rates))
-        return Proposal(best, f"{best} workers are best (work per second of {others})", last=True)
+        return Proposal(best, f"size {best} is best (work per second of {others})", last=True)
 
     def _most_moves(self) -> int:
         return MOVES_BESIDE_DOUBLING + max(self.layout.hosts).bit_length() - 1
 
     def _explore(self) -> Proposal | None:
-        return self._double() or self._halve() or self._ask_model() or self._doubt()
+        if (proposal := self._double() or self._halve()) is not None:
+            return proposal
+        promised = self._promised(self._untried(2 * max(self.rates)))
+        return self._ask_model(promised) or self._doubt() or self._save_slots(promised)
 
     def _double(self) -> Proposal | None:
         """Return the next size of the doublings, None if they are over."""
@@ -95,7 +99,7 @@ class Search:
                 return None
             if largest < max(self.order[:-1], default=0):
                 return None
-        return Proposal(larger[-1], f"doubled: {largest} workers are the most tried so far")
+        return Proposal(larger[-1], f"doubled: the largest size so far is {largest}")
 
     def _hosts(self, size: int) -> int:
         return self.layout.hosts.get(size, 1)
@@ -109,24 +113,24 @@ class Search:
         if not smaller:
             return None
         half = [size for size in smaller if 2 * size >= smallest]
-        return Proposal((half or smaller[-1:])[0], f"halved: {smallest} workers may be too many")
+        return Proposal((half or smaller[-1:])[0], f"halved: size {smallest} may be too large")
 
-    def _ask_model(self) -> Proposal | None:
+    def _ask_model(self, promised: Mapping[int, float]) -> Proposal | None:
         """Return the best size that was not tried, None if the model sees no better one."""
-        untried = self._untried(2 * max(self.rates))
-        if not untried:
-            return None
-        promised = self._promised(untried)
+        size = max(promised, key=lambda each: (promised[each], -each), default=0)
         fastest = max(self.rates.values())
-        size = max(untried, key=lambda each: (promised[each], -each))
-        if promised[size] * CLOSE >= fastest:
-            gain = promised[size] / fastest - 1
-            return Proposal(size, f"{size} workers promise {gain:.0%} more speed")
-        # A smaller size that is as good saves slots.
-        cheaper = [s for s in untried if s < self.winner() and promised[s] >= CLOSE * fastest]
-        if cheaper:
-            return Proposal(cheaper[0], f"{cheaper[0]} workers promise about the same speed")
-        return None
+        if not size or promised[size] * CLOSE < fastest:
+            return None
+        gain = promised[size] / fastest - 1
+        return Proposal(size, f"the model promises {gain:.0%} more speed")
+
+    def _save_slots(self, promised: Mapping[int, float]) -> Proposal | None:
+        """Return a smaller size than the best one that may be as good, None if there is none."""
+        least = CLOSE * max(self.rates.values())
+        cheaper = [size for size in promised if size < self.winner() and promised[size] >= least]
+        if not cheaper:
+            return None
+        return Proposal(min(cheaper), "the model promises about the same speed")
 
     def _untried(self, most: int) -> list[int]:
         return [n for n in self.layout.candidates() if n not in self.rates and n <= most]
@@ -140,27 +144,43 @@ class Search:
             return None
         likely = [size for size in bounds if bounds[size] >= max(LIKELY * highest, fastest)]
         size = likely[(len(likely) - 1) // 2]
-        return Proposal(size, f"{size} workers are near the fastest size, and may be faster")
+        return Proposal(size, "it is near the fastest size, and may be faster")
 
     def _bound(self, size: int) -> float:
-        """Return the most speed a size can have if the curve bends downwards everywhere."""
-        tried = sorted(self.rates)
+        """Return the most speed a size can have by a rule of thumb; 0: the rule says nothing.
+
+        On as many hosts the curve of speed bends downwards. Where a host joins it may fall, so no
+        line is drawn from more hosts to fewer ones. If the smallest size so far has several hosts,
+        nothing is known of one host, and its largest size may be any good.
+        """
+        here, tried = self._hosts(size), sorted(self.rates)
         below = [each for each in tried if each < size][-2:]
         above = [each for each in tried if each > size][:2]
-        lines = [pair for pair in (below, above) if len(pair) == 2]
-        if len(below) == 1:  # speed grows at most with the number of workers
-            lines.append([0, below[0]])
+        lines = []
+        if below:  # speed grows at most with the number of workers
+            together = len(below) == 2 and self._hosts(below[0]) == self._hosts(below[1])
+            lines.append(below if together else [0, below[-1]])
+        elif self._hosts(above[0]) > here == 1:
+            largest = max(each for each in self.layout.candidates() if self._hosts(each) == 1)
+            return inf if size == largest else 0.0
+        if len(above) == 2 and self._hosts(above[0]) == here:
+            lines.append(above)
         return min((self._on_line(first, second, size) for first, second in lines), default=0.0)
 
     def _on_line(self, first: int, second: int, size: int) -> float:
         low, high = self.rates.get(first, 0.0), self.rates[second]
+        if size < first and low > high:  # behind the fastest size speed falls by the same share
+            return low * float((low / high) ** ((first - size) / (second - first)))
         return low + (high - low) * (size - first) / (second - first)
 
     def _promised(self, untried: list[int]) -> Mapping[int, float]:
         """Return the speed the model expects of each size, pulled towards its measured neighbours.
 
-        The error of the model at the nearest measured sizes is interpolated.
+        The error of the model at the nearest measured sizes is interpolated. With few sizes
+        measured the model has little to go by, so it promises no more than the rule of thumb.
         """
+        if not untried:
+            return {}
         times = {size: self.layout.work(size) / rate for size, rate in self.rates.items()}
         model = fit(self.layout, times)
         wrong = {size: rate / model.rate(size) for size, rate in self.rates.items()}
@@ -170,5 +190,5 @@ class Search:
             above = min((s for s in wrong if s > size), default=max(wrong))
             share = (size - below) / (above - below) if above > below else 0.0
             error = (1 - share) * wrong[below] + share * wrong[above]
-            promised[size] = model.rate(size) * error
+            promised[size] = min(model.rate(size) * error, self._bound(size) or inf)
         return promised

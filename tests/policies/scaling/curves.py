@@ -46,6 +46,9 @@ CURVES = {
     "drop at the second host": Curve((1, 2, 3, 4, 2, 2.3, 2.6, 2.9), (4, 4)),
     "dip at the second host": Curve((1, 2, 3, 4, 3.2, 4, 4.9, 5.6), (4, 4)),
     "drop at each host": Curve((1, 2, 3, 1.8, 2.2, 2.6, 2.8, 3.1), (3, 3, 2)),
+    "drop at hosts of 2, 4 and 2": Curve((1, 1.93, 1.39, 1.79, 2.16, 2.51, 1.41, 1.56), (2, 4, 2)),
+    "one of two hosts is best": Curve((1, 1.88, 2.67, 1.38, 1.64, 1.87, 2.09, 2.28), (3, 5)),
+    "sharp peak at 5": Curve((1, 1.52, 1.94, 2.31, 2.64, 1.96, 1.46, 1.08), (2, 6)),
     "8 micro-batches": Curve(_fixed_batch(8, lambda n: 0.2 * (n > 1)), (8,), 8),
     "many micro-batches": Curve(_fixed_batch(840, lambda n: 5.0 * n), (4, 4), 840),
 }

@@ -71,6 +71,14 @@ def test_a_dip_where_the_second_host_joins_does_not_end_the_search() -> None:
     assert searched(alone, 1)[0].order[:5] != [1, 2, 4, 8, 16]
 
 
+def test_the_model_promises_no_more_than_the_neighbours_of_a_size_let_it() -> None:
+    """Of the sizes 2, 4 and 8 alone, it cannot tell computing from exchanging."""
+    search = Search(Layout({size: 1 if size <= 4 else 2 for size in range(1, 9)}))
+    for size, rate in ((4, 128.0), (8, 81.0), (2, 99.0), (5, 114.0)):
+        search.measured(size, size / rate)
+    assert max(search._promised([1, 3, 6, 7]).values()) < 1.2 * 128
+
+
 def test_the_model_is_optimistic_about_what_was_not_tried() -> None:
     layout = Layout({1: 1, 2: 1, 4: 1, 8: 2})
     alone = fit(layout, {1: 1.0})
