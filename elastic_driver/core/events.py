@@ -289,7 +289,7 @@ class PlanApplied(Event, frozen=True, tag="plan_applied", forbid_unknown_fields=
             raise ValueError(f"min is {self.min}, more than max, which is {self.max}")
 
     def __str__(self) -> str:
-        parts = (f"{name} {value:g}" for name, value in self._said() if value is not None)
+        parts = (f"{name} {value:.8g}" for name, value in self._said() if value is not None)
         return f"plan {self.number}: {', '.join(parts) or 'no limits'}"
 
     @property

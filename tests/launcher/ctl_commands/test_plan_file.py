@@ -28,6 +28,7 @@ def test_a_plan_may_say_everything(tmp_path: Path) -> None:
     assert plan == PlanApplied(
         number=5, min=2, max=6, slots_per_host=2, cpu_per_worker=1.5, memory_per_worker=8 * 2**30
     )
+    assert str(read(tmp_path, "workers: 1000000")) == "plan 5: workers 1000000"
     assert str(plan) == (
         "plan 5: min 2, max 6, slots per host 2, CPUs per worker 1.5, MiB per worker 8192"
     )
@@ -44,11 +45,18 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "it needs some of number, workers, min, max"),
+        ("", "it needs some of workers, min, max"),
         ("- 6", "it needs some of"),
-        ("workers: many", "Expected `int | null`, got `str` - at `$.workers`"),
-        ("workers: 0", "Expected `int` >= 1 - at `$.workers`"),
-        ("worker: 6", "unknown field `worker`"),
+        ("workers: many", "workers: expected `int | null`, got `str`"),
+        ("workers: 0", "workers: expected `int` >= 1"),
+        ("worker: 6", "'worker' is none of number, workers, min, max, slots_per_host, "),
+        ("1: 6", "'1' is none of number, workers"),
+        ("? [workers]\n: 1", "one of its names is a list or a mapping"),
+        ("workers:", "it needs some of workers, min, max"),
+        ("number: 7", "it needs some of workers, min, max"),
+        ("workers: 3\nworkers: 4", "workers appears twice"),
+        ("slots-per-host: 1\nslots_per_host: 2", "slots_per_host appears twice"),
+        ("memory_per_worker: 8", "8 bytes for a worker are too few; add a unit, as 8GiB"),
         ("{workers: 4, min: 2}", "a plan has workers, or min and max, not both"),
         ("{min: 4, max: 2}", "min is 4, more than max, which is 2"),
         ("memory_per_worker: much", "a size is a number and a unit, as 8GiB, not 'much'"),
