@@ -1,5 +1,7 @@
 """The failures of a statistics database, and what they mean."""
 
+import errno
+import re
 import sqlite3
 from pathlib import Path
 
@@ -9,11 +11,14 @@ from elastic_driver.brain.store.migrations import NewerSchemaError
 from elastic_driver.masking import without_password
 
 _CORRUPT = (11, 26)  # SQLITE_CORRUPT and SQLITE_NOTADB; Python names them since 3.11
-# What a server says of a mistake that no waiting mends.
-_MISTAKES = (
-    *("authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry"),
-    *("permission denied", "unable to open database file"),
+# What is said of a mistake that no waiting mends: by a server, by its client, by a resolver.
+_MISTAKES = re.compile(
+    "authentication failed|no password supplied|does not exist|no pg_hba.conf entry"
+    "|permission denied|unable to open database file"
+    r"|invalid connection option|invalid \w+ value"
+    "|Name or service not known|No address associated|nodename nor servname"
 )
+_NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def is_final(error: BaseException) -> bool:
@@ -23,8 +28,9 @@ def is_final(error: BaseException) -> bool:
 
 def is_mistake(error: BaseException) -> bool:
     """Return whether the user has to mend something: the address, a password or a right."""
-    known = isinstance(error, FileNotFoundError | IsADirectoryError | PermissionError)
-    return known or is_final(error) or any(words in described(error) for words in _MISTAKES)
+    too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+    known = isinstance(error, _NO_FILE) or too_long or is_final(error)
+    return known or _MISTAKES.search(described(error)) is not None
 
 
 def is_bad_row(error: BaseException) -> bool:
@@ -46,7 +52,9 @@ def described(error: BaseException) -> str:
     """Return an error in a line, without statements and passwords."""
     cause = error.orig if isinstance(error, DBAPIError) else error
     text = (getattr(cause, "strerror", None) or str(cause)).strip() or type(cause).__name__
-    return without_password(text.splitlines()[-1].strip())
+    # Of several addresses the last one; a hint stands behind a tab.
+    lines = [line for line in text.splitlines() if not line.startswith("\t")]
+    return without_password((lines or [text])[-1].strip())
 
 
 def set_aside(file: str) -> str:

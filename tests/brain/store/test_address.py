@@ -38,3 +38,19 @@ def test_another_url_is_refused(text: str) -> None:
 def test_a_port_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="port"):
         read_address("postgresql://h:99999/db")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("postgresql://ann:p@ss@db/stats", "write %40"),
+        ("postgresql://[::1/stats", "is no URL"),
+        ("sqlite:///x%00y", "zero byte"),
+        ("postgresql://db/st%00ats", "zero byte"),
+        ("postgresql://db/stats?port=many", "port=many"),
+    ],
+)
+def test_what_is_wrong_with_an_address_is_named(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as raised:
+        read_address(text)
+    assert "p@ss" not in str(raised.value)

@@ -42,6 +42,29 @@ def test_a_corrupt_file_and_a_server_that_is_away_do_not_keep_a_job_from_beginni
     check_database(read_address(f"postgresql://ann@/stats?host={tmp_path}"))
 
 
+@pytest.mark.parametrize("name", ["file/x.db", "x" * 300])
+def test_a_file_that_nobody_can_make_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"(Not a directory|File name too long); mend the address"):
+        check_database(Address(file=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize(
+    ("rest", "why"),
+    [
+        ("", "failed to resolve host 'no such host'"),
+        ("?sslmode=sometimes", 'invalid sslmode value: "sometimes"'),
+        ("?colour=red", 'invalid connection option "colour"'),
+    ],
+)
+def test_a_name_or_an_option_that_is_unknown_is_refused(rest: str, why: str) -> None:
+    pytest.importorskip("psycopg")
+    host = "127.0.0.1" if rest else "no such host"  # a space: no name server is asked
+    with pytest.raises(UsageError, match=why) as failed:
+        check_database(read_address(f"postgresql://ann@{host}:1/stats{rest}"))
+    assert "\n" not in str(failed.value)
+
+
 def test_mistakes_are_refused_in_a_line_without_the_password() -> None:
     if reason := why_not():
         pytest.skip(reason)
