@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 
 from elastic_driver.brain.store.failures import described, is_mistake
 
-REFUSED = """connection failed: connection to server at "127.0.0.1", port 1 failed: Connection refused
+REFUSED = """connection failed: connection to server at "127.0.0.1" failed: Connection refused
 \tIs the server running on that host and accepting TCP/IP connections?"""
 
 
