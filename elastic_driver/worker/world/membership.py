@@ -25,7 +25,8 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker import accelerator, context, current
-from elastic_driver.worker.heartbeat.driver_connection import DriverConnection, FinalCheckpointTask
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
+from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.worker_log import say

@@ -1,0 +1,295 @@
+"""The heartbeat thread of a worker: it renews the leases, reports progress and receives notices.
+
+One request does all three and waits for a notice, so there is no polling and a notice arrives
+within the delay of a message. The thread never touches torch and decides nothing: it calls
+`on_notice` for every new notice. While the driver does not answer, it logs one line and keeps
+trying; training goes on.
+
+It watches the term of the driver (`contract.JOB_DRIVER`): a new driver lacks the keys of a meeting,
+so that ends. A forked child (a DataLoader worker) has no heartbeat thread. Times are seconds.
+"""
+
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from elastic_driver import contract
+from elastic_driver.core import documents, events
+from elastic_driver.core.progress import Progress
+from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.stall_watch import StallWatch
+from elastic_driver.worker.worker_log import say
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import AbortedError, RendezvousError, RequestError, WokenError
+from rendezvous.wire import EVENTS_PATH, Entries, Result, Set, Watch, expect
+
+HEARTBEATS_PER_S = 256.0  # of all workers of a world that trains
+LONGEST_WAIT_S = 2.0  # between two heartbeats: the progress the driver reads is never older
+SHORTEST_WAIT_S = 0.25
+GROWTH = 1.5  # of the wait while no step is made
+STOP_S = 1.0  # the longest wait for the thread to end
+RECENT_STEPS = 11  # whose median is the current step time
+RETRY_S = 0.5  # after a refused or unanswered heartbeat
+SILENT_S = 3.0  # for an answer while the driver is silent, so that other duties do not wait long
+LEAVING_S = 1.0  # the longest wait for the driver to accept that this worker leaves
+ABSENCE_SHARE = 0.9  # of --driver-timeout: a driver that was silent for so long is not expected
+
+
+class HeartbeatThread:
+    """The heartbeat thread of one worker, with a connection of its own.
+
+    `DriverConnection` makes it and passes the arguments on. The training thread calls the public
+    methods; the fields below `_client` belong to the heartbeat thread.
+    """
+
+    def __init__(
+        self,
+        born: WorkerContext,
+        client: RendezvousClient,
+        progress: TrainingProgress,
+        on_notice: Callable[[documents.Notice], None],
+        before_heartbeat: Callable[[], float | None],
+        *,
+        on_new_driver: Callable[[], None],
+        leave_alone: Callable[[str, float], None],
+    ) -> None:
+        self._born, self._progress = born, progress
+        waits = born.driver_timeout > 0
+        self.preemption = PreemptionWatch(
+            born.worker, born.leave_notice, self._leave_alone_if_due if waits else None
+        )
+        progress.on_first_step = self.preemption.wake  # it is reported at once
+        self.leases = contract.worker_lease(born.worker), contract.worker_half_lease(born.worker)
+        self.world_revision = 0  # of the newest world that the training thread has got
+        self._client = client
+        self._seen: Counter[str] = Counter()  # document key → its newest revision
+        self._read = documents.Reader(say).read
+        self._term = 0  # of the driver
+        self._on_notice, self._before_heartbeat = on_notice, before_heartbeat
+        self._on_new_driver, self._leave_alone = on_new_driver, leave_alone
+        self._stall_watch = StallWatch(born.worker, progress, born.hang_timeout)
+        self._pending: list[Struct] = []  # events to post: the driver may be away
+        self._idle = born.heartbeat_timeout / 3  # a lease survives two lost requests
+        self._reported = (0, 0, 0)  # round, step and reported steps of the progress sent last
+        self._pause = LONGEST_WAIT_S  # between heartbeats while steps are made
+        self._first_step_of = 0  # the round whose first step has been posted
+        self._silent = False  # the driver does not answer
+        self._thread = threading.Thread(target=self._run, name="elastic-heartbeat", daemon=True)
+
+    # ---- on the training thread ----------------------------------------------------------
+
+    @property
+    def driver_revision(self) -> int:
+        """The revision of the newest driver's term that the heartbeat has seen."""
+        return self._seen[contract.JOB_DRIVER]
+
+    def start(self, client: RendezvousClient) -> None:
+        """Send the first heartbeat with `client`, and start the thread."""
+        patience = max(client.timeout, self._born.driver_timeout)
+        self._send(client, wait=0.0, patience=patience)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the heartbeat within `STOP_S`; the leases stay."""
+        self._client.abort()
+        self.preemption.wake()
+        if self._thread.is_alive():
+            self._thread.join(STOP_S)
+        self.preemption.close()
+
+    # ---- on the heartbeat thread ---------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._heartbeat()
+            except AbortedError:
+                return
+            except WokenError:
+                continue  # by a signal, by the first step of a round, or to stop
+            except RendezvousError as error:
+                if not self._silent:
+                    say(f"the driver does not answer; training goes on meanwhile ({error})")
+                self._silent = True
+                self.preemption.wait(RETRY_S)
+            else:
+                if self._silent:
+                    say("the driver answers again")
+                self._silent = False
+
+    def _heartbeat(self) -> None:
+        """Do what is due, and send one heartbeat that waits until something is due again."""
+        due = [self.preemption.check(self._report_leaving), self._before_heartbeat()]
+        if event := self._stall_watch.check(time.monotonic()):
+            self._pending.append(event)
+        patience, wake = self._patience(), self.preemption.fileno()
+        while self._pending:
+            body = documents.encode(self._pending[0])
+            try:
+                self._client.post_json(EVENTS_PATH, body, patience, wake)
+            except RequestError as error:
+                if error.status >= 500:
+                    raise
+                # One that is refused for good would hold up all heartbeats.
+                say(f"the driver did not take {type(self._pending[0]).__name__}: {error}")
+            del self._pending[0]
+        due += [self._stall_watch.due(time.monotonic()), self._next_wait()]
+        if round_id := self._progress.round:
+            self.report_first_step(self._client, round_id, patience, wake)
+        wait = min(wait for wait in due if wait is not None)
+        self._send(self._client, wait, patience)
+
+    def _patience(self) -> float:
+        """Return the seconds to wait for an answer."""
+        return min(SILENT_S, self._client.timeout) if self._silent else self._client.timeout
+
+    def _send(self, client: RendezvousClient, wait: float, patience: float) -> None:
+        """Send one heartbeat, and wait up to `wait` seconds for new documents.
+
+        Raises `RendezvousError` where it is not answered within `patience` seconds more.
+        """
+        progress = self._progress
+        watched = [contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER]
+        if progress.wants_allocations:
+            watched.append(contract.JOB_ALLOCATION)
+        result = client.batch(
+            Set(self.leases[0], b"", self._born.heartbeat_timeout),
+            Set(self.leases[1], b"", self._born.heartbeat_timeout / 2),
+            *self._report(),
+            Watch({key: self._seen[key] for key in watched}, wait),
+            deadline=wait + patience,
+            wake=self.preemption.fileno(),
+        )[-1]
+        for key, value in new_documents(result, self._seen).items():
+            if key == contract.JOB_DRIVER:
+                if (driver := self._read(documents.decode_term, key, value)) is not None:
+                    self._meet_driver(driver)
+            elif key == contract.JOB_NOTICE:
+                if (notice := self._read(documents.decode_notice, key, value)) is not None:
+                    self._on_notice(notice)
+            elif key == contract.JOB_STACKS:
+                if (number := self._read(documents.decode_number, key, value)) is not None:
+                    self._pending.append(self._stall_watch.stack(number))
+            elif (shares := self._read(documents.decode_allocation, key, value)) is not None:
+                progress.allocation = shares
+
+    def _meet_driver(self, found: documents.DriverTerm) -> None:
+        """Note the driver's term; say so if the newest world is of an earlier driver.
+
+        Rank 0 tells a new driver again that this round has had a step: its journal may lack that.
+        """
+        before, self._term = self._term, max(self._term, found.term)
+        if 0 < before < found.term and self._progress.rank == 0:
+            self._first_step_of = 0
+        # A driver writes its term before anything else.
+        of_earlier = self.world_revision < self._seen[contract.JOB_DRIVER]
+        if 0 < before < found.term and of_earlier:
+            self._on_new_driver()
+
+    def _report(self) -> tuple[Set, ...]:
+        """Return the write of this worker's progress; none before the first step of a round."""
+        progress = self._progress
+        round_id, version, step_time = progress.round, progress.version, progress.step_time
+        done, last = progress.reported_steps, progress.done
+        if round_id == 0 or done == 0:
+            return ()
+        self._reported = (round_id, version, done)
+        times = tuple(progress.step_times)[-RECENT_STEPS:]
+        usual = statistics.median(times) if times else step_time
+        samples, links = progress.samples.collect(usual), progress.links()
+        found = Progress(
+            round_id,
+            version,
+            step_time or usual,
+            samples,
+            progress.division,
+            links,
+            at=last.at,
+            steps_done=last.steps,
+            samples_done=last.samples,
+            numbers=progress.numbers,
+            total=progress.total,
+            times=progress.times,
+            reported=None if progress.steps else progress.reported_step,
+            micro_batches=progress.micro_batches,
+            batch=progress.batch,
+            parameters=progress.parameters,
+            gradients=progress.gradients,
+        )
+        return (Set(contract.worker_progress(self._born.worker), documents.encode(found)),)
+
+    def _next_wait(self) -> float:
+        """Return the seconds until the next heartbeat.
+
+        While steps are made it follows from the size of the world; without a new step it grows.
+        """
+        progress = self._progress
+        if progress.round == 0:
+            return self._idle
+        done = progress.reported_steps
+        stepped = done > 0 and self._reported != (progress.round, progress.version, done)
+        self._pause = min(next_pause(self._pause, progress.size, stepped=stepped), self._idle)
+        return self._pause
+
+    def _report_leaving(self, event: events.WorkerLeaving) -> None:
+        self._client.post_json(EVENTS_PATH, documents.encode(event), deadline=LEAVING_S)
+
+    def _leave_alone_if_due(self, reason: str, left: float) -> bool:
+        """Leave without a driver if the wait for it is over, or half of the notice is.
+
+        Return whether this worker leaves.
+        """
+        silent = time.monotonic() - (self._client.silent_since or time.monotonic())
+        # The agents begin to wait a little earlier or later than this worker.
+        over = silent > self._born.driver_timeout * ABSENCE_SHARE - RETRY_S
+        if not over and left > self._born.leave_notice / 2:
+            return False
+        self._leave_alone(reason, left)
+        return True
+
+    # ---- on both -------------------------------------------------------------------------
+
+    def report_first_step(
+        self, client: RendezvousClient, round_id: int, deadline: float, wake: int | None = None
+    ) -> None:
+        """Post `WorkerStepped` now if this round had a step that was not reported yet.
+
+        Both threads call it: the training thread before it reports that it has left the round.
+        """
+        progress = self._progress
+        if self._first_step_of != round_id == progress.steps_of and progress.steps > 0:
+            first, synced_at = progress.version - progress.steps + 1, progress.synced_at
+
+            def encode() -> bytes:
+                seconds = time.monotonic() - synced_at
+                event = events.WorkerStepped(self._born.worker, round_id, first, seconds)
+                return documents.encode(event)
+
+            client.post_json(EVENTS_PATH, encode, deadline, wake)
+            self._first_step_of = round_id
+
+
+def new_documents(result: Result, seen: Counter[str]) -> dict[str, bytes]:
+    """Return the values that are newer than the revisions `seen` so far, and record these."""
+    entries = expect(result, Entries).entries
+    new = {key: entry.value for key, entry in entries.items() if entry.revision > seen[key]}
+    for key in new:
+        seen[key] = entries[key].revision
+    return new
+
+
+def next_pause(before: float, size: int, *, stepped: bool) -> float:
+    """Return the seconds between two heartbeats of a worker that trains in a world of `size`.
+
+    If the worker has `stepped` since the last heartbeat, the pause is longer in a larger world, to
+    bound the driver's load. Otherwise it grows from `before`, the last pause.
+    """
+    if stepped:
+        return min(max(size / HEARTBEATS_PER_S, SHORTEST_WAIT_S), LONGEST_WAIT_S)
+    return before * GROWTH

@@ -1,0 +1,179 @@
+"""The heartbeat thread of a worker, against a real rendezvous server."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from elastic_driver import contract
+from elastic_driver.core.documents import Allocation, DriverTerm, Notice, decode, encode
+from elastic_driver.core.progress import Division, Progress, decode_progress
+from elastic_driver.worker.heartbeat.heartbeat_thread import next_pause
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from rendezvous.server import RendezvousServer
+from rendezvous.wire import Entries, Get, Set
+from tests.support.job import eventually
+from tests.worker.heartbeat.conftest import sending_heartbeats
+
+
+def test_the_first_step_of_a_round_is_told_soon_though_the_heartbeat_before_could_wait_longer(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
+) -> None:
+    progress = TrainingProgress()
+    with sending_heartbeats(server, token_file, progress):
+        # The thread has had time to begin a heartbeat that nothing but a new world can end.
+        with pytest.raises(queue.Empty):
+            events.get(timeout=0.3)
+        server.apply((Set(contract.JOB_WORLD, b"{}"),))
+        progress.entered(1, 0)
+        progress.committed(1)
+        event = events.get(timeout=1.0)
+    assert 0.0 < event.pop("seconds") < 1.0  # since the round was entered
+    assert event == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
+
+
+def test_a_loop_without_commits_reports_its_steps_and_numbers_soon(
+    server: RendezvousServer, token_file: str
+) -> None:
+    progress = TrainingProgress()
+    progress.entered(1, -1)
+    progress.numbers, progress.total, progress.reported_samples = {"loss": 0.5}, 90, 32
+    key = contract.worker_progress("a.0.1")
+
+    def written() -> Progress | None:
+        result = server.apply([Get((key,))])[0]
+        entry = result.entries.get(key) if isinstance(result, Entries) else None
+        return None if entry is None else decode_progress(entry.value)
+
+    with sending_heartbeats(server, token_file, progress):
+        assert written() is None
+        progress.reported_by_script(time.monotonic(), 7)
+        found = eventually(written, within=10.0, what="the first reported step")
+        assert (found.step, found.reported, found.at) == (-1, 7, progress.done.at)
+        assert (found.steps_done, found.samples_done) == (1, 32)
+        assert (found.numbers, found.total) == ({"loss": 0.5}, 90)
+        progress.committed(0)
+        found = eventually(
+            lambda: (w := written()) and w.reported is None and w, within=10.0, what="a commit"
+        )
+        assert (found.step, found.steps_done) == (0, 1), "the same step counts once"
+
+
+def test_rank_0_tells_the_next_driver_that_the_round_has_had_a_step(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
+) -> None:
+    progress = TrainingProgress()
+    progress.entered(3, 0)
+    progress.committed(1)
+    told: list[dict[str, Any]] = []
+    server.apply((Set(contract.JOB_DRIVER, encode(DriverTerm(1, server.url))),))
+    with sending_heartbeats(server, token_file, progress):
+        told.append(events.get(timeout=30.0))
+        progress.committed(2)
+        server.apply((Set(contract.JOB_DRIVER, encode(DriverTerm(2, server.url))),))
+        told.append(events.get(timeout=30.0))
+    # The time is counted until now, and the step is the round's first one all the same.
+    assert 0.0 < told[0].pop("seconds") < told[1].pop("seconds")
+    assert told == 2 * [{"type": "worker_stepped", "worker": "a.0.1", "round": 3, "step": 1}]
+
+
+def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
+    server: RendezvousServer, token_file: str
+) -> None:
+    progress = TrainingProgress()
+    progress.entered(1, 0)
+    progress.division, progress.wants_allocations = Division(8, 3), True
+    progress.committed(1)
+    with sending_heartbeats(server, token_file, progress):
+        for shares in ((5, 2, 1), (3, 3, 2)):
+            server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, shares, "test"))),))
+            eventually(
+                lambda given=shares: progress.allocation and progress.allocation.shares == given,
+                within=5.0,
+                what=f"{shares} have been heard of",
+            )
+        (found,) = server.apply((Get((contract.worker_progress("a.0.1"),)),))
+    assert isinstance(found, Entries)
+    (entry,) = found.entries.values()
+    assert decode(Progress, entry.value).division == Division(8, 3)
+
+
+NONSENSE = (b"", b"\xff", b"[" * 100_000, b'{"round": "x"}', b'"\xff"', b"9" * 100)
+
+
+def test_nonsense_in_the_drivers_keys_ends_no_heartbeat(
+    server: RendezvousServer,
+    token_file: str,
+    events: queue.SimpleQueue[dict[str, Any]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    progress, notices = TrainingProgress(), queue.SimpleQueue[Notice]()
+    progress.entered(1, 0)
+    progress.division, progress.wants_allocations = Division(8, 3), True
+    progress.committed(1)
+    watched = contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER, contract.JOB_ALLOCATION
+    lease = contract.worker_lease("a.0.1")
+    with sending_heartbeats(server, token_file, progress, on_notice=notices.put):
+        for value in NONSENSE:
+            revision = revision_of(server, lease)
+            server.apply([Set(key, value) for key in watched])
+            eventually(
+                lambda before=revision: revision_of(server, lease) > before,
+                within=30.0,
+                what=f"a heartbeat after {value[:9]!r}",
+            )
+        server.apply((Set(contract.JOB_NOTICE, encode(Notice(1, 5, "now in earnest"))),))
+        assert notices.get(timeout=30.0).reason == "now in earnest"
+        server.apply((Set(contract.JOB_STACKS, b"7"),))
+        while (event := events.get(timeout=30.0))["type"] != "worker_stack":
+            pass
+        assert event["number"] == 7
+    said = capfd.readouterr().err
+    assert [said.count(f"passed over what is in {key}:") for key in watched] == [1, 1, 1, 1]
+
+
+def revision_of(server: RendezvousServer, key: str) -> int:
+    """Return the revision of a key; 0: it is missing."""
+    (found,) = server.apply((Get((key,)),))
+    assert isinstance(found, Entries)
+    return max((entry.revision for entry in found.entries.values()), default=0)
+
+
+def test_nonsense_in_a_workers_progress_is_no_progress() -> None:
+    assert [decode_progress(value) for value in NONSENSE] == [None] * len(NONSENSE)
+
+
+def test_the_heartbeats_of_a_world_that_trains_are_as_many_as_a_driver_bears() -> None:
+    pauses = [next_pause(9.0, size, stepped=True) for size in (1, 64, 256, 512, 10_000)]
+    assert pauses == [0.25, 0.25, 1.0, 2.0, 2.0]
+    assert next_pause(2.0, 4, stepped=False) == 3.0, "there was nothing to tell"
+
+
+def test_others_hear_nothing_of_shares(server: RendezvousServer, token_file: str) -> None:
+    progress = TrainingProgress()
+    progress.entered(1, 0)
+    server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, (1, 1), "test"))),))
+    with sending_heartbeats(server, token_file, progress):
+        progress.committed(1)
+        eventually(
+            lambda: server.apply((Get((contract.worker_progress("a.0.1"),)),))[0].entries,
+            within=5.0,
+            what="a heartbeat after the step",
+        )
+    assert progress.allocation is None
+
+
+def test_a_notice_is_passed_on_at_once_though_the_heartbeat_could_wait_longer(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
+) -> None:
+    with sending_heartbeats(server, token_file, TrainingProgress(), 30.0):
+        with pytest.raises(queue.Empty):
+            events.get(timeout=0.3)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        event = events.get(timeout=2.0)
+    assert (event["type"], event["worker"], event["deadline"]) == ("worker_leaving", "a.0.1", 30.0)
