@@ -31,9 +31,10 @@ from torch.distributed import ProcessGroupGloo
 
 from benchmarks.common import OURS, Figure, gather, report
 from elastic_driver import contract
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.groups import RoundGroup
-from elastic_driver.worker.world.membership import JobMembership
+from elastic_driver.worker.world.notices import RoundNotices
 from rendezvous.auth import make_token
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
@@ -62,7 +63,9 @@ class Ours:
         store = HTTPStore(self._client, contract.round_prefix(number))
         device = ProcessGroupGloo.create_device(interface=INTERFACE)
 
-        run = partial(JobMembership(None)._run_attempt, number, groups.CONNECT_TIMEOUT_S)
+        run = partial(
+            RoundNotices(TrainingProgress()).run_attempt, number, groups.CONNECT_TIMEOUT_S
+        )
         self._group = groups.build(
             run, store, self._rank, self._size, device=device, port=self._port, vote=None
         )

@@ -9,9 +9,9 @@ from typing import Any
 import elastic_driver as elastic
 from elastic_driver.core.documents import Notice
 from elastic_driver.worker.world import device as device_half
-from elastic_driver.worker.world import membership, session
+from elastic_driver.worker.world import notices, session
 from elastic_driver.worker.world.backend import BackendChoice
-from elastic_driver.worker.world.membership import JobMembership
+from elastic_driver.worker.world.notices import RoundNotices
 from tests.support.coordinator import Recorder
 from tests.support.second_gloo import SecondGloo
 from tests.worker.training import Everything
@@ -62,13 +62,13 @@ def steps(path: str, count: int, pause: float = 0.01) -> None:
 
 def steps_past_boundaries(path: str, count: int) -> None:
     """The same, in a worker that a notice to leave at a boundary never reaches in time."""
-    obey = JobMembership._apply
+    obey = RoundNotices._apply
 
-    def obeys_what_comes_at_once(member: JobMembership, notice: Notice | None) -> None:
+    def obeys_what_comes_at_once(notices: RoundNotices, notice: Notice | None) -> None:
         if notice is None or notice.after_step is None:
-            obey(member, notice)
+            obey(notices, notice)
 
-    JobMembership._apply = obeys_what_comes_at_once
+    RoundNotices._apply = obeys_what_comes_at_once
     steps(path, count)
 
 
@@ -81,7 +81,7 @@ def dies_while_connecting(path: str) -> None:
 
 def cannot_be_ended(path: str, what: str) -> None:
     """A device of which this never returns: `abort`, or `forget`."""
-    device_half.CUT_OFF_S = membership.TAKE_DOWN_S = 0.5
+    device_half.CUT_OFF_S = notices.TAKE_DOWN_S = 0.5
     device = pretend(path)
     setattr(device, what, lambda: time.sleep(600))
     job, record = Everything(), Recorder(path)

@@ -1,25 +1,21 @@
 """Joins and leaves the worlds of a job: one process, one membership, one round at a time.
 
 `run` and `elastic.init()` call it on the main thread: report READY, wait for a round with this
-worker in it, build its process group, train, leave, again. The heartbeat thread brings notices: to
-leave after a named step, or at once. The latter also ends a construction or a collective that waits
-for a lost peer. A process that `elasticrun` did not start is a world of one. Times are seconds.
+worker in it, build its process group, train, leave, again. `notices` says when to leave. A process
+that `elasticrun` did not start is a world of one. Times are seconds.
 """
 
-import os
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from torch.distributed import HashStore, Store
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Notice, World
+from elastic_driver.core.documents import World
 from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
@@ -27,40 +23,26 @@ from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker import accelerator, context, current
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpointTask
-from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
-from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import companions, groups
 from elastic_driver.worker.world.backend import BackendChoice
-from elastic_driver.worker.world.collective_waits import CollectiveWaits
-from elastic_driver.worker.world.connections import link_usage
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf
 from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
+from elastic_driver.worker.world.notices import RoundNotices
 from rendezvous.errors import AbortedError, UnreachableError
 from rendezvous.torch_store import HTTPStore
 
-GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
-SILENT_GRACE_S = 0.05  # the same, if a peer's host answers no more
-CHECK_S = 0.25  # between two checks of a training thread that has not left yet
-# Checks in a row that find it asleep, after which it gives up its wait (2 s, or 0.5 s if all other
-# threads sleep too): then gloo writes no more into the script's tensors.
-GIVE_UP_CHECKS = 8
-# Checks in a row that find it asleep (8 s, or 2 s if all other threads sleep too); a collective
-# that can end takes milliseconds.
-HOPELESS_CHECKS = 32
 CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
 END_S = 5.0  # at the end of the script, for gloo's old groups to end; usually milliseconds
-TAKE_DOWN_S = 20.0  # for torch to drop a group; a destructor that waits for a lost peer hangs
 MAX_DEVICE_FAILURES = 3  # in a row, of devices to connect in rounds that no notice has ended
-FORGOTTEN = "a collective was not ended by the loss of its peer"
 ALONE = SlotInfo("localhost", 0, 0, 0, 0, 1, 1, 1, 0, 1)  # rank 0 of 1
-T = TypeVar("T")
 
 
 class JobMembership:
     """This process's membership in the job; made once, by the main thread.
 
-    `world` and `group` are those of the current round; `group` is None between two rounds.
+    `world` is that of the current round, or of the one before between two rounds.
     """
 
     def __init__(
@@ -68,7 +50,7 @@ class JobMembership:
     ) -> None:
         self.progress = TrainingProgress()
         self.world: World | None = None
-        self.group: RoundGroup | None = None
+        self._notices = RoundNotices(self.progress)
         self._choice = choice
         self._driver: DriverConnection | None = None
         self._port: int | None = None  # of the rendezvous
@@ -77,26 +59,21 @@ class JobMembership:
             self._driver = DriverConnection(
                 born,
                 self.progress,
-                self._on_notice,
-                self._check_departure,
-                on_new_driver=self._on_new_driver,
+                self._notices.on_notice,
+                self._notices.check,
+                on_new_driver=self._notices.on_new_driver,
                 leave_alone=self._leave_alone,
             )
         self._left = 0  # the round left last
         self._described: object | None = None  # the state that our last READY described
-        self._lock = threading.Lock()  # guards the next two: the heartbeat thread brings notices
-        self._notice: Notice | None = None
-        self._attempt: tuple[int, SimpleQueue[Any]] | None = None  # a round, its thread's result
         self._device_failures = 0  # in a row
-        # Why and until when (monotonic) this worker leaves without a driver.
-        self._alone: tuple[str, float] | None = None
-        self._broken_since: float | None = None  # when a notice told us to leave at once
-        self._grace = GRACE_S  # after that, before we end our collectives
-        self._leaving_since: float | None = None  # when taking the group down began
-        self._thread = TrainingThread()
-        self._waits = CollectiveWaits()  # of this round
         self._left_groups: list[RoundGroup] = []  # a peer may still be in them
         self._endings: list[threading.Thread] = []  # of gloo's old groups
+
+    @property
+    def group(self) -> RoundGroup | None:
+        """The group of the current round; None between two rounds."""
+        return self._notices.group
 
     def last_ready_described(self, state: object) -> bool:
         """Return whether our last READY described this `state` object.
@@ -175,9 +152,9 @@ class JobMembership:
         try:
             self._enter_next(driver, version, state)
         except AbortedError:
-            if self._alone is None:
+            if self._notices.alone is None:
                 raise
-            self._end_without_driver(*self._alone, driver.born.worker, state)
+            self._end_without_driver(*self._notices.alone, driver.born.worker, state)
 
     def _enter_next(self, driver: DriverConnection, version: StateVersion, state: Any) -> None:
         checkpoint = None if state is None else FinalCheckpointTask(driver.born.worker, state)
@@ -202,7 +179,7 @@ class JobMembership:
         raise SystemExit(ExitCode.UNAVAILABLE)
 
     def _enter(self, world: World, me: Member, store: Store, version: int) -> None:
-        run = partial(self._run_attempt, world.round, groups.CONNECT_TIMEOUT_S + 1)
+        run = partial(self._notices.run_attempt, world.round, groups.CONNECT_TIMEOUT_S + 1)
         build = partial(groups.build, run, device=groups.gloo_device(world), port=self._port)
         choice = self._choice
         vote = None  # there is no vote on whether devices take part
@@ -221,53 +198,15 @@ class JobMembership:
             group.install(create_subgroup)
         else:
             self._install_with_device(choice.device, group, world.round, create_subgroup)
-        with self._lock:
-            self.world, self.group = world, group
-            self._waits = CollectiveWaits()
-            CollectiveWaits.use(self._waits if group.half is None else None)
-            self._left = world.round
-            self._broken_since = None
-            self._thread = TrainingThread()
-            self.progress.links = lambda: link_usage(group.connections.held)
-            self.progress.entered(world.round, version, world.size, me.place.rank)
-            self._apply(self._notice)  # it may have come while the group was built
-            if self._alone is not None:
-                self.progress.leave_after = AT_ONCE
+        self.world = world
+        self._left = world.round
+        over = self._notices.entered(group, world.round, version, world.size, me.place.rank)
         self._end_left_groups()  # their other members are in this round, or gone
         if self._driver is not None:
             self._driver.preemption.listen()
-            if self._broken_since is not None:
-                self._driver.preemption.wake()  # so that `_check_departure` does not come late
+            if over:
+                self._driver.preemption.wake()  # so that `RoundNotices.check` does not come late
         current.enter(me.place, world.round)
-
-    def _run_attempt(self, round_id: int, timeout: float, work: Callable[[], T]) -> T:
-        """Return what `work` returns in a thread.
-
-        Raises what it raises, and `RoundOverError` after a notice of the end of this round, or
-        after `timeout` seconds. The thread is left alone then and ends when it can.
-        """
-        outcome: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
-
-        def carry_out() -> None:
-            try:
-                outcome.put((work(),))
-            except Exception as error:  # raised below
-                outcome.put(error)
-
-        with self._lock:
-            self._attempt = round_id, outcome
-            self._apply(self._notice)
-        threading.Thread(target=carry_out, name=f"elastic-round-{round_id}", daemon=True).start()
-        try:
-            found = outcome.get(timeout=timeout)
-        except Empty:
-            raise RoundOverError(f"no group within {timeout:.0f} s") from None
-        finally:
-            with self._lock:
-                self._attempt = None
-        if isinstance(found, tuple):
-            return found[0]
-        raise found
 
     def _install_with_device(
         self, device: Accelerator, group: RoundGroup, round_id: int, create: groups.GroupCreator
@@ -277,10 +216,10 @@ class JobMembership:
         group.half = DeviceHalf(device)
         try:
             group.install(create, device.backends)
-            self._run_attempt(round_id, CONNECT_DEVICES_S, device.connect)
+            self._notices.run_attempt(round_id, CONNECT_DEVICES_S, device.connect)
         except Exception as error:
             if problem := group.cut_off_device(broken=True):
-                self._end_process(problem)
+                self._notices.end_process(problem)
             self._take_down(group)
             if isinstance(error, RoundOverError | UsageError):
                 raise
@@ -306,10 +245,10 @@ class JobMembership:
         if not has_device:
             self._report_ready(version, reason, broken=broken)
         elif group and (problem := group.cut_off_device(broken=broken)):
-            self._end_process(problem)
+            self._notices.end_process(problem)
         if to_restore is not None:
             to_restore.restore()
-        if self._alone is not None and group and to_restore is None:
+        if self._notices.alone is not None and group and to_restore is None:
             group.linger()  # others may need our last data to finish this step
         self.leave()
         if has_device:
@@ -322,7 +261,7 @@ class JobMembership:
             try:
                 self._driver.report_ready(self._left, version, reason, bound=bound, undone=undone)
             except AbortedError:
-                if self._alone is None:
+                if self._notices.alone is None:
                     raise
 
     def settle(self) -> None:
@@ -343,108 +282,22 @@ class JobMembership:
         companions.stop_all()
         # Before `group` is reset: a notice that comes meanwhile has to reach the device.
         problem = self.group.cut_off_device(broken=False) if self.group is not None else None
-        with self._lock:
-            group, self.group = self.group, None
-            self.progress.left()
-            self._broken_since = None
+        group = self._notices.left()
         if group is not None and problem is None:
             self._take_down(group)
 
     def _take_down(self, group: RoundGroup) -> None:
         self._endings = [thread for thread in self._endings if thread.is_alive()]
-        self._leaving_since = time.monotonic()
-        try:
-            self._endings.append(group.take_down(self._waits.ended))
-        finally:  # an error of torch ends the script, which may take longer than `TAKE_DOWN_S`
-            self._leaving_since = None
+        with self._notices.taking_down():
+            self._endings.append(group.take_down(self._notices.waits.ended))
         self._left_groups.append(group)
 
     def _end_left_groups(self) -> None:
         while self._left_groups:
             self._left_groups.pop().end()
 
-    # ---- notices, on the heartbeat thread ------------------------------------------------
-
-    def _on_notice(self, notice: Notice) -> None:
-        with self._lock:
-            self._notice = notice
-            self._apply(notice)
-
-    def _on_new_driver(self) -> None:
-        """End a meeting: what its members wrote was in the memory of the driver that has died."""
-        with self._lock:
-            if self._attempt is not None:
-                self._attempt[1].put(RoundOverError("another driver has taken over"))
-
     def _leave_alone(self, reason: str, seconds: float) -> None:
-        """Leave at the next commit, or now if this worker waits for a round; there is no driver.
-
-        All ranks leave after the same step although nobody names it: the first to leave takes no
-        part in the next one, so no other rank can finish that.
-        """
-        say(f"{reason}: leaving after the next step, within {seconds:.3g} s")
-        with self._lock:
-            self._alone = reason, time.monotonic() + seconds
-            self.progress.leave_reason, self.progress.leave_after = reason, AT_ONCE
-            if self._attempt is not None:
-                self._attempt[1].put(RoundOverError(reason))
+        """Leave without a driver; called on the heartbeat thread."""
+        self._notices.leave_alone(reason, seconds)
         if self._driver is not None:
             self._driver.client.abort()  # the training thread may wait for a world
-
-    def _apply(self, notice: Notice | None) -> None:
-        """Let a notice end what is built for its round, or this round. Needs the lock."""
-        if notice is None:
-            return
-        if self._attempt is not None and _ends_now(notice, self._attempt[0]):
-            self._attempt[1].put(RoundOverError(notice.reason))
-        progress = self.progress
-        if progress.round == 0 or notice.round < progress.round:
-            return
-        progress.leave_reason = notice.reason
-        if _ends_now(notice, progress.round):
-            progress.leave_after = AT_ONCE
-            if self._broken_since is not None:  # told again, by the next driver
-                return
-            self._broken_since = time.monotonic()
-            self._grace = SILENT_GRACE_S if notice.silent else GRACE_S
-            if self.group is not None and self.group.half is not None:
-                self.group.half.cut_off(notice.reason)
-        elif notice.after_step is not None:
-            progress.leave_after = notice.after_step
-
-    def _check_departure(self) -> float | None:
-        """Make the training thread leave a broken round; return the seconds until the next check.
-
-        The loss of a peer ends collectives at once, but a peer that is stopped or cut off does
-        not: then we end them. Where gloo has forgotten one, the training thread gives up its wait;
-        where that cannot be given up (see `collective_waits`), this process ends, to be replaced.
-        The heartbeat thread calls it before each heartbeat.
-        """
-        since = self._leaving_since
-        if since is not None and time.monotonic() - since > TAKE_DOWN_S:
-            self._end_process(f"its group was not taken down within {TAKE_DOWN_S:g} s")
-        with self._lock:
-            if self._broken_since is None or self.group is None:
-                return None
-            waited = time.monotonic() - self._broken_since
-            if waited < self._grace:
-                return self._grace - waited
-            self.group.connections.shut_reads()
-            problem = self.group.half and self.group.half.problem()
-            asleep = self._thread.count_asleep()
-            if problem is None and asleep >= GIVE_UP_CHECKS and self.group.half is None:
-                self._waits.give_up(FORGOTTEN)
-            if problem is None and asleep < HOPELESS_CHECKS:
-                return CHECK_S
-        return self._end_process(problem or FORGOTTEN)
-
-    def _end_process(self, problem: str) -> NoReturn:
-        """End this process, because nothing can bring it into the next round."""
-        why = f"round {self.progress.round}: {problem} ({self.progress.leave_reason})"
-        say(f"WorldBrokenError: {why}; this worker ends, to be replaced")
-        os._exit(ExitCode.UNAVAILABLE)
-
-
-def _ends_now(notice: Notice, round_id: int) -> bool:
-    """Return whether this notice ends that round now: it says so, or is about a later round."""
-    return notice.round > round_id or (notice.round == round_id and notice.after_step is None)

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from elastic_driver.core.documents import Notice
 from elastic_driver.errors import WorldBrokenError
 from elastic_driver.worker.world import device as device_half
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.device import DeviceHalf
-from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
-from elastic_driver.worker.world.membership import JobMembership
+from elastic_driver.worker.world.groups import RoundGroup
 from tests.support.gloo import run_ranks
 
 
@@ -108,24 +106,6 @@ def test_a_cut_off_that_takes_for_ever_or_fails_is_problem(monkeypatch: pytest.M
         half.wait_until_cut_off()
         assert str(half.problem()).endswith(what)
     slow.let.set()
-
-
-def test_an_attempt_gives_its_result_its_error_or_is_given_up() -> None:
-    member = JobMembership(None)
-    assert member._run_attempt(3, 10, lambda: 3) == 3
-    with pytest.raises(ZeroDivisionError):
-        member._run_attempt(3, 10, lambda: 1 / 0)
-    hangs = threading.Event()
-    with pytest.raises(RoundOverError, match="no group within 0 s"):
-        member._run_attempt(3, 0.01, hangs.wait)
-    member._on_notice(Notice(3, None, "round 3 is over"))
-    with pytest.raises(RoundOverError, match="round 3 is over"):
-        member._run_attempt(3, 10, hangs.wait)
-    given_up = threading.Timer(0.05, member._on_notice, (Notice(4, None, "round 4 is over"),))
-    given_up.start()
-    with pytest.raises(RoundOverError, match="round 4 is over"):
-        member._run_attempt(4, 10, hangs.wait)
-    hangs.set()
 
 
 # ---- what a group does for its half ------------------------------------------------------

@@ -14,7 +14,7 @@ from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.connections import GroupConnections
-from elastic_driver.worker.world.membership import ALONE, SILENT_GRACE_S, JobMembership
+from elastic_driver.worker.world.membership import ALONE, JobMembership
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -27,7 +27,7 @@ def test_a_notice_that_comes_after_the_build_wakes_the_heartbeat_when_the_round_
 
     def install(*_: object) -> None:
         if ended:
-            member._on_notice(Notice(1, None, "a.0.2 was lost"))
+            member._notices.on_notice(Notice(1, None, "a.0.2 was lost"))
 
     group = SimpleNamespace(
         elected=True, half=None, connections=GroupConnections(), install=install
@@ -46,23 +46,12 @@ def test_taking_a_group_down_is_bounded_and_an_error_is_not_taken_for_a_hang(how
     member, bounded = JobMembership(None), []
 
     def take_down(_ended: object) -> None:
-        bounded.append(member._leaving_since is not None)
+        bounded.append(member._notices._taken_down_since is not None)
         raise RuntimeError("torch cannot destroy the group")
 
     group = SimpleNamespace(half=None, take_down=take_down, cut_off_device=lambda broken: None)
-    member.group = group  # type: ignore[assignment]
+    member._notices.group = group  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="torch cannot"):
         member.join("a new host") if "join" in how else member.stop()
     assert bounded == [True]
-    assert member._leaving_since is None
-
-
-@pytest.mark.parametrize("silent", [True, False])
-def test_collectives_with_a_host_that_answers_no_more_are_ended_at_once(silent: bool) -> None:
-    member = JobMembership(None)
-    member.progress.entered(1, 0, 2)
-    member.group = SimpleNamespace(half=None, connections=GroupConnections())  # type: ignore[assignment]
-    member._on_notice(Notice(1, None, "host b was lost", silent))
-    until_the_end = member._check_departure()
-    assert until_the_end is not None
-    assert (until_the_end <= SILENT_GRACE_S) == silent
+    assert member._notices._taken_down_since is None

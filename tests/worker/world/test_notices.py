@@ -1,0 +1,44 @@
+"""What a notice ends: the attempt to build a group, and collectives that would not end."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from elastic_driver.core.documents import Notice
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.world.connections import GroupConnections
+from elastic_driver.worker.world.groups import RoundOverError
+from elastic_driver.worker.world.notices import SILENT_GRACE_S, RoundNotices
+
+
+def test_an_attempt_gives_its_result_its_error_or_is_given_up() -> None:
+    notices = RoundNotices(TrainingProgress())
+    assert notices.run_attempt(3, 10, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        notices.run_attempt(3, 10, lambda: 1 / 0)
+    hangs = threading.Event()
+    with pytest.raises(RoundOverError, match="no group within 0 s"):
+        notices.run_attempt(3, 0.01, hangs.wait)
+    notices.on_notice(Notice(3, None, "round 3 is over"))
+    with pytest.raises(RoundOverError, match="round 3 is over"):
+        notices.run_attempt(3, 10, hangs.wait)
+    given_up = threading.Timer(0.05, notices.on_notice, (Notice(4, None, "round 4 is over"),))
+    given_up.start()
+    with pytest.raises(RoundOverError, match="round 4 is over"):
+        notices.run_attempt(4, 10, hangs.wait)
+    hangs.set()
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_collectives_with_a_host_that_answers_no_more_are_ended_at_once(silent: bool) -> None:
+    progress = TrainingProgress()
+    notices = RoundNotices(progress)
+    progress.entered(1, 0, 2)
+    notices.group = SimpleNamespace(half=None, connections=GroupConnections())  # type: ignore[assignment]
+    notices.on_notice(Notice(1, None, "host b was lost", silent))
+    until_the_end = notices.check()
+    assert until_the_end is not None
+    assert (until_the_end <= SILENT_GRACE_S) == silent
