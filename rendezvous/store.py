@@ -19,9 +19,8 @@ another batch is carried out; when the wait is over, the batch goes on.
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -31,6 +30,7 @@ from rendezvous.deadlines import Deadlines
 from rendezvous.limits import UNLIMITED, Hits, Limits
 from rendezvous.sealed import SealedPrefixes
 from rendezvous.space import Owner, StoreSpace
+from rendezvous.waiting import RunningBatch, WaitingBatches
 
 _COUNTER_LIMIT = 2**63  # counters are what torch's stores hold: signed 64-bit
 _LONG_WAIT_S = 1.0
@@ -57,23 +57,6 @@ class KeyExpired(Struct, frozen=True):
 Outcome = Answered | KeyExpired
 
 
-@dataclass(eq=False, slots=True)
-class _RunningBatch:
-    """A batch, the results it has so far, and the revisions it waits for.
-
-    While it waits, `thresholds` holds the revision that each key must pass, and `unmet` how many
-    more keys must do so (0 or less: the wait is over). The store's index lists this batch under
-    every key in `thresholds`, and each write to one of them updates `unmet`.
-    """
-
-    ticket: Hashable
-    operations: Sequence[wire.Operation]
-    budget: Budget
-    results: list[wire.Result] = field(default_factory=list)
-    thresholds: dict[str, int] = field(default_factory=dict)
-    unmet: int = 0
-
-
 class KVStore:
     """Keys, values, revisions, leases, and batches that wait.
 
@@ -96,17 +79,12 @@ class KVStore:
         self._limits = Limits() if limits is None else limits
         self._hits = Hits() if hits is None else hits
         self._space = StoreSpace(system)
-        self._waited = 0  # keys in the index, once for each batch
-        self._waited_by: Counter[Owner] = Counter()
         self._shared_bytes = 0
         self._changed: dict[str, None] = {}  # keys to be kept, since `take_changes`
         self._data: dict[str, wire.Entry] = {}
         self._leases: Deadlines[str] = Deadlines()
-        self._parked: dict[Hashable, _RunningBatch] = {}
-        self._waits: Deadlines[Hashable] = Deadlines()  # tickets of parked batches
-        self._index: dict[str, dict[_RunningBatch, None]] = {}  # waiting on a key, oldest first
-        self._runnable: deque[_RunningBatch] = deque()  # new batches, and those resumed
-        self._woken: dict[_RunningBatch, None] = {}  # parked batches whose condition came true
+        self._waiting = WaitingBatches()
+        self._runnable: deque[RunningBatch] = deque()  # new batches, and those resumed
         self._sealed = SealedPrefixes(system)
         self._shared: dict[tuple[tuple[str, ...], bool], wire.Entries] = {}  # since the last change
         self._outcomes: list[Outcome] = []
@@ -114,7 +92,7 @@ class KVStore:
     @property
     def waiting(self) -> tuple[Hashable, ...]:
         """The tickets of the batches that wait."""
-        return tuple(self._parked)
+        return self._waiting.tickets
 
     def take_changes(self) -> dict[str, bytes | None]:
         """Return the keys for the next store that have changed since the last call.
@@ -142,10 +120,10 @@ class KVStore:
         `bounded`: it is a client's, and the limits hold for it. `owner`: of what it writes.
         Raises ValueError if a waiting batch already has this ticket.
         """
-        if ticket in self._parked:
+        if self._waiting.find(ticket) is not None:
             raise ValueError(f"ticket {ticket!r} is already waiting")
         budget = Budget(self._limits if bounded else UNLIMITED, self._hits, owner)
-        self._runnable.append(_RunningBatch(ticket, operations, budget))
+        self._runnable.append(RunningBatch(ticket, operations, budget))
         return self._run(now)
 
     def cancel(self, ticket: Hashable) -> tuple[wire.Result, ...] | None:
@@ -154,10 +132,10 @@ class KVStore:
         Returns None if no such batch waits. The rest of its operations are not carried out,
         unless they are submitted again under another ticket.
         """
-        batch = self._parked.get(ticket)
+        batch = self._waiting.find(ticket)
         if batch is None:
             return None
-        self._unpark(batch)
+        self._waiting.remove(batch)
         return tuple(batch.results)
 
     def expire(self, now: float) -> list[Outcome]:
@@ -168,10 +146,11 @@ class KVStore:
         for key in self._leases.due(now):
             self._delete(key)
             self._outcomes.append(KeyExpired(key))
-        first = self._waited
-        while first - self._waited < _ENDED_KEYS and (tickets := self._waits.due(now, most=1)):
-            batch = self._parked[tickets[0]]
-            self._resume(batch, self._found(tuple(batch.thresholds), timed_out=True))
+        ended = 0
+        while ended < _ENDED_KEYS and (batch := self._waiting.due(now)):
+            keys = tuple(batch.thresholds)
+            ended += len(keys)
+            self._resume(batch, self._found(keys, timed_out=True))
         return self._run(now)
 
     def postpone_leases(self, seconds: float) -> None:
@@ -180,27 +159,19 @@ class KVStore:
 
     def next_deadline(self) -> float | None:
         """Return the time at which `expire` is due next, or None."""
-        lease, wait = self._leases.next(), self._waits.next()
+        lease, wait = self._leases.next(), self._waiting.next_deadline()
         return min((at for at in (lease, wait) if at is not None), default=None)
 
     # ---- running batches -----------------------------------------------------------------
 
     def _run(self, now: float) -> list[Outcome]:
         """Continue batches until all are done or wait; return the outcomes."""
-        while self._runnable or self._woken:
-            if self._runnable:
-                batch = self._runnable.popleft()
-            else:
-                batch = next(iter(self._woken))
-                del self._woken[batch]
-                if batch.unmet > 0:
-                    continue  # the batch that woke it has since undone the condition
-                self._unpark(batch)
+        while batch := self._runnable.popleft() if self._runnable else self._waiting.take_woken():
             self._carry_on(batch, now)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def _carry_on(self, batch: _RunningBatch, now: float) -> None:
+    def _carry_on(self, batch: RunningBatch, now: float) -> None:
         while len(batch.results) < len(batch.operations):
             result = self._carry_out(batch.operations[len(batch.results)], batch, now)
             if result is None:
@@ -209,7 +180,7 @@ class KVStore:
         self._outcomes.append(Answered(batch.ticket, tuple(batch.results)))
 
     def _carry_out(
-        self, operation: wire.Operation, batch: _RunningBatch, now: float
+        self, operation: wire.Operation, batch: RunningBatch, now: float
     ) -> wire.Result | None:
         """Return the operation's result, or None if the batch now waits for it."""
         budget = batch.budget
@@ -238,7 +209,7 @@ class KVStore:
     # ---- waiting -------------------------------------------------------------------------
 
     def _read(
-        self, operation: wire.Get | wire.Watch, batch: _RunningBatch, now: float
+        self, operation: wire.Get | wire.Watch, batch: RunningBatch, now: float
     ) -> wire.Result | None:
         """Return the entries, or None if the batch now waits: Get for all keys, Watch for one."""
         if isinstance(operation, wire.Get):
@@ -254,41 +225,17 @@ class KVStore:
         for key in thresholds:
             if refused := self._refuse_sealed(key):
                 return refused
-        owner = batch.budget.owner
-        if refused := batch.budget.wait(self._waited, self._waited_by[owner], len(thresholds)):
+        if refused := self._waiting.refuse(batch, len(thresholds)):
             return refused
-        batch.thresholds, batch.unmet = thresholds, unmet
-        self._count_waited(owner, len(thresholds))
-        for key in thresholds:
-            self._index.setdefault(key, {})[batch] = None
-        self._parked[batch.ticket] = batch
         until = now + operation.wait
         if operation.wait >= _LONG_WAIT_S:
             until = math.ceil(until / _TICK_S) * _TICK_S
-        self._waits.set(batch.ticket, until)
+        self._waiting.add(batch, thresholds, unmet, until)
         return None
 
-    def _count_waited(self, owner: Owner, more: int) -> None:
-        self._waited += more
-        self._waited_by[owner] += more
-        if not self._waited_by[owner]:
-            del self._waited_by[owner]
-
-    def _unpark(self, batch: _RunningBatch) -> None:
-        self._count_waited(batch.budget.owner, -len(batch.thresholds))
-        for key in batch.thresholds:
-            waiters = self._index[key]
-            del waiters[batch]
-            if not waiters:
-                del self._index[key]
-        batch.thresholds = {}
-        self._woken.pop(batch, None)
-        del self._parked[batch.ticket]
-        self._waits.discard(batch.ticket)
-
-    def _resume(self, batch: _RunningBatch, result: wire.Result) -> None:
+    def _resume(self, batch: RunningBatch, result: wire.Result) -> None:
         """End the operation that a parked batch waits for with this result."""
-        self._unpark(batch)
+        self._waiting.remove(batch)
         batch.results.append(batch.budget.fit(result))
         self._runnable.append(batch)
 
@@ -373,7 +320,7 @@ class KVStore:
         self._revision += 1
         self._data[key] = wire.Entry(value, self._revision)
         since = 0 if held is None else held.revision
-        if told := self._tell_waiters(key, since, self._revision):
+        if told := self._changed_to(key, since, self._revision):
             budget.spend(TOLD_COST * told)
         return wire.Written(self._revision)
 
@@ -382,7 +329,7 @@ class KVStore:
         self._leases.discard(key)
         if entry is not None:
             self._space.drop(key, len(entry.value))
-            self._tell_waiters(key, entry.revision, 0)
+            self._changed_to(key, entry.revision, 0)
         return entry is not None
 
     def _delete_prefix(self, prefix: str, seal: bool, budget: Budget) -> wire.Result:
@@ -393,9 +340,8 @@ class KVStore:
             self._delete(key)
         budget.spend(len(self._data) + DELETE_COST * len(keys))
         if seal:
-            for key in [key for key in self._index if key.startswith(prefix)]:
-                for batch in list(self._index.get(key, ())):
-                    self._resume(batch, _sealed(key, prefix))
+            for key, batch in self._waiting.below(prefix):
+                self._resume(batch, _sealed(key, prefix))
         return wire.Number(len(keys))
 
     def _seal(self, prefix: str, budget: Budget) -> wire.StoreRefusal | None:
@@ -413,18 +359,12 @@ class KVStore:
             self._sealed.add(prefix)
         return None
 
-    def _tell_waiters(self, key: str, before: int, after: int) -> int:
-        """Update `unmet` of the batches that wait for a key (revision 0: missing); count them."""
+    def _changed_to(self, key: str, before: int, after: int) -> int:
+        """Record a key's new revision (0: missing); return how many batches wait for the key."""
         if self._passing is not None and not key.startswith(self._passing):
             self._changed[key] = None
         self._forget_shared()
-        waiting = self._index.get(key, ())
-        for batch in waiting:
-            threshold = batch.thresholds[key]
-            batch.unmet += (before > threshold) - (after > threshold)
-            if batch.unmet <= 0:
-                self._woken[batch] = None
-        return len(waiting)
+        return self._waiting.tell(key, before, after)
 
     def _refuse_sealed(self, key: str) -> wire.StoreRefusal | None:
         prefix = self._sealed.above(key)

@@ -237,14 +237,14 @@ def test_a_write_costs_only_those_who_wait_for_that_key(bench: Bench) -> None:
     for n in range(200):
         bench.submit(n, Get((f"key{n}",), wait=10))
     looked_at = []
-    index = bench.store._index
+    index = bench.store._waiting._by_key
 
     class Counted(dict):  # type: ignore[type-arg]
         def get(self, key: str, default: object = None) -> object:
             looked_at.append(key)
             return super().get(key, default)
 
-    bench.store._index = Counted(index)
+    bench.store._waiting._by_key = Counted(index)
     bench.do(Set("key7"))
     assert looked_at == ["key7"]
 

@@ -190,7 +190,7 @@ def test_one_client_waits_for_no_more_keys_than_its_share() -> None:
     client.store.cancel(1)
     assert client.do(Get(("a", "b", "c"), wait=10.0)) == []
     client.store.expire(20.0)
-    assert not client.store._waited_by
+    assert not client.store._waiting._keys_of
 
 
 def test_sealed_prefixes_of_many_lengths_are_refused_and_cost_others_nothing() -> None:

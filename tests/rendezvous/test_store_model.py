@@ -221,18 +221,22 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def the_index_holds_exactly_those_who_wait(self) -> None:
         store = self.store
-        assert sorted(store._parked) == sorted(one.ticket for one in self.model.waiting)
-        pairs = {(key, batch.ticket) for key, who in store._index.items() for batch in who}
-        assert pairs == {
-            (key, ticket) for ticket, batch in store._parked.items() for key in batch.thresholds
+        assert sorted(store._waiting._by_ticket) == sorted(one.ticket for one in self.model.waiting)
+        pairs = {
+            (key, batch.ticket) for key, who in store._waiting._by_key.items() for batch in who
         }
-        assert all(store._index.values()), "an empty set of waiters was left behind"
+        assert pairs == {
+            (key, ticket)
+            for ticket, batch in store._waiting._by_ticket.items()
+            for key in batch.thresholds
+        }
+        assert all(store._waiting._by_key.values()), "an empty set of waiters was left behind"
         assert not store._runnable
-        assert not store._woken
+        assert not store._waiting._woken
 
     @invariant()
     def nobody_waits_for_what_is_there(self) -> None:
-        for batch in self.store._parked.values():
+        for batch in self.store._waiting._by_ticket.values():
             current = batch.operations[len(batch.results)]
             assert isinstance(current, Get | Watch)
             met = sum(
