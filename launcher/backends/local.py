@@ -6,71 +6,31 @@ driver dies, even by SIGKILL, the agents see it close. This process is a child s
 that a killed agent leaves behind become its children and are ended here. An agent that an earlier
 driver has started is no child; `launcher.backends.adopted` watches and ends it.
 
-The agent of a single host is executed. With several hosts, agents are forked from a warm parent
-that has imported for all of them, and each has a warm parent of its own from the start. A driver
-that goes on with an earlier one's agents imports soon after it has found them. If hosts may come at
-any time, one more agent is kept ready, a *spare*, which becomes the agent of the next host
-(`launcher.agent.spare`). If agents cannot be forked, they are executed.
-
-One asyncio loop on one thread, started with the first agent, does all of this; only that thread
-uses the backend's state. The kernel ends the warm parent with that thread. Times are seconds.
+One asyncio loop on one thread, started with the first agent, runs them all (`local_agents`). Times
+are seconds.
 """
 
 import asyncio
-import os
 import shlex
-import signal
-import sys
 import threading
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from elastic_driver import contract
-from elastic_driver.console import say
 from elastic_driver.core.documents import decode
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent import processes
-from launcher.agent.folders import sweep_scratch
-from launcher.agent.processes import ProcessSpec, StartError
-from launcher.agent.spare import SPARE_FLAG, send_arguments
-from launcher.agent.warm.command import NotWarmable
-from launcher.agent.warm.plan import plan_for
-from launcher.agent.warm.starter import WorkerStarter
 from launcher.backends.addresses import is_this_machine, meeting_address, own_address
-from launcher.backends.adopted import AdoptedProcess, end_marked, find_agent
-from launcher.backends.base import AgentPlan, agent_arguments, describe_end, unfollowed
+from launcher.backends.base import AgentPlan, agent_arguments
+from launcher.backends.local_agents import AGENT, LocalAgent, LocalAgents
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 
-CALM_S = 2.0  # without a new agent, before a spare is started that would slow the others down
 SPEC_S = 5.0  # for the rendezvous to return the job's specification, which is there already
-STRANGERS_S = 5.0  # between two looks for ended processes that nobody else reaps
-LAST_RESORT_S = 2.0  # for the kernel to end killed processes
-_SPARE = ("", 0)  # no host and no incarnation: the key of the agent that waits for them
-_AGENT = (sys.executable, "-m", "launcher.agent")
-
-
-@dataclass(eq=False)
-class _LocalAgent:
-    """An agent, from the driver's request until its end was reported to the driver."""
-
-    plan: AgentPlan
-    on_lost: OnLost
-    life: "asyncio.Task[None] | None" = None
-    pid: int = 0  # 0: it is not started yet
-    lifeline: int = -1  # the writing end of its stdin
-    adopted: AdoptedProcess | None = None  # None: it is our child
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """The host and the incarnation, as the driver knows them."""
-        return self.plan.host, self.plan.incarnation
 
 
 class LocalBackend(Backend):
@@ -99,21 +59,11 @@ class LocalBackend(Backend):
     ) -> None:
         self._endpoint, self._address = endpoint, address
         self._resumable = ("--resumable",) if resumable else ()
-        self._several, self._grows = several or grows, grows
         self._token_file = token_file.absolute()
         self._env = {contract.JOB_MARK: str(self._token_file)}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        # Only the loop's thread uses the following.
-        self._agents: dict[tuple[str, int], _LocalAgent] = {}
-        self._lives = set[asyncio.Task[None]]()  # also of agents that are no longer wanted
-        self._first: str | None = None  # host that had an agent
-        self._starter = WorkerStarter(_say, self._env)
-        self._launched = False  # whether the starter has had a warm parent
-        self._calm: asyncio.TimerHandle | None = None
-        self._importing: asyncio.Task[None] | None = None
-        self._resumed = False  # there were agents of an earlier driver
-        self._closed = False
+        self._agents = LocalAgents(self._env, self._read_spec, several=several, grows=grows)
 
     def plan(self, host: str, incarnation: int) -> AgentPlan:
         """Return what `start` executes; raises ClusterError for another machine's name."""
@@ -124,7 +74,7 @@ class LocalBackend(Backend):
             )
         token_file = str(self._token_file)
         argv = (
-            *(*_AGENT, *agent_arguments(self._endpoint, host, incarnation)),
+            *(*AGENT, *agent_arguments(self._endpoint, host, incarnation)),
             *("--token-file", token_file, "--address", self._address or meeting_address(host)),
             *("--lifeline", "--orphan-file", token_file),
             *("--orphan-file", str(self._token_file.with_name("endpoint.json"))),
@@ -150,29 +100,20 @@ class LocalBackend(Backend):
     def start(self, host: str, incarnation: int, on_lost: OnLost) -> None:
         """See `Backend.start`."""
         try:
-            agent = _LocalAgent(self.plan(host, incarnation), on_lost)
+            agent = LocalAgent(self.plan(host, incarnation), on_lost)
         except ClusterError as error:
             on_lost(str(error))
             return
-        self._call(partial(self._begin, agent))
+        self._call(partial(self._agents.begin, agent))
 
     def adopt(self, host: str, incarnation: int, pid: int, on_lost: OnLost) -> None:
         """See `AdoptsAgents.adopt`; if its process is not here, its heartbeats say if it lives."""
-        if (agent := self._of_earlier(host, incarnation, pid, on_lost)) is not None:
-            self._call(partial(self._adopt, agent))
-
-    def _of_earlier(
-        self, host: str, incarnation: int, pid: int, on_lost: OnLost
-    ) -> _LocalAgent | None:
-        """Return an agent that an earlier driver has started; None if its process is not here."""
-        found = AdoptedProcess.open(pid, self._env)
-        if found is None:
-            return None
-        return _LocalAgent(AgentPlan(host, incarnation, ()), on_lost, pid=pid, adopted=found)
+        if (agent := self._agents.of_earlier(host, incarnation, pid, on_lost)) is not None:
+            self._call(partial(self._agents.adopt, agent))
 
     def kill(self, host: str, incarnation: int) -> None:
         """See `Backend.kill`; an agent that an earlier driver has started is looked for."""
-        self._call(partial(self._kill, (host, incarnation)))
+        self._call(partial(self._agents.kill, (host, incarnation)))
 
     def _call(self, function: Callable[[], None]) -> None:
         """Call a function on the loop, which the first call starts."""
@@ -182,7 +123,7 @@ class LocalBackend(Backend):
             run = self._loop.run_forever
             self._thread = threading.Thread(target=run, name="local-agents", daemon=True)
             self._thread.start()
-            self._loop.call_soon_threadsafe(self._reap_strangers)
+            self._loop.call_soon_threadsafe(self._agents.reap_strangers)
         self._loop.call_soon_threadsafe(function)
 
     def close(self, grace: float) -> None:
@@ -190,127 +131,12 @@ class LocalBackend(Backend):
         loop, self._loop = self._loop, None
         if loop is None or self._thread is None:
             return
-        self._starter.abort()  # the loop may wait for a warm parent that is stopped
-        asyncio.run_coroutine_threadsafe(self._close(max(grace, 0.0)), loop).result()
+        self._agents.abort()  # the loop may wait for a warm parent that is stopped
+        asyncio.run_coroutine_threadsafe(self._agents.close(max(grace, 0.0)), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         self._thread.join()
         loop.close()
         processes.become_subreaper(False)
-
-    # ---- on the loop ---------------------------------------------------------------------
-
-    def _reap_strangers(self) -> None:
-        """Reap what other parts of this process have left, such as helpers of a discovery."""
-        processes.reap_strangers()
-        asyncio.get_running_loop().call_later(STRANGERS_S, self._reap_strangers)
-
-    def _begin(self, agent: _LocalAgent) -> None:
-        """Make the spare this agent, or start the agent."""
-        self._expect(agent.plan.host)
-        if not self._give_spare(agent):
-            self._add(agent)
-
-    def _expect(self, host: str) -> None:
-        """Prepare for agents of more than one host."""
-        self._first = self._first or host
-        self._several |= host != self._first
-        if not self._grows and not (self._resumed and self._several):
-            return
-        if self._calm is not None:
-            self._calm.cancel()
-        act = self._add_spare if self._grows else self._import
-        self._calm = asyncio.get_running_loop().call_later(CALM_S, act)
-
-    def _adopt(self, agent: _LocalAgent) -> None:
-        if agent.adopted is not None and agent.key not in self._agents:
-            self._resumed = True
-            self._expect(agent.plan.host)
-            self._agents[agent.key] = agent
-            self._begin_life(agent, self._follow(agent, agent.adopted))
-
-    def _begin_life(self, agent: _LocalAgent, life: Coroutine[Any, Any, None]) -> None:
-        agent.life = asyncio.get_running_loop().create_task(life)
-        self._lives.add(agent.life)
-        agent.life.add_done_callback(self._lives.discard)
-
-    async def _follow(self, agent: _LocalAgent, process: AdoptedProcess) -> None:
-        """Wait for an adopted agent's end, clean up after it, and tell the driver."""
-        host = agent.plan.host
-        try:
-            await process.ended()
-            left = {**self._env, contract.HOSTNAME: host}
-            await end_marked(left, self._pids, LAST_RESORT_S)
-            sweep_scratch()
-            self._over(agent, f"the agent on {host} has ended")
-        except Exception as error:
-            process.kill()
-            self._over(agent, unfollowed(host, error))
-        finally:
-            process.close()
-
-    def _pids(self) -> set[int]:
-        """Return the pids of our agents that live."""
-        return {agent.pid for agent in self._agents.values() if agent.pid}
-
-    def _add(self, agent: _LocalAgent) -> None:
-        self._agents[agent.key] = agent
-        self._begin_life(agent, self._live(agent, self._several))
-
-    def _add_spare(self) -> None:
-        if _SPARE not in self._agents:
-            plan = AgentPlan(*_SPARE, (*_AGENT, SPARE_FLAG), self._env)
-            self._add(_LocalAgent(plan, lambda _reason: None))
-
-    def _import(self) -> None:
-        """Import for agents that will be started; an earlier driver's warm parent has ended."""
-        self._importing = asyncio.get_running_loop().create_task(self._warm(1))
-
-    def _give_spare(self, agent: _LocalAgent) -> bool:
-        """Make the spare this agent; return False if there is none."""
-        spare = self._agents.get(_SPARE)
-        if spare is None or not spare.pid:
-            return False
-        try:
-            send_arguments(spare.lifeline, agent.plan.argv[len(_AGENT) :])
-        except OSError:  # it has ended
-            return False
-        del self._agents[_SPARE]
-        spare.plan, spare.on_lost = agent.plan, agent.on_lost
-        self._agents[spare.key] = spare
-        return True
-
-    async def _live(self, agent: _LocalAgent, fork: bool) -> None:
-        """Follow an agent from its start to its end, which the driver hears of once."""
-        try:
-            if fork:
-                await self._warm(agent.plan.incarnation)
-            self._start(agent)
-            reason = await self._end_of(agent)
-        except (StartError, OSError) as error:
-            host = agent.plan.host
-            reason = f"cannot start an agent on {host}: {error}; is the machine out of processes?"
-        except Exception as error:  # of any kind: a job must not wait for an agent without end
-            reason = unfollowed(agent.plan.host, error)
-        if agent.lifeline >= 0:
-            os.close(agent.lifeline)  # which ends an agent that cannot be watched
-        self._over(agent, reason)
-
-    def _over(self, agent: _LocalAgent, reason: str) -> None:
-        del self._agents[agent.key]
-        if not self._closed:
-            agent.on_lost(reason)
-
-    async def _warm(self, incarnation: int) -> None:
-        """Wait until agents can be forked; a warm parent that is lost meanwhile ends the wait."""
-        if not self._launched:
-            self._launched = True
-            try:
-                self._starter.launch(plan_for(self._read_spec(incarnation), os.environ))
-            except NotWarmable:
-                pass
-            except Exception as error:  # any: without a warm parent, agents still start
-                _say(f"agents on this machine import for themselves: {error!r}")
-        await self._starter.ready(for_next=False)
 
     def _read_spec(self, incarnation: int) -> JobSpec:
         token, known_by = read_credentials(self._token_file)
@@ -319,82 +145,6 @@ class LocalBackend(Backend):
         if entry is None:
             raise ClusterError("the rendezvous does not have the job's specification")
         return decode(JobSpec, entry.value)
-
-    def _start(self, agent: _LocalAgent) -> None:
-        """Start the agent in a session of its own, which Ctrl-C in our terminal does not reach."""
-        stdin, agent.lifeline = os.pipe2(os.O_CLOEXEC)
-        plan = agent.plan
-        spec = ProcessSpec(plan.argv, {**os.environ, **plan.env}, str(plan.cwd), 1, 2, stdin)
-        try:
-            agent.pid = self._starter.start(spec)
-        finally:
-            os.close(stdin)
-
-    async def _end_of(self, agent: _LocalAgent) -> str:
-        """Wait for an agent's end and clean up after it; return the reason for the driver."""
-        await processes.wait_for_end(agent.pid)
-        orphans: set[int] = set()
-
-        def look() -> set[int]:
-            """Return the processes that agents left to us: of the agent's session or with our mark.
-
-            Other children of this process (a library's user may have some) have neither, and
-            processes whose agent lives are not our children.
-            """
-            here = set(processes.children())  # before asking for those that are not orphans
-            here -= self._starter.own_pids()
-            for pid in here - {other.pid for other in self._agents.values()}:
-                if processes.stems_from(pid, agent.pid, self._env):
-                    orphans.add(pid)
-            return orphans
-
-        await processes.end_all(look, LAST_RESORT_S)
-        sweep_scratch()
-        return describe_end(agent.plan.host, processes.reap(agent.pid) or 0)
-
-    def _kill(self, key: tuple[str, int]) -> None:
-        agent = self._agents.get(key)
-        if agent is None and key != _SPARE and (pid := find_agent(*key, self._env)):
-            agent = self._of_earlier(*key, pid, lambda _reason: None)
-            if agent is not None:
-                self._adopt(agent)
-        if agent is None or agent.life is None:
-            return
-        if agent.adopted is not None:
-            agent.adopted.kill()
-        elif not agent.pid:
-            agent.life.cancel()
-            host = agent.plan.host
-            self._over(agent, f"the agent on {host} was no longer wanted before it had begun")
-        else:
-            os.kill(agent.pid, signal.SIGKILL)
-
-    async def _close(self, grace: float) -> None:
-        self._closed = True
-        if self._calm is not None:
-            self._calm.cancel()
-        if self._importing is not None:
-            self._importing.cancel()
-        for agent in tuple(self._agents.values()):
-            if not agent.pid or agent.key == _SPARE:
-                self._kill(agent.key)
-        for patience in (grace, LAST_RESORT_S):
-            if lives := [agent.life for agent in self._agents.values() if agent.life is not None]:
-                await asyncio.wait(lives, timeout=patience)
-            for agent in self._agents.values():
-                if agent.adopted is not None:
-                    agent.adopted.kill()
-            processes.kill_trees(a.pid for a in self._agents.values() if a.adopted is None)
-        if self._lives:  # that were cancelled, and what they do at last
-            await asyncio.wait(self._lives, timeout=LAST_RESORT_S)
-        self._starter.close()
-        if self._resumed:  # an agent that has not reported to us may have left something
-            await end_marked(self._env, set, LAST_RESORT_S)
-            sweep_scratch()
-
-
-def _say(sentence: str) -> None:
-    say(f"elasticrun: {sentence}")
 
 
 def make_backend(job: BackendJob) -> LocalBackend:

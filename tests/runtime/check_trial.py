@@ -24,12 +24,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 from elastic_driver.policies.nodecheck.check import Verdict
 from elastic_driver.policies.nodecheck.messages import TaskSettings
 from elastic_driver.runtime.checks import CheckSettings
 from launcher.agent.warm.starter import WorkerStarter
-from launcher.backends.local import LocalBackend, _LocalAgent
+from launcher.backends.local import LocalBackend
+from launcher.backends.local_agents import LocalAgent, LocalAgents
 from tests.runtime.checks import check_without_a_job
 from tests.support.cluster import Cluster
 from tests.support.job import ROOT
@@ -46,21 +48,22 @@ def with_a_quota(hosts: Sequence[str], *, model: bool) -> Trial:
 
     def trial(victim: str | None, share: float) -> Named:
         with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+            start = LocalAgents._start
 
-            class Slowing(LocalBackend):
-                def _start(self, agent: _LocalAgent) -> None:
-                    starter = self._starter
-                    if agent.plan.host == victim:  # executed, so that all it runs is in the group
-                        self._starter = WorkerStarter(print)
-                    super()._start(agent)
-                    if agent.plan.host == victim:
-                        stack.enter_context(slowed(agent.pid, share))
-                    self._starter = starter
+            def start_slowed(agents: LocalAgents, agent: LocalAgent) -> None:
+                starter = agents._starter
+                if agent.plan.host == victim:  # executed, so that all it runs is in the group
+                    agents._starter = WorkerStarter(print)
+                start(agents, agent)
+                if agent.plan.host == victim:
+                    stack.enter_context(slowed(agent.pid, share))
+                agents._starter = starter
 
+            stack.enter_context(mock.patch.object(LocalAgents, "_start", start_slowed))
             report = check_without_a_job(
                 tuple((host, 1) for host in hosts),
                 settings=CheckSettings(task=TaskSettings(model=model)),
-                make_backend=Slowing,
+                make_backend=LocalBackend,
                 folder=Path(folder),
             )
         return {n.node: (n.verdict.value, n.compute, n.network) for n in report.nodes}

@@ -16,7 +16,7 @@ import pytest
 from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerStarted
 from launcher.agent.processes import children
-from launcher.backends import local
+from launcher.backends import local_agents
 from launcher.backends.local import LocalBackend
 from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually, lives
 from tests.launcher.backends.machine import command
@@ -154,7 +154,7 @@ def test_close_ends_an_agent_that_never_reported_to_this_driver(driver: Orphans)
 def test_with_agents_of_several_hosts_it_imports_before_one_of_them_is_lost(
     driver: Orphans, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "CALM_S", 0.1)
+    monkeypatch.setattr(local_agents, "CALM_S", 0.1)
     driver.python(WAIT, preload=("json",))
     for host in ("localhost", OTHER):
         backend.adopt(host, 1, driver.leave_agent(host), lambda _reason: None)

@@ -19,6 +19,7 @@ from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from elastic_driver.errors import ClusterError
 from launcher.agent import processes
 from launcher.backends.local import LocalBackend
+from launcher.backends.local_agents import LocalAgents
 from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually, lives
 
 
@@ -92,7 +93,7 @@ def test_the_end_waits_for_a_start_that_was_given_up(
             await asyncio.sleep(0.05)
             ended.set()
 
-    monkeypatch.setattr(LocalBackend, "_warm", warm)
+    monkeypatch.setattr(LocalAgents, "_warm", warm)
     backend = LocalBackend("http://127.0.0.1:1", tmp_path / "token", several=True)
     backend.start("localhost", 1, lambda _reason: None)
     assert began.wait(10.0)
@@ -106,7 +107,7 @@ def test_an_agent_that_a_bug_lets_nobody_follow_is_ended_and_told(
     async def broken(*_: object) -> str:
         raise ValueError("a file that nobody expected")
 
-    monkeypatch.setattr(LocalBackend, "_end_of", broken)
+    monkeypatch.setattr(LocalAgents, "_end_of", broken)
     driver.python(WAIT)
     reasons: list[str] = []
     before = set(processes.children())

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from launcher.agent.warm import starter
-from launcher.backends import local
+from launcher.backends import local_agents
 from tests.launcher.agent.harness import lives
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine
 
@@ -77,7 +77,7 @@ def test_a_bug_of_ours_costs_nobody_an_agent(
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(local, "plan_for", broken)
+    monkeypatch.setattr(local_agents, "plan_for", broken)
     machine.publish_job()
     machine.up(*HOSTS)
     said = capfd.readouterr().err

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from elastic_driver.core.events import WorkerStarted
-from launcher.backends import local
+from launcher.backends import local_agents
 from tests.launcher.agent.harness import eventually, lives
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine, kinds_of_files, signals
 
@@ -16,7 +16,7 @@ from tests.launcher.backends.machine import HOSTS, LOOK, Machine, kinds_of_files
 def test_where_hosts_may_come_the_next_is_the_spare_and_another_is_forked(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "CALM_S", 0.1)
+    monkeypatch.setattr(local_agents, "CALM_S", 0.1)
     machine.expect_more()
     machine.publish_job(LOOK)
     machine.up(HOSTS[0])
