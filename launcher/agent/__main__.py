@@ -1,41 +1,16 @@
 """`python -m launcher.agent`: the agent's process. Backends start it; people do not."""
 
-import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
 
-from elastic_driver.errors import ExitCode
-from launcher.agent.agent import Agent, AgentConfig
+from launcher.agent.agent import Agent
+from launcher.agent.command_line import parse
 from launcher.agent.processes import forbid_core_dumps
 from launcher.agent.spare import SPARE_FLAG, receive_arguments
 from launcher.agent.warm.starter import inherit
 from rendezvous.auth import read_credentials
 from rendezvous.errors import TokenError
-
-
-class _AgentParser(argparse.ArgumentParser):
-    """Leaves with the project's exit status for a wrong command."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(int(ExitCode.USAGE), f"{self.prog}: {message}\n")
-
-
-def parse(argv: Sequence[str]) -> AgentConfig:
-    """Read the agent's command line (see `AgentConfig`); exit with 64 where it is wrong."""
-    parser = _AgentParser(prog="python -m launcher.agent", description=__doc__)
-    for name in ("--endpoint", "--host", "--token-file"):
-        parser.add_argument(name, required=True)
-    parser.add_argument("--incarnation", required=True, type=int)
-    parser.add_argument("--address")
-    parser.add_argument("--lifeline", action="store_true")
-    parser.add_argument("--kept", action="store_true")
-    parser.add_argument("--orphan-file", action="append", default=[], dest="orphan_files")
-    parser.add_argument("--resumable", action="store_true")
-    parser.add_argument("--driver-file")
-    return AgentConfig(**vars(parser.parse_args(argv)))
 
 
 def main() -> int:

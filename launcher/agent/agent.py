@@ -1,48 +1,40 @@
-"""The agent of one host: carries out orders, and ends when it should.
+"""The agent of one host: joins the job, carries out orders, and ends when it should.
 
-It is one asyncio loop; requests to the driver block threads beside it. It ends when the driver
-orders it, when a signal asks for it, or when it has no driver any more (no next one came in time,
-this host is cut off, the token is unknown, the keys are sealed). Before it ends, it stops its
-workers and then the processes that they left behind.
+It is one asyncio loop; requests to the driver block threads beside it. `lifetime` knows the reasons
+to end. Before it ends, it stops its workers and then the processes that they left behind.
 
 When a driver dies, the agent waits for the next one for `driver_timeout` (`driver_link`). If none
-comes, the workers get a notice, so that they leave at a step boundary and write a checkpoint.
-
-Batch systems and clouds send SIGTERM before they take a machine away, Slurm also what `--signal`
-names. The agent reports the first of these signals to the driver, which has the workers leave at a
-step boundary and then orders the agent to end. Shortly before the time is over, the agent stops the
-workers that are still here. Times are seconds.
+comes, the workers get a notice, so that they leave at a step boundary and write a checkpoint. Times
+are seconds.
 """
 
 import asyncio
 import contextlib
 import os
 import signal
-import traceback
-from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.announcement import verified
 from elastic_driver.core import documents
-from elastic_driver.core.events import AgentReady, AgentReturned, HostLeaving
+from elastic_driver.core.events import AgentReady, AgentReturned
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime.library_logs import logs_shown
-from launcher.agent.driver_link import DriverLink, NoDriverError, term_in
+from launcher.agent.command_line import AgentConfig
+from launcher.agent.driver_link import DriverLink, term_in
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import remove_orphans, scratch_folder
-from launcher.agent.liveness import CutOffError, Heartbeats, Promise
+from launcher.agent.lifetime import Lifetime
+from launcher.agent.liveness import Heartbeats, Promise
 from launcher.agent.memory import usable_memory
 from launcher.agent.ports import free_ports
 from launcher.agent.posted_output import Consoles
 from launcher.agent.probe_port import ProbePort
-from launcher.agent.processes import NOTICES, become_subreaper
+from launcher.agent.processes import become_subreaper
 from launcher.agent.recorded_output import RecordedOutput
 from launcher.agent.usage import UsageThread, usable_cpus
 from launcher.agent.warm.command import NotWarmable
@@ -56,25 +48,8 @@ from rendezvous.errors import RendezvousError
 from rendezvous.wire import UNREADABLE, Entries, Get, expect
 
 FIRST_CONTACT_S = 30.0  # the driver published the specification before it started us
-ORPHAN_GRACE_S = 5.0  # for workers whose driver is gone, or whose agent got a signal
 STORE_PORTS = 16  # free ports to offer for torch's stores
 LAST_WORDS_S = 3.0  # for the last events and lines to get out
-ANNOUNCING = (signal.SIGTERM, *NOTICES)
-
-
-class AgentConfig(Struct, frozen=True, kw_only=True):
-    """The agent's command line."""
-
-    endpoint: str  # http://host:port of the driver
-    host: str  # this host's name, as discovery has it
-    incarnation: int  # counts the agents of this host
-    token_file: str  # path of this host's token, or of the driver's
-    address: str | None = None  # at which other hosts reach this one; None: that towards the driver
-    lifeline: bool = False  # our stdin is a pipe that closes when the driver dies
-    kept: bool = False  # the pipe is that of a process on this host, without which we end
-    orphan_files: list[str] = []  # files of the driver, to be removed if it dies
-    resumable: bool = False  # then they are, but only after the wait for the next driver
-    driver_file: str | None = None  # for the address of a driver that takes over; our parent's
 
 
 class Agent:
@@ -88,16 +63,8 @@ class Agent:
         self._client = RendezvousClient(config.endpoint, token, fingerprint=known_by)
         marks = {contract.JOB_MARK: os.environ.get(contract.JOB_MARK, config.token_file)}
         self._starter = WorkerStarter(self._say, marks, inherited)
-        self._link: DriverLink | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._ended = asyncio.Event()  # set with a reason, an exit status, and the driver's state
-        self._reason, self._exit_code, self._driver_gone = "", 0, False
-        self._waited_in_vain = False  # for the next driver
-        self._signals = 0
-        self._notice = 0.0  # seconds to leave in good order; 0: a signal ends this agent at once
-        self._leave_timer: asyncio.TimerHandle | None = None  # runs after `_announce`
-        self._workers: Workers | None = None
         self._probe_port = ProbePort(self._on_announced)
+        self._life = Lifetime(config, self._say, self._probe_port.close)
         self._run_id, self._announced = "", 0  # the highest term that was announced
         self._heartbeats: Heartbeats | None = None
         self._usage: UsageThread | None = None
@@ -108,11 +75,11 @@ class Agent:
         """Take part in the job until the agent has a reason to end; return the exit status."""
         become_subreaper()
         self._loop = asyncio.get_running_loop()
-        self._listen()
+        self._life.listen()
         self._consoles = consoles = Consoles(self._say)
         try:
             with logs_shown(self._show_log), scratch_folder() as scratch:
-                self._spawn(self._join(consoles, scratch))
+                self._life.spawn(self._join(consoles, scratch))
                 return await self._until_end(consoles)
         finally:
             self._probe_port.close()
@@ -124,144 +91,32 @@ class Agent:
 
     async def _until_end(self, consoles: Consoles) -> int:
         """Wait for a reason to end, and for the end of the workers; return the exit status."""
-        await self._ended.wait()
-        if self._leave_timer is not None:
-            self._leave_timer.cancel()
-        if self._workers is not None:
-            await self._workers.all_ended()
-        if not self._driver_gone and self._link is not None:
+        life = self._life
+        await life.until_over()
+        if life.workers is not None:
+            await life.workers.all_ended()
+        if not life.driver_gone and life.link is not None:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._link.delivered(), LAST_WORDS_S)
+                await asyncio.wait_for(life.link.delivered(), LAST_WORDS_S)
             await consoles.drain(LAST_WORDS_S)
             if self._recorded is not None:
                 await self._recorded.drain(LAST_WORDS_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.wait(self._tasks)
-        if self._workers is not None:
-            await self._workers.end_strays()
-        if self._exit_code != ExitCode.OK:
-            self._say(f"{self._reason}; stopped our workers and ended")
+        await life.end_tasks()
+        if life.workers is not None:
+            await life.workers.end_strays()
+        if life.exit_code != ExitCode.OK:
+            self._say(f"{life.reason}; stopped our workers and ended")
         # An agent that has not joined the job yet cannot wait for the next driver; others do.
-        if self._driver_gone and (self._waited_in_vain or not self._config.resumable):
+        if life.driver_gone and (life.waited_in_vain or not self._config.resumable):
             remove_orphans(self._config.orphan_files, self._is_of_our_driver)
-        return self._exit_code
-
-    # ---- reasons to end ------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(self._on_bug)
-        for number in (signal.SIGINT, signal.SIGHUP, *ANNOUNCING):
-            loop.add_signal_handler(number, self._on_signal, number)
-        if self._config.lifeline:
-            loop.add_reader(0, self._on_lifeline)
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        """Leave in good order if the signal announces the end of the host; otherwise end.
-
-        A second signal to end kills the workers at once.
-        """
-        if self._notice and not self._ended.is_set() and number in ANNOUNCING:
-            if self._leave_timer is None:
-                self._announce(number)
-                return
-            if number != signal.SIGTERM:  # a SIGTERM after the announcement ends us
-                return
-        self._signals += 1
-        grace = ORPHAN_GRACE_S if self._signals == 1 else 0.0
-        self._end(f"got {number.name}", 128 + number, grace)
-
-    def _announce(self, number: signal.Signals) -> None:
-        """Report that this host goes away, and end in time even if the driver does nothing.
-
-        If there is no driver, the workers leave by themselves.
-        """
-        notice, patience = self._notice, documents.time_to_leave(self._notice)
-        reason = f"its agent got {number.name}"
-        if self._link is not None:
-            agent = self._config.host, self._config.incarnation
-            self._link.report(HostLeaving(*agent, notice, reason))
-        self._say(f"got {number.name}: leaving this host within {notice:g} s")
-        if self._link is not None and self._link.absent:
-            self._end(f"got {number.name} without a driver", 128 + number, 0.0, notice=notice)
-            return
-        late = f"got {number.name}, and workers were still here {patience:g} s later"
-        loop = asyncio.get_running_loop()
-        self._leave_timer = loop.call_later(
-            patience, self._end, late, 128 + number, notice - patience
-        )
-
-    def _on_lifeline(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            if not os.read(0, 4096):
-                asyncio.get_running_loop().remove_reader(0)
-                link, why = self._link, "its pipe to us has closed"
-                if self._config.kept or link is None or not link.waits:
-                    self._lose_driver(why)
-                elif not self._ended.is_set():
-                    link.driver_died(why)
-
-    def _on_bug(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if isinstance(error, BaseException):
-            self._say_trace(error)
-        self._end(f"a bug of ours: {context.get('message')}", ExitCode.BUG, 0.0)
-
-    def _lose_driver(self, why: str, grace: float = ORPHAN_GRACE_S, notice: float = 0.0) -> None:
-        reason = f"the driver is gone: {why}"
-        self._end(reason, ExitCode.UNAVAILABLE, grace, driver_gone=True, notice=notice)
-
-    def _end(
-        self,
-        reason: str,
-        exit_code: int,
-        grace: float,
-        *,
-        driver_gone: bool = False,
-        notice: float = 0.0,
-    ) -> None:
-        """Begin to end: workers leave within `notice` seconds, or are killed in `grace` seconds.
-
-        If it is called again, the shorter time counts, and the first reason unless the driver is
-        gone.
-        """
-        if driver_gone or not self._ended.is_set():
-            self._reason, self._exit_code, self._driver_gone = reason, int(exit_code), driver_gone
-        self._ended.set()
-        if driver_gone:  # also for a driver that comes now
-            self._probe_port.close()
-            for task in self._tasks:
-                task.cancel()
-        if self._workers is not None and notice:
-            self._workers.leave(notice)
-        elif self._workers is not None:
-            self._workers.stop_all(grace)
+        return life.exit_code
 
     def _is_of_our_driver(self, content: str) -> bool:
         """Return whether a file is of our driver, and not of another that is here meanwhile."""
         derived = own_token(content.partition("\n")[0], self._config.host)
         return derived == self._token or self._config.endpoint in content
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.create_task(self._guarded(work)))
-
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a part of the agent; its failure is the agent's end."""
-        try:
-            await work
-        except CutOffError as error:  # the others train on without our workers
-            self._lose_driver(str(error), grace=0.0)
-        except NoDriverError as error:
-            self._waited_in_vain = True
-            self._lose_driver(str(error), notice=self._notice)
-        except RendezvousError as error:
-            self._lose_driver(str(error))
-        except Exception as error:
-            self._say_trace(error)
-            self._end(f"a bug of ours: {error!r}", ExitCode.BUG, 0.0)
-
-    # ---- its life ------------------------------------------------------------------------
+    # ---- joining -------------------------------------------------------------------------
 
     async def _join(self, consoles: Consoles, scratch: str | None) -> None:
         """Read the job's specification, then take part in the job."""
@@ -269,7 +124,7 @@ class Agent:
         try:
             spec, term = await asyncio.to_thread(self._read_spec)
         except (RendezvousError, *UNREADABLE) as error:
-            self._end(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
+            self._life.end(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
             return
         self._client.timeout = min(self._client.timeout, spec.heartbeat_timeout / 3)
         address, interface = self._meeting_point(spec)
@@ -289,13 +144,13 @@ class Agent:
             cpus=usable_cpus(),
             memory=usable_memory(),
         )
-        self._run_id, self._notice = spec.run_id, spec.grace_period
-        link = self._link = self._link_to_driver(spec, term, consoles)
+        self._run_id, self._life.notice = spec.run_id, spec.grace_period
+        link = self._life.link = self._link_to_driver(spec, term, consoles)
         recorded = None
         if spec.keep_output and config.incarnation < contract.FIRST_OF_CHECKS:
             recorded = self._recorded = RecordedOutput(*agent, link.post)
-            self._spawn(recorded.run())
-        workers = self._workers = Workers(
+            self._life.spawn(recorded.run())
+        workers = self._life.workers = Workers(
             spec,
             self._meeting,
             Credentials(self._token, self._known_by),
@@ -308,8 +163,8 @@ class Agent:
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, workers.strays)
         self._warm_up(spec)
         link.report(self._ready)
-        self._spawn(link.obey(partial(self._carry_out, workers)))
-        self._spawn(link.deliver())
+        self._life.spawn(link.obey(partial(self._carry_out, workers)))
+        self._life.spawn(link.deliver())
         self._send_heartbeats(spec, workers)
 
     def _read_spec(self) -> tuple[JobSpec, int]:
@@ -335,8 +190,8 @@ class Agent:
         if link.waits:
             agent = self._config.host, self._config.incarnation
             posted = consoles.outlive(agent, link.post, lambda: not link.absent)
-            self._spawn(posted.run())
-            self._spawn(link.watch())
+            self._life.spawn(posted.run())
+            self._life.spawn(link.watch())
         return link
 
     def _warm_up(self, spec: JobSpec) -> None:
@@ -360,7 +215,7 @@ class Agent:
         self._usage = UsageThread(workers.pids)
         self._heartbeats.usage = self._usage.take
         self._usage.start()
-        self._spawn(self._heartbeats.run())
+        self._life.spawn(self._heartbeats.run())
 
     def _meeting_point(self, spec: JobSpec) -> tuple[str, str | None]:
         """Return the address and the interface where workers of other hosts reach ours."""
@@ -376,7 +231,7 @@ class Agent:
     def _carry_out(self, workers: Workers, order: documents.Order) -> None:
         match order:
             case documents.StartWorkerOrder():
-                if not self._ended.is_set():
+                if not self._life.is_over:
                     workers.start(order)
             case documents.StopWorkerOrder(worker=worker, grace=grace):
                 workers.stop(worker, grace)
@@ -387,16 +242,16 @@ class Agent:
             case documents.StacksOrder(number=number):
                 workers.look(number)
             case _:
-                self._end(order.reason, ExitCode.OK, order.grace)
+                self._life.end(order.reason, ExitCode.OK, order.grace)
 
     def _story(self, term: int) -> AgentReturned:
         """Return what the driver of this term has to know."""
-        workers = self._workers.story() if self._workers is not None else ()
+        workers = self._life.workers.story() if self._life.workers is not None else ()
         return AgentReturned(**msgspec.structs.asdict(self._ready), term=term, workers=workers)
 
     def _on_announced(self, line: bytes) -> None:
         """Follow a driver that has taken over at another address."""
-        link, driver = self._link, verified(line, self._run_id, self._token)
+        link, driver = self._life.link, verified(line, self._run_id, self._token)
         if link is None or driver is None or driver.term <= max(link.term, self._announced):
             return
         self._announced = driver.term
@@ -411,12 +266,8 @@ class Agent:
                     draft = file.with_suffix(".new")
                     draft.write_text(driver.url, encoding="ascii")
                     draft.replace(file)
-        if self._workers is not None:
-            self._workers.driver_moved(driver.url)
-
-    def _say_trace(self, error: BaseException) -> None:
-        for line in "".join(traceback.format_exception(error)).splitlines():
-            self._say(line)
+        if self._life.workers is not None:
+            self._life.workers.driver_moved(driver.url)
 
     def _show_log(self, line: str, _by_library: bool) -> None:
         """Show a line of a log; any thread may call it."""
