@@ -293,7 +293,7 @@ class ElasticDriver:
         loop = self._loop
         if loop is None or loop.job is None:
             return None
-        ledger, change = loop.executor.ledger.ledger, self.reporter.last_change
+        ledger, change = loop.executor.record.ledger.ledger, self.reporter.last_change
         return JobNow(ledger.workers, ledger.aim, loop.measurements.job, change)
 
     # ---- the driver's thread -------------------------------------------------------------
@@ -387,8 +387,8 @@ class ElasticDriver:
             "slow": loop.stragglers.status(),
             "events": resources.log.counts(),
             "node_check": checks,
-            "goodput": loop.executor.ledger.document(time.time()),
+            "goodput": loop.executor.record.ledger.document(time.time()),
         }
         document["counters"]["false_alarms"] = loop.stragglers.false_alarms
-        document["counters"]["slot_seconds"] = loop.executor.ledger.counters(time.time())
+        document["counters"]["slot_seconds"] = loop.executor.record.ledger.counters(time.time())
         return msgspec.json.encode(document)

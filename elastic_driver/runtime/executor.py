@@ -1,4 +1,4 @@
-"""Carries out the machines' decisions with the store, the backend, the log and the terminal.
+"""Carries out the machines' decisions with the store, the backend and the record of the job.
 
 Called by the driver's thread only, one decision after the other, in order. It counts each agent's
 orders, and removes the keys of agents and workers from the store when they end. It decides nothing.
@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-import msgspec
-from msgspec.structs import replace
-
 from elastic_driver import contract
 from elastic_driver.core import decisions as do
 from elastic_driver.core import documents as doc
@@ -24,7 +21,6 @@ from elastic_driver.core.driver_events import (
     ProgressReading,
     ProgressReported,
 )
-from elastic_driver.core.job_events import EventBatch
 from elastic_driver.core.progress import decode_progress
 from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.errors import assert_never
@@ -41,17 +37,10 @@ from elastic_driver.policies.shard_messages import StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
 from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost, UnreachableReason
 from elastic_driver.runtime.checks import NodeChecks
-from elastic_driver.runtime.clock import RunClock
-from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.host_probes import HostProbes
-from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.journal.replay import Step
+from elastic_driver.runtime.job_record import JobRecord
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.mailbox import MachineEvent
-from elastic_driver.runtime.reporter import Reporter
-from elastic_driver.runtime.results import JobResult, WorkerResults
-from elastic_driver.runtime.run_ledger import RunLedger
 from elastic_driver.runtime.suspects import Suspects
 from rendezvous import wire
 from rendezvous.errors import RendezvousError
@@ -67,7 +56,6 @@ FRESH_S = 0.1  # for the workers to report their progress when a boundary is to 
 # A notice with this step ends no round; it only makes every worker report its progress.
 UNREACHABLE_STEP = 2**53
 SEALED_ROUNDS = 64  # the newest rounds before the present one: no worker is in an older one
-_FIELDS = ("round", "host", "slot", "rank", "pid", "worker", "reason")  # of every log line
 
 
 @dataclass(kw_only=True)
@@ -76,23 +64,14 @@ class Executor:
 
     server: RendezvousServer
     starter: Backend
-    log: EventLog
-    reporter: Reporter
+    record: JobRecord
     checks: NodeChecks | None
     suspects: Suspects
     post: Callable[[MachineEvent], None]  # puts an event into the mailbox, from any thread
     orders: dict[AgentKey, int] = field(default_factory=dict)  # given to agents that live
-    clock: RunClock = field(default_factory=RunClock)
-    ledger: RunLedger = field(default_factory=RunLedger)
     look_seconds: float = 0.0  # the machine's time for the last `KeysRead`
     _agent_of: dict[str, AgentKey] = field(default_factory=dict)  # of workers that live
     _awaited: set[AgentKey] = field(default_factory=set)  # of an earlier driver, not here yet
-    _world: doc.World | None = None  # the newest
-    _exited: ev.WorkerExited | None = None  # the newest end of a worker of the job
-    _last_event: do.Announce | None = None  # logged after all processes have ended
-    tails: HeldTails = field(default_factory=HeldTails)
-    times: JobTimes = field(default_factory=JobTimes)
-    _results: WorkerResults = field(default_factory=WorkerResults)
     _host_probes: HostProbes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,7 +121,7 @@ class Executor:
             case do.AskStacks(number=number):
                 self._set(contract.JOB_STACKS, str(number).encode())
             case do.Announce():
-                self._announce(decision)
+                self.record.announce(decision)
             case do.EndJob() | do.CheckHosts() | CheckEnded():
                 raise AssertionError(f"{decision} is the loop's to carry out")
             case _:
@@ -218,12 +197,10 @@ class Executor:
         self.server.post([wire.Set(key, b"", lease=decision.seconds) for key in keys])
 
     def _publish_world(self, world: doc.World) -> None:
-        self._world = world
-        self._results.world_published(world)
         self.post(RoundPublished(world))
         self.server.rounds.publish(world.round, (member.worker for member in world.members))
         self._set(contract.JOB_WORLD, doc.encode_world(world))
-        self._show(self.tails.world_published(world.round))
+        self.record.world_published(world)
 
     # ---- reading -------------------------------------------------------------------------
 
@@ -279,17 +256,11 @@ class Executor:
         if results is not None:
             self.post(ProgressReported(question.number, tuple(readings)))
 
-    def progressed(self, step: int, round_step: int) -> None:
-        """Note the newest committed steps, of the job and of its present round."""
-        caught_up = self.ledger.progressed(step, round_step)
-        if caught_up is not None:
-            number = None if self._world is None else self._world.round
-            self._log_and_show(replace(caught_up, round=number))
-
     # ---- events --------------------------------------------------------------------------
 
     def note(self, event: MachineEvent) -> None:
         """Forget agents and workers that have ended; called before the event's machine decides."""
+        self.record.note(event)
         match event:
             case AgentLost(host=host, incarnation=incarnation):
                 self._agent_lost(host, incarnation)
@@ -299,12 +270,6 @@ class Executor:
                 self._delete(contract.worker_prefix(worker))
                 if isinstance(event, ev.WorkerExited):
                     self._agent_of.pop(worker, None)
-                    self._exited = event
-            case ev.WorkerReady() if event.machine == "job":
-                self.tails.elastic = True
-            case ev.WorkerStepped(round=round_id):  # the job goes on after what went wrong before
-                self._show(self.tails.step_finished(round_id))
-                self.times.stepped(round_id, self.clock())
 
     def _agent_lost(self, host: str, incarnation: int) -> None:
         agent = (host, incarnation)
@@ -329,10 +294,6 @@ class Executor:
 
     # ---- the run of an earlier driver ----------------------------------------------------
 
-    def memory(self) -> bytes:
-        """Return what is remembered for the job's end and of its past, for a snapshot."""
-        return msgspec.msgpack.encode((self._results.encode(), self.ledger.encode()))
-
     def resume(self, run: ResumedRun) -> None:
         """Know again what the driver before this one knew; nothing is shown or logged again."""
         job = run.job
@@ -341,83 +302,11 @@ class Executor:
         for worker in job.workers.having(*OCCUPYING):
             if (agent := job.fleet.agents.get(worker.host)) is not None:
                 self._agent_of[worker.id] = worker.host, agent.incarnation
-        self.tails.elastic, self.tails.stepped = job.outcome.elastic, job.outcome.has_progress
-        results, ledger = msgspec.msgpack.decode(run.memory, type=tuple[bytes, bytes])
-        self._results.decode(results)
-        self.ledger.resume(ledger, run)
-        for step in run.since:
-            self._remember(step, run.unix_offset)
+        self.record.resume(run)
         over = range(max(1, job.rounds.current.number - SEALED_ROUNDS), job.rounds.current.number)
         lost = (contract.agent_prefix(*agent) for agent in job.fleet.given_up.items())
         self._seal_rounds(*over)
         self._delete(*lost, seal=True)
-
-    def _remember(self, step: Step, unix_offset: float) -> None:
-        """Remember what followed from an event of the driver before this one."""
-        events = step.event.events if isinstance(step.event, EventBatch) else (step.event,)
-        for event in events:
-            self._exited = event if isinstance(event, ev.WorkerExited) else self._exited
-        for decision in step.decisions:
-            if isinstance(decision, do.PublishWorld):
-                self._world = decision.world
-                self._results.world_published(decision.world)
-            elif isinstance(decision, do.Announce):
-                self._results.note(decision, self._exited, step.at + unix_offset)
-                if decision.event in ("job_succeeded", "job_failed"):
-                    self._last_event = decision
-
-    # ---- log and terminal ----------------------------------------------------------------
-
-    def job_ended(self, end: do.EndJob) -> JobResult:
-        """Log and show the job's end, as the last events and lines; return its result."""
-        if end.exit_code == 0:
-            self._show(self.tails.job_succeeded())
-        name = "job_succeeded" if end.exit_code == 0 else "job_failed"
-        result = self._results.of_job(end, time.time())
-        for worker in result.workers:
-            self.log.append("worker_result", **msgspec.structs.asdict(worker))
-        detail = {"exit_code": end.exit_code, "first_failure": result.failure}
-        detail["step"] = self.ledger.step
-        last = self._last_event or do.Announce(name, end.reason)
-        self._log_and_show(replace(last, detail=detail))
-        self.reporter.summed_up(self.ledger.story)
-        shown = end.failure is not None and self.tails.was_shown(end.failure)
-        self.reporter.job_ended(end.reason, end.failure, end.exit_code, shown=shown)
-        return result
-
-    def _announce(self, event: do.Announce) -> None:
-        world, exited = self._world, self._exited
-        self._results.note(event, exited, time.time())
-        self.times.announced(event, world, self.clock())
-        match event.event:
-            case "job_succeeded" | "job_failed":
-                self._last_event = event
-                return
-            case "round_closed":
-                event = replace(event, detail={**event.detail, "step": self.ledger.step})
-            case "round_completed" if world is not None:
-                event = replace(event, reason=world.reason)
-            case "worker_exited" if exited is not None and not event.detail["expected"]:
-                # The traceback of a stopped worker explains no failure.
-                self.tails.add(exited, 1 if world is None else world.round, self.clock())
-        self._log_and_show(event)
-
-    def _log_and_show(self, event: do.Announce) -> None:
-        facts = {name: getattr(event, name) for name in _FIELDS}
-        logged = self.log.append(event.event, **facts, **event.detail)
-        self.ledger.logged(logged.line)
-        self.reporter.announced(event, logged.line)
-
-    def show_overdue(self, now: float) -> None:
-        """Show the tracebacks that have waited long enough; the job may fail later all the same."""
-        tracebacks, repeats = self.tails.overdue(now)
-        self._show(tracebacks)
-        if repeats:
-            self.reporter.workers_failed_again(repeats)
-
-    def _show(self, tracebacks: list[tuple[str, str]]) -> None:
-        for worker, text in tracebacks:
-            self.reporter.worker_raised(worker, text)
 
 
 def _entries_in(results: Results | None) -> dict[str, wire.Entry]:

@@ -101,7 +101,7 @@ class DriverLoop:
 
     def turn(self, until: float | None = None) -> None:
         """Handle the next message, if one comes before a deadline, and the deadlines passed."""
-        shows = self.executor.tails.deadline if self.end is None else None
+        shows = self.executor.record.tails.deadline if self.end is None else None
         answers = None if self.journal is None else self.journal.deadline
         known = (*self._deadlines.values(), until, shows, answers, self.measurements.due)
         deadlines = [due for due in known if due is not None]
@@ -125,7 +125,7 @@ class DriverLoop:
         if self.brain is not None and self.job is not None:
             self.brain.look(self.job, self.stragglers, now)
         if self.end is None:
-            self.executor.show_overdue(now)
+            self.executor.record.show_overdue(now)
 
     def _measure(self, now: float) -> None:
         """Take in the newest progress of the workers, and ask for the usage of the hosts."""
@@ -226,8 +226,8 @@ class DriverLoop:
         decisions = machine.handle(event, now)
         if isinstance(event, KeysRead):
             self.executor.look_seconds = self.clock() - now
-            self.executor.times.progressed(self.stragglers.step, self.stragglers.step_time)
-            self.executor.progressed(self.stragglers.step, self.stragglers.round_step)
+            self.executor.record.times.progressed(self.stragglers.step, self.stragglers.step_time)
+            self.executor.record.progressed(self.stragglers.step, self.stragglers.round_step)
         self._deadlines[name] = machine.deadline()
         if self.debug and (violated := machine.check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")
@@ -295,7 +295,7 @@ class DriverLoop:
                 states: dict[str, bytes] = {
                     n: m.snapshot() for n, m in self._machines.items() if n in JOURNALLED
                 }
-            states[MEMORY] = self.executor.memory()
+            states[MEMORY] = self.executor.record.memory()
             self._journal.snapshot(self._events, self.clock(), states)
 
     def _carry_out(self, decisions: list[Any]) -> None:
@@ -331,7 +331,7 @@ class DriverLoop:
         self._machines |= machines
         self.job, self.tf, self._events = run.job, machines["tf"], run.n
         self.executor.resume(run)
-        self.stragglers.step = self.executor.ledger.step
+        self.stragglers.step = self.executor.record.ledger.step
         self._begin_scaling(run.job)
         self.measurements.due = self.clock()
         self.end = run.end

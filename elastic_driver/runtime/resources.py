@@ -28,6 +28,7 @@ from elastic_driver.runtime.endpoint import first_documents, listen
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.identity import Identity, choose_identity
+from elastic_driver.runtime.job_record import JobRecord
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
@@ -244,20 +245,23 @@ class DriverResources:
         starter = setup.starter(server.url, setup.run_dir.token_file)
         if isinstance(starter, ReportsConnections):
             starter.report_connections(partial(self._suspects.found, "backend"))
-        executor = Executor(
-            server=server,
-            starter=starter,
+        record = JobRecord(
             log=self.log,
             reporter=setup.reporter,
-            checks=setup.checks,
-            suspects=self._suspects,
-            post=self._mailbox.put,
             clock=self.clock,
             times=self.times,
             ledger=RunLedger(None if setup.resumed is None else setup.run_dir.events_file),
         )
+        executor = Executor(
+            server=server,
+            starter=starter,
+            record=record,
+            checks=setup.checks,
+            suspects=self._suspects,
+            post=self._mailbox.put,
+        )
         # Every worker's output has been forwarded once the starter is closed.
-        self._closing.callback(self._log_end, executor)
+        self._closing.callback(self._log_end, record)
         self._closing.callback(self._close_starter, starter)
         return executor
 
@@ -324,7 +328,7 @@ class DriverResources:
         else:
             self._setup.run_dir.close()
 
-    def _log_end(self, executor: Executor) -> None:
+    def _log_end(self, record: JobRecord) -> None:
         if self._begun and self._end is not None and not self._replaced:
-            self._result = executor.job_ended(self._end)
+            self._result = record.job_ended(self._end)
             self.journal.job_ended(self._end.exit_code, self._end.reason)

@@ -37,7 +37,8 @@ def test_a_reply_carries_the_number_of_the_event_that_caused_it() -> None:
     replies: list[Reply] = []
     # Replies do not pass through it; the loop asks it only for what is to be shown later.
     tails = SimpleNamespace(deadline=None)
-    loop = loop_of(SimpleNamespace(tails=tails, show_overdue=lambda _now: None), replies)
+    record = SimpleNamespace(tails=tails, show_overdue=lambda _now: None)
+    loop = loop_of(SimpleNamespace(record=record), replies)
     for ticket in (1, 2):
         request = NextRequest("a", RangeDescription(20, 10), 0.0)
         loop.mailbox.put(ShardRequest(ticket, "numbers", request))
@@ -65,8 +66,8 @@ class Listener:
 
 def test_the_job_knows_the_idle_memory_of_hosts_before_a_worker_that_ran_out_of_it() -> None:
     tails, job = SimpleNamespace(deadline=None), Listener()
-    nothing = {"show_overdue": lambda _now: None, "note": lambda _event: None}
-    loop = loop_of(SimpleNamespace(tails=tails, **nothing), [])
+    record = SimpleNamespace(tails=tails, show_overdue=lambda _now: None)
+    loop = loop_of(SimpleNamespace(record=record, note=lambda _event: None), [])
     loop._machines |= {"job": job, "shards": Listener()}
     host = HostUsage(cpu=0.5, memory_used=3, memory_total=8, disk_used=1, disk_total=2)
     (key,) = loop.measurements.usage_keys(0.0, [("a", 1)])
