@@ -172,7 +172,7 @@ class ElasticDriver:
                 began=resources.began,
                 log=resources.log,
                 ask_status=self.ask_status,
-                families=resources.routes.metric_families,
+                families=resources.routes.status.metric_families,
                 say=self.reporter.note,
             )
             self._telemetry.start()
@@ -307,7 +307,7 @@ class ElasticDriver:
             checks=setup.checks,
             status=self._status,
             answer=resources.routes.requests.answer,
-            acknowledge=resources.routes.acknowledge,
+            acknowledge=resources.routes.events.acknowledge,
             journal=resources.journal,
             clock=resources.clock,
             resumed=setup.resumed,

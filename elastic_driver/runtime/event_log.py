@@ -1,8 +1,9 @@
 """The event log of a job: one JSON object per line, for people and programs.
 
-The driver appends the announced events; `runtime.api` reads the newest ones from memory. A broken
-log never harms the job: when a write fails (disk full, folder gone), the user sees one line, and
-events are kept in memory only. A thread writes the file, so that a disk that hangs holds nobody up.
+The driver appends the announced events; `runtime.status_routes` reads the newest ones from memory.
+A broken log never harms the job: when a write fails (disk full, folder gone), the user sees one
+line, and events are kept in memory only. A thread writes the file, so that a disk that hangs holds
+nobody up.
 An event is in the file when `append` returns, or at the end of a block `together`, unless the disk
 is slow. A file that was moved is made again, and the numbers go on in it.
 

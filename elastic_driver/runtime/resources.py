@@ -18,12 +18,13 @@ from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime import mailbox as mail
-from elastic_driver.runtime.api import DriverPort, DriverRoutes
+from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
 from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.discovery import HostDiscovery
+from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.endpoint import first_documents, listen
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
@@ -224,7 +225,7 @@ class DriverResources:
             on_client_left=self._suspects.client_left,
             routes=routes.add_to,
             posts={
-                EVENTS_PATH: routes.take_event,
+                EVENTS_PATH: routes.events.take_event,
                 SHARDS_PATH: routes.requests.take_shard_request,
             },
             first_revision=setup.term << 40,  # clients have seen older revisions only

@@ -17,7 +17,8 @@ from elastic_driver.core.events import (
     WorkerStarted,
 )
 from elastic_driver.core.measured import History
-from elastic_driver.runtime.api import DriverRoutes, Request
+from elastic_driver.runtime.api import DriverRoutes
+from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.event_log import EventLog
 from rendezvous.server import RendezvousServer
 from tests.runtime.waiting import until
@@ -198,7 +199,7 @@ def test_a_stop_ends_the_job_with_143_and_says_why(api: Api) -> None:
 def test_a_driver_that_does_not_answer_is_a_503_in_bounded_time(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_driver.runtime.api.STATUS_WAIT_S", 0.1)
+    monkeypatch.setattr("elastic_driver.runtime.status_routes.STATUS_WAIT_S", 0.1)
     monkeypatch.setattr(api.driver, "ask_status", lambda _reply: None)
     status, answer = api.call("GET", "/v1/status")
     assert (status, answer["error"]["code"]) == (503, "busy")
@@ -243,7 +244,7 @@ def test_a_stream_resumes_after_the_last_event_a_reader_has_seen(api: Api) -> No
 def test_readers_that_leave_are_forgotten_and_too_many_are_refused(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_driver.runtime.api.MAX_STREAMS", 1)
+    monkeypatch.setattr("elastic_driver.runtime.status_routes.MAX_STREAMS", 1)
     connection, response = api.open("GET", "/v1/events", Accept="text/event-stream")
     assert response.status == 200
     status, answer = api.call("GET", "/v1/events", Accept="text/event-stream")

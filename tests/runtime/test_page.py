@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from elastic_driver.core.events import ScaleRequested
-from elastic_driver.runtime.api import MAX_STREAMS, DriverRoutes
+from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.page_routes import FOLDER
+from elastic_driver.runtime.status_routes import MAX_STREAMS
 from rendezvous.access import PAGE_FILES
 from rendezvous.auth import agent_token, operator_token, reader_token, worker_token
 from rendezvous.server import RendezvousServer

@@ -1,0 +1,192 @@
+"""The routes that put an event into the driver's mailbox: of agents, of workers and of users.
+
+Handlers run on the server's loop: they decode a request, check it and post an event. It is answered
+once the journal has the event.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from msgspec import Struct
+
+from elastic_driver import contract
+from elastic_driver.core import events as ev
+from elastic_driver.core.job_events import JobEvent
+from elastic_driver.errors import ExitCode
+from elastic_driver.policies.nodecheck.messages import TaskEnded
+from elastic_driver.runtime import machine_api
+from elastic_driver.runtime.driver_port import DriverPort, Request
+from rendezvous.auth import Caller, Role
+from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
+from rendezvous.wire import EVENTS_PATH, UNREADABLE
+
+TAKE_S = 5.0  # for an event to be taken from the mailbox and written into the journal
+# The event that a POST to each path puts into the mailbox. The event's fields are those of the
+# JSON body and the names in the path; a body may be empty if every other field has a default.
+EVENT_OF_PATH: dict[str, type[JobEvent]] = {
+    contract.SCALE_PATH: ev.ScaleRequested,
+    contract.PLAN_PATH: ev.PlanApplied,
+    contract.DRAIN_PATH: ev.DrainRequested,
+    contract.UNDRAIN_PATH: ev.DrainCancelled,
+    contract.STACKS_PATH: ev.StacksRequested,
+}
+
+
+class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/stop`."""
+
+    reason: ev.Reason = ev.ASKED
+
+
+_decode_event: Callable[[bytes], ev.WireEvent | TaskEnded] = msgspec.json.Decoder(
+    ev.WireEvent | TaskEnded
+).decode
+_decode_stop = msgspec.json.Decoder(StopRequest).decode
+_ACCEPTED = b'{"accepted":true}'
+# Events about a worker that only its agent sees.
+_OF_AGENTS = ev.WorkerStarted | ev.WorkerExited
+
+
+class EventRoutes:
+    """Handlers of the routes whose requests become events.
+
+    `status` returns the document of `/v1/status`, which some requests have to fit.
+    """
+
+    def __init__(self, driver: DriverPort, status: Callable[[], Awaitable[bytes]]) -> None:
+        self._driver, self._status = driver, status
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def add_to(self, app: web.Application) -> None:
+        """Mount the routes."""
+        app.router.add_post(EVENTS_PATH, self.post_event)
+        app.router.add_post(contract.STOP_PATH, self.stop)
+        for path, kind in EVENT_OF_PATH.items():
+            app.router.add_post(path, self._route_of(kind))
+
+    async def post_event(self, request: web.Request) -> web.Response:
+        """Take in an event of an agent or a worker."""
+        event, caller = await read_json(request, _decode_event), caller_of(request)
+        if not may_report(caller, event):
+            owner = f"the token of {caller.role.value} {caller.subject}"
+            raise forbidden(f"{owner} may not report {type(event).__name__} of another")
+        return await self._accept(event)
+
+    def take_event(
+        self, caller: Caller, _path: str, body: bytes, answer: Callable[[int, bytes], None]
+    ) -> Callable[[], object] | None:
+        """Take in a raw event; None leaves the request to `post_event`, which refuses it."""
+        try:
+            event = _decode_event(body)
+        except UNREADABLE:
+            return None
+        if not may_report(caller, event):
+            return None
+        self._loop = asyncio.get_running_loop()
+        if not self._driver.deliver(event, partial(answer, 202, _ACCEPTED)):
+            return None
+        return lambda: None  # the event stays, whether its sender reads the answer or not
+
+    def acknowledge(self, acts: list[Callable[[], None]]) -> None:
+        """Answer the senders of events; any thread may call this."""
+        if self._loop is not None:
+            machine_api.call_on(self._loop, _call_all, acts)
+
+    def _route_of(self, kind: type[JobEvent]) -> Handler:
+        """Return the handler of a user's request, which becomes an event of this kind."""
+
+        async def handler(request: web.Request) -> web.Response:
+            def decode(body: bytes) -> JobEvent:
+                fields = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+                return msgspec.convert({**fields, **request.match_info}, kind)
+
+            event = await read_json(request, decode)
+            await self._check(event)
+            return await self._accept(event)
+
+        return handler
+
+    async def _check(self, event: JobEvent) -> None:
+        """Raise Problem for a request that does not fit the job."""
+        match event:
+            case ev.ScaleRequested(num_proc=wished):
+                _check_sizes(self._driver.size_bounds, wished)
+            case ev.PlanApplied(number=number):
+                _check_sizes(self._driver.size_bounds, event.workers, event.min, event.max)
+                newest = msgspec.json.decode(await self._status())["plan"]
+                if number <= newest:
+                    problem = f"plan {number} is stale: plan {newest} was carried out"
+                    raise Problem(409, "stale_plan", problem, "read the job's status, then plan")
+            case ev.DrainRequested(host=host):
+                await self._state_of(host)
+            case ev.DrainCancelled(host=host):
+                state = await self._state_of(host)
+                if state not in ("draining", "drained"):
+                    problem = f"host {host} is not drained, it is {state}"
+                    raise Problem(409, "not_drained", problem, "GET /v1/status shows the hosts")
+
+    async def _state_of(self, host: str) -> Any:
+        """Return the state of a host; raises Problem for an unknown one."""
+        seen = msgspec.json.decode(await self._status())["hosts"]
+        states = {each["host"]: each["state"] for each in seen if each["state"] != "removed"}
+        if host not in states:
+            known = ", ".join(list(states)[:8]) or "none"
+            problem = f"the job knows no host {host[:80]!r}"
+            raise Problem(404, "unknown_host", problem, f"it knows {known}")
+        return states[host]
+
+    async def stop(self, request: web.Request) -> web.Response:
+        """End the job; the body may be empty."""
+        reason = (await read_json(request, lambda body: _decode_stop(body or b"{}"))).reason
+        self._driver.request_stop(f"told to stop: {reason}", int(ExitCode.TERMINATED))
+        return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
+
+    async def _accept(self, event: Request) -> web.Response:
+        self._loop = asyncio.get_running_loop()
+        taken = asyncio.Event()
+        if not self._driver.deliver(event, taken.set):
+            problem = "the job is over or has too much to do"
+            raise Problem(503, "not_accepting", problem, "try again later")
+        try:
+            await asyncio.wait_for(taken.wait(), TAKE_S)
+        except asyncio.TimeoutError:
+            problem = f"the driver has not taken this event within {TAKE_S:g} s"
+            raise Problem(503, "busy", problem, "try again later") from None
+        return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
+
+
+def may_report(caller: Caller, event: ev.WireEvent | TaskEnded) -> bool:
+    """Return whether a caller may report this: an agent about its host, a worker about itself."""
+    if caller.role is Role.DRIVER:
+        return True
+    if isinstance(event, ev.AgentEvent):
+        return caller == (Role.AGENT, event.host)
+    if caller.role is Role.AGENT:
+        return contract.host_of_worker(event.worker) == caller.subject
+    return caller == (Role.WORKER, event.worker) and not isinstance(event, _OF_AGENTS)
+
+
+def _check_sizes(bounds: tuple[int, int | None], *sizes: int | None) -> None:
+    """Raise Problem if one of these numbers of workers is outside the job's bounds."""
+    least, most = bounds
+    for size in sizes:
+        if size is None:
+            continue
+        if size < least:
+            problem = f"{size} workers are fewer than the job's minimum of {least}"
+            hint = f"ask for at least {least}, or start the job with a lower --min-np"
+            raise Problem(422, "below_min", problem, hint)
+        if most is not None and size > most:
+            problem = f"{size} workers are more than the job's maximum of {most}"
+            hint = f"ask for at most {most}, or start the job with a higher --max-np"
+            raise Problem(422, "above_max", problem, hint)
+
+
+def _call_all(acts: list[Callable[[], None]]) -> None:
+    for act in acts:
+        act()
