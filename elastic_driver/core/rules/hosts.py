@@ -3,40 +3,27 @@
 Discovery reports hosts, failures put them in cool-down, time brings them back; a drain or a check
 that is due keeps them out, too. The table in `host_states` says which news begins and ends what.
 A host in cool-down keeps its healthy workers and only gets no new ones; it loses them, too, if the
-job leaves hosts on which a worker has failed. A host that the job cannot
-do without is not put in cool-down: only its restarts that fail fast are delayed. Not to be
-reachable is no failure: such a host is used again as soon as it answers (`unreachable`). The
-workers of a drained host leave. Times are monotonic seconds.
+job leaves hosts on which a worker has failed. A host that the job cannot do without is not put in
+cool-down: only its restarts that fail fast are delayed. Not to be reachable is no failure: such a
+host is used again as soon as it answers (`unreachable`). The workers of a drained host leave. Times
+are monotonic seconds.
 """
 
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
 from elastic_driver.core.rules.host_states import HOST_TRANSITIONS, Hindrance, HostNews
+from elastic_driver.core.rules.pauses import LONGEST_PROBE_S, growing_pause, probe_pause
 from elastic_driver.settings import DEFAULT_HOST_FAILURES, Settings
 
 _COOL_DOWN = Hindrance.COOL_DOWN
 TIMED = (Hindrance.COOL_DOWN, Hindrance.PAUSING)  # they end by themselves
 _NAMED_FIRST = (Hindrance.DRAINED, Hindrance.UNREACHABLE, *TIMED, Hindrance.UNCHECKED)
-FIRST_PROBE_S = 0.5  # between two probes of a host; longer if very many are not reachable
-LONGEST_PROBE_S = 3.0
-PROBES_PER_S = 330  # of all hosts together: 1,000 hosts are probed every three seconds
 PROBED_TOGETHER_S = 0.05
 SOON_S = 10.0  # an agent that is lost this soon after the one before may not be able to live there
-
-
-def growing_pause(number: int, longest: float) -> float:
-    """Return the seconds before a start: 0, 0.5, 1, 2, 4 … for number 0, 1, 2 …"""
-    return min(0.5 * 2.0 ** (min(number, 64) - 1), longest) if number > 0 else 0.0
-
-
-def _jitter(name: str) -> float:
-    """Return a factor from 0.75 to 1, always the same for a host: hosts are probed in turn."""
-    return 1.0 - (zlib.crc32(name.encode()) % 1024) / 4096
 
 
 class Drain(NamedTuple):
@@ -356,9 +343,8 @@ class HostManager:
         """Return the hosts to probe now; those due in a moment too, so that fewer events do."""
         lost = self._hindered[Hindrance.UNREACHABLE].values()
         due = [host for host in lost if host.probe_at <= now + PROBED_TOGETHER_S]
-        interval = min(max(FIRST_PROBE_S, len(lost) / PROBES_PER_S), LONGEST_PROBE_S)
         for host in due:
-            host.probe_at = now + interval * _jitter(host.name)
+            host.probe_at = now + probe_pause(host.name, len(lost))
         self.next_probe = min((host.probe_at for host in lost), default=math.inf)
         return tuple(host.name for host in due)
 
