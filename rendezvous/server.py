@@ -260,17 +260,7 @@ class RendezvousServer:
     async def _serve(self, listener: socket.socket, up: concurrent.futures.Future[None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        service = self._service = StoreService(
-            self._on_lease_expired,
-            self._first_revision,
-            on_client_left=self._on_client_left,
-            on_changes=self._on_changes,
-            passing=self._passing,
-            limits=self.limits,
-            hits=self.hits,
-            system=access.SYSTEM,
-        )
-        service.ask(self._first(self.url), lambda _results: None, bounded=False)
+        service = self._service = self._make_service()
         posts_once, turns = PostsOnce(), Turns()
         connections = self._connections = Connections(
             self.limits,
@@ -316,6 +306,21 @@ class RendezvousServer:
                 await _turn()  # what is written goes, and the end of each session
                 tls.abort()
             await _turn()  # transports that were closed free their sockets
+
+    def _make_service(self) -> StoreService:
+        """Return the store on this loop, with the first keys in it."""
+        service = StoreService(
+            self._on_lease_expired,
+            self._first_revision,
+            on_client_left=self._on_client_left,
+            on_changes=self._on_changes,
+            passing=self._passing,
+            limits=self.limits,
+            hits=self.hits,
+            system=access.SYSTEM,
+        )
+        service.ask(self._first(self.url), lambda _results: None, bounded=False)
+        return service
 
     async def _aiohttp(
         self, service: StoreService, posts_once: PostsOnce, bounded: Middleware

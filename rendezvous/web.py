@@ -92,31 +92,7 @@ def guard(tokens: Tokens, refusals: Refusals, sessions: Sessions) -> Middleware:
 
     A request without a token may have a session, whose cookie a browser sends by itself.
     """
-    failures: WeakKeyDictionary[asyncio.BaseTransport, int] = WeakKeyDictionary()
-
-    async def refuse(
-        request: web.Request, *, header: str | None = None, answer: web.StreamResponse | None = None
-    ) -> web.StreamResponse:
-        """Answer a request without a good token, later and later; `answer`: that of a login."""
-        address, transport = request.remote or "a client that is gone", request.transport
-        pause = refusals.unauthorized(address, asyncio.get_running_loop().time())
-        if pause is None and transport is not None:
-            transport.abort()
-        elif pause:
-            try:
-                await asyncio.sleep(pause)
-            finally:
-                refusals.answered(address)
-        if answer is None:
-            found = "an unknown token" if header else "no token"
-            hint = "send Authorization: Bearer <token>, with the token from the job's token file"
-            problem = Problem(401, "unauthorized", f"the request carries {found}", hint)
-            answer = error_answer(problem, {"WWW-Authenticate": "Bearer"})
-        if transport is not None:
-            failures[transport] = failures.get(transport, 0) + 1
-            if failures[transport] >= OF_CONNECTION:
-                answer.force_close()
-        return answer
+    refuse = _Refuser(refusals).refuse
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -131,20 +107,60 @@ def guard(tokens: Tokens, refusals: Refusals, sessions: Sessions) -> Middleware:
             caller = tokens.identify(header)
         if caller is None:
             return await refuse(request, header=header)
-        if header is None and not may_act(request.method, request.headers):
-            problem = forbidden(f"a request by cookie needs the header {HEADER}")
+        if problem := _right_lacking(request, caller, by_cookie=header is None):
             refusals.forbidden(caller, problem.message)
             return error_answer(problem)
         request[CALLER] = caller
-        resource = request.match_info.route.resource
-        if resource is not None and not access.may_call(caller, request.method, resource.canonical):
-            what = f"{request.method} {resource.canonical}"
-            problem = forbidden(f"a token of role {caller.role.value} may not {what}")
-            refusals.forbidden(caller, problem.message)
-            return error_answer(problem)
         return await shape_errors(request, handler)
 
     return guarded
+
+
+class _Refuser:
+    """Answers requests without a good token, later and later."""
+
+    def __init__(self, refusals: Refusals) -> None:
+        self._refusals = refusals
+        self._failures: WeakKeyDictionary[asyncio.BaseTransport, int] = WeakKeyDictionary()
+
+    async def refuse(
+        self,
+        request: web.Request,
+        *,
+        header: str | None = None,
+        answer: web.StreamResponse | None = None,
+    ) -> web.StreamResponse:
+        """Return the answer to a request after a pause; `answer`: that of a login."""
+        address, transport = request.remote or "a client that is gone", request.transport
+        pause = self._refusals.unauthorized(address, asyncio.get_running_loop().time())
+        if pause is None and transport is not None:
+            transport.abort()
+        elif pause:
+            try:
+                await asyncio.sleep(pause)
+            finally:
+                self._refusals.answered(address)
+        if answer is None:
+            found = "an unknown token" if header else "no token"
+            hint = "send Authorization: Bearer <token>, with the token from the job's token file"
+            problem = Problem(401, "unauthorized", f"the request carries {found}", hint)
+            answer = error_answer(problem, {"WWW-Authenticate": "Bearer"})
+        if transport is not None:
+            self._failures[transport] = self._failures.get(transport, 0) + 1
+            if self._failures[transport] >= OF_CONNECTION:
+                answer.force_close()
+        return answer
+
+
+def _right_lacking(request: web.Request, caller: Caller, *, by_cookie: bool) -> Problem | None:
+    """Return the problem of a request that its caller may not make; None: it may."""
+    if by_cookie and not may_act(request.method, request.headers):
+        return forbidden(f"a request by cookie needs the header {HEADER}")
+    resource = request.match_info.route.resource
+    if resource is not None and not access.may_call(caller, request.method, resource.canonical):
+        what = f"{request.method} {resource.canonical}"
+        return forbidden(f"a token of role {caller.role.value} may not {what}")
+    return None
 
 
 def caller_of(request: web.Request) -> Caller:

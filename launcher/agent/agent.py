@@ -130,36 +130,10 @@ class Agent:
         address, interface = self._meeting_point(spec)
         tokens = Path(config.token_file).parent if scratch is None else Path(scratch)
         self._meeting = Meeting(config.host, config.endpoint, tokens, interface, scratch)
-        ports = free_ports(STORE_PORTS + spec.slot_ports)
-        stores, rest = ports[:STORE_PORTS], ports[STORE_PORTS:]
-        port = await self._probe_port.listen(address)
-        agent = config.host, config.incarnation
-        self._ready = AgentReady(
-            *agent,
-            os.getpid(),
-            address,
-            stores,
-            slot_ports=rest,
-            probe_port=port,
-            cpus=usable_cpus(),
-            memory=usable_memory(),
-        )
+        self._ready = await self._describe(spec, address)
         self._run_id, self._life.notice = spec.run_id, spec.grace_period
         link = self._life.link = self._link_to_driver(spec, term, consoles)
-        recorded = None
-        if spec.keep_output and config.incarnation < contract.FIRST_OF_CHECKS:
-            recorded = self._recorded = RecordedOutput(*agent, link.post)
-            self._life.spawn(recorded.run())
-        workers = self._life.workers = Workers(
-            spec,
-            self._meeting,
-            Credentials(self._token, self._known_by),
-            self._starter,
-            (consoles.stdout, consoles.stderr),
-            report=link.report,
-            say=self._say,
-            record=None if recorded is None else recorded.take,
-        )
+        workers = self._life.workers = self._make_workers(spec, link, consoles)
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, workers.strays)
         self._warm_up(spec)
         link.report(self._ready)
@@ -176,6 +150,39 @@ class Agent:
             raise RendezvousError(f"no {key} within {FIRST_CONTACT_S:.0f} s")
         spec = documents.decode(JobSpec, answer[0].entries[key].value)
         return spec, term_in(answer[1], documents.Reader(self._say))
+
+    async def _describe(self, spec: JobSpec, address: str) -> AgentReady:
+        """Open the port for probes; return what the driver has to know of this agent."""
+        ports = free_ports(STORE_PORTS + spec.slot_ports)
+        return AgentReady(
+            self._config.host,
+            self._config.incarnation,
+            os.getpid(),
+            address,
+            ports[:STORE_PORTS],
+            slot_ports=ports[STORE_PORTS:],
+            probe_port=await self._probe_port.listen(address),
+            cpus=usable_cpus(),
+            memory=usable_memory(),
+        )
+
+    def _make_workers(self, spec: JobSpec, link: DriverLink, consoles: Consoles) -> Workers:
+        """Return the workers, of which there are none yet; begin to record their output."""
+        config, record = self._config, None
+        if spec.keep_output and config.incarnation < contract.FIRST_OF_CHECKS:
+            self._recorded = RecordedOutput(config.host, config.incarnation, link.post)
+            self._life.spawn(self._recorded.run())
+            record = self._recorded.take
+        return Workers(
+            spec,
+            self._meeting,
+            Credentials(self._token, self._known_by),
+            self._starter,
+            (consoles.stdout, consoles.stderr),
+            report=link.report,
+            say=self._say,
+            record=record,
+        )
 
     def _link_to_driver(self, spec: JobSpec, term: int, consoles: Consoles) -> DriverLink:
         link = DriverLink(

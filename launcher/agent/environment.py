@@ -57,16 +57,8 @@ def worker_environment(
     The other defaults (threads, buffering, interface) apply only if the user has set no value.
     """
     place = order.place
-    defaults: dict[str, object] = {}
-    if place.local_size > 1:
-        defaults["OMP_NUM_THREADS"] = 1  # as torchrun: workers share the cores
-    if is_loopback(order.master_addr):
-        # Otherwise gloo takes the address of the host's name, which may lead nowhere.
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"
-    elif meeting.interface is not None:
-        defaults["GLOO_SOCKET_IFNAME"] = defaults["NCCL_SOCKET_IFNAME"] = meeting.interface
     values: dict[str, object] = {
-        **defaults,
+        **_defaults(order, meeting),
         **common_environment(inherited, spec),
         "RANK": place.rank,
         "LOCAL_RANK": place.slot,  # names the device
@@ -104,6 +96,19 @@ def worker_environment(
     }
     values.update((name, value) for name, value in optional.items() if value is not None)
     return {name: str(value) for name, value in values.items()}
+
+
+def _defaults(order: StartWorkerOrder, meeting: Meeting) -> dict[str, object]:
+    """Return the variables that a worker gets if its user has set no value."""
+    found: dict[str, object] = {}
+    if order.place.local_size > 1:
+        found["OMP_NUM_THREADS"] = 1  # as torchrun: workers share the cores
+    if is_loopback(order.master_addr):
+        # Otherwise gloo takes the address of the host's name, which may lead nowhere.
+        found["GLOO_SOCKET_IFNAME"] = "lo"
+    elif meeting.interface is not None:
+        found["GLOO_SOCKET_IFNAME"] = found["NCCL_SOCKET_IFNAME"] = meeting.interface
+    return found
 
 
 def _of_horovod(host: str, place: SlotInfo) -> dict[str, object]:

@@ -127,11 +127,6 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     backend = "slurm" if allocation is not None else _backend(options, hosts)
     shares, listed = backend in ("local", "join"), len(hosts.hosts or ())
     spec, passed_on, unset = job_spec(line, settings, facts, shares=shares, hosts=listed)
-    host, port = (role.host, role.port) if role else options.rdzv_endpoint
-    named = "" if host in where.ANYWHERE or is_loopback(host) else host
-    driver = line.fill(DriverOptions, bind_host=host, bind_port=port, given_host=named)
-    if role:  # nodes that join are reported at once: a question for hosts waits for news
-        driver = replace(driver, discovery_interval=0.0)
     agents = line.fill(
         BackendJob,
         cwd=facts.cwd,
@@ -146,7 +141,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         line=line,
         settings=settings,
         spec=spec,
-        driver=driver,
+        driver=_driver_options(line, role),
         hosts=hosts,
         backend=backend,
         agents=agents,
@@ -156,6 +151,16 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         notes=tuple(filter(None, notes)),
         fallback=make_plan(where.without_brain(line), facts) if options.brain_fallback else None,
     )
+
+
+def _driver_options(line: CommandLine, role: where.Serve | None) -> DriverOptions:
+    """Return the options of the driver, with the address at which it listens."""
+    host, port = (role.host, role.port) if role else line.options.rdzv_endpoint
+    named = "" if host in where.ANYWHERE or is_loopback(host) else host
+    driver = line.fill(DriverOptions, bind_host=host, bind_port=port, given_host=named)
+    if role:  # nodes that join are reported at once: a question for hosts waits for news
+        driver = replace(driver, discovery_interval=0.0)
+    return driver
 
 
 def _is_alone(line: CommandLine, facts: Facts) -> bool:

@@ -77,12 +77,7 @@ def submit(
     the job cannot be run.
     """
     discovery = source = make_discovery(plan.hosts)
-    hosts = granted
-    if run is not None:  # agents may run there, so nothing is asked before they are adopted
-        hosts = tuple((host.name, host.slots) for host in run.job.hosts.known.values())
-    elif brain is None and (plan.backend != "local" or plan.hosts.hosts is not None):
-        with contextlib.suppress(ElasticError):  # no end of the job: the driver asks again
-            hosts = discovery.find()
+    hosts = granted if brain is not None and run is None else _first_hosts(plan, discovery, run)
     plan, job = bound(plan, hosts, "" if run is None else run.url)
     if run is None:
         problems = make_backend(plan.backend, job).find_problems(hosts)
@@ -102,19 +97,37 @@ def submit(
         discovery = WithoutHosts(discovery, excluded(report, checks.settings))
     elif checks is not None:
         hosts = discovery.find()
-        driver.open()
-        try:
-            bad = check_before_training(driver, checks, plan, hosts, run_dir)
-            plan, discovery = without(plan, hosts, bad), WithoutHosts(discovery, bad)
-            good = tuple(host for host, _slots in hosts if host not in bad)
-            plan = replace(plan, settings=replace(plan.settings, checked_hosts=good))
-        except BaseException:
-            driver.abandon()
-            raise
+        plan, bad = _checked(plan, driver, checks, hosts, run_dir)
+        discovery = WithoutHosts(discovery, bad)
     if isinstance(source, AllocationDiscovery):
         # Slurm may still be ending the steps: what the agents then report comes at any time.
         source.on_over = lambda reason: announce_end(driver, reason, plan.settings.grace_period)
     return run_driver(driver, plan, discovery)
+
+
+def _first_hosts(plan: LaunchPlan, discovery: HostDiscovery, run: ResumedRun | None) -> Hosts:
+    """Return the hosts that are known before the driver asks for any."""
+    if run is not None:  # agents may run there, so nothing is asked before they are adopted
+        return tuple((host.name, host.slots) for host in run.job.hosts.known.values())
+    if plan.backend != "local" or plan.hosts.hosts is not None:
+        with contextlib.suppress(ElasticError):  # no end of the job: the driver asks again
+            return discovery.find()
+    return ()
+
+
+def _checked(
+    plan: LaunchPlan, driver: ElasticDriver, checks: NodeChecks, hosts: Hosts, run_dir: RunDir
+) -> tuple[LaunchPlan, dict[str, str]]:
+    """Check the hosts before the job; return the plan without the bad ones, and their reasons."""
+    driver.open()
+    try:
+        bad = check_before_training(driver, checks, plan, hosts, run_dir)
+        plan = without(plan, hosts, bad)
+        good = tuple(host for host, _slots in hosts if host not in bad)
+        return replace(plan, settings=replace(plan.settings, checked_hosts=good)), bad
+    except BaseException:
+        driver.abandon()
+        raise
 
 
 def make_driver(

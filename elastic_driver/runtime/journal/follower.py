@@ -59,19 +59,8 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
 
         The state and the events are of one moment: without a driver, nothing is missing.
         """
-        keys, n = self._keys, self._n
-        operations = [
-            etcd.find(keys.about),
-            etcd.find(keys.driver),
-            etcd.find(keys.end),
-            etcd.find(keys.token),
-            etcd.find(keys.tls),
-            etcd.find(keys.terms, etcd.end_of(keys.terms)),
-            etcd.find(keys.snapshots, etcd.end_of(keys.snapshots), keys_only=True),
-            etcd.find(keys.events_after(n), etcd.end_of(keys.events)),
-        ]
-        answer = self._client.transact((), operations)
-        about, driver, end, token, tls, terms, snapshots, events = map(answer.found, range(8))
+        n = self._n
+        about, driver, end, token, tls, terms, snapshots, events = self._find()
         if not about:
             return None
         state = RunState(
@@ -99,13 +88,32 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
         if _number(whole[-1]) > self._snapshot:
             self._copy_snapshot(whole[-1])
         if token and token[0].value != self._token:
-            self._token = token[0].value
-            write_token_file(self._token_file, *parse_credentials(self._token.decode()))
-            if tls:
-                certificate_in(self._token_file.parent).write(tls[0].value.decode())
+            self._write_token(token[0].value, tls[0].value if tls else None)
         if state.driver is None:
             self._copy_keys()
         return state._replace(is_copied=True)
+
+    def _find(self) -> Iterator[tuple[etcd.KeyValue, ...]]:
+        """Return the keys of the run, as they are at one moment, in the order of the questions."""
+        keys = self._keys
+        operations = [
+            etcd.find(keys.about),
+            etcd.find(keys.driver),
+            etcd.find(keys.end),
+            etcd.find(keys.token),
+            etcd.find(keys.tls),
+            etcd.find(keys.terms, etcd.end_of(keys.terms)),
+            etcd.find(keys.snapshots, etcd.end_of(keys.snapshots), keys_only=True),
+            etcd.find(keys.events_after(self._n), etcd.end_of(keys.events)),
+        ]
+        return map(self._client.transact((), operations).found, range(len(operations)))
+
+    def _write_token(self, token: bytes, certificate: bytes | None) -> None:
+        """Write the driver's token, and the certificate by which clients know it."""
+        self._token = token
+        write_token_file(self._token_file, *parse_credentials(token.decode()))
+        if certificate is not None:
+            certificate_in(self._token_file.parent).write(certificate.decode())
 
     def close(self) -> None:
         """Close the local database, and the client."""
