@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cluster import Cluster, Node
 from tests.support.cluster_job import ClusterJob, elasticrun_on, now
-from tests.support.job import ROOT, eventually
+from tests.support.job import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 FOUR = ("-np", "4", "--min-np", "1", "-H", "node[0-3]:1")
@@ -104,12 +104,7 @@ def test_hosts_train_on_without_a_driver_and_end_together_when_none_comes(
         job.signal(signal.SIGKILL)
         begun = last_step(job)
         job.until_without_driver(lambda: last_step(job) > begun + CONTINUED, "steps without it")
-        eventually(
-            lambda: not job.left_behind(),
-            within=60.0,
-            what="nothing is left on any host",
-            context=lambda: f"{job.left_behind()} {job.describe()}",
-        )
+        job.until_nothing_is_left(60.0)
         job.check_steps(set())
         ends = {max(r.step for r in job.steps() if r.worker == w) for w in workers(job)}
         assert len(ends) == 1, f"they left after different steps: {ends}"

@@ -46,12 +46,7 @@ def assert_clean_end(job: ClusterJob) -> None:
     """Interrupt the job; it ends as it should, and nothing of it is left on any host."""
     job.signal(signal.SIGINT)
     assert job.wait(30) == 130, job.describe()
-    eventually(
-        lambda: not job.left_behind(),
-        within=10,
-        what="nothing is left on any host",
-        context=lambda: f"{job.left_behind()}\n{job.describe()}",
-    )
+    job.until_nothing_is_left()
 
 
 def kill_processes(node: Node) -> None:
@@ -207,12 +202,7 @@ def test_a_killed_driver_leaves_nothing_on_any_host_if_no_other_one_is_awaited(
     with elasticrun_on(cluster, *FOUR, "--driver-timeout", "0") as job:
         job.together(4)
         job.signal(signal.SIGKILL)
-        eventually(
-            lambda: not job.left_behind(),
-            within=2 * HEARTBEAT_S + 10,
-            what="nothing is left on any host",
-            context=lambda: str(job.left_behind()),
-        )
+        job.until_nothing_is_left(2 * HEARTBEAT_S + 10)
 
 
 def test_a_host_that_discovery_drops_leaves_at_a_step_boundary(cluster: Cluster) -> None:

@@ -112,7 +112,7 @@ def test_the_same_command_on_three_hosts_one_of_which_leaves_and_one_is_lost(
         signal_launcher(cluster.node("node0"), signal.SIGINT)
         assert job.wait(60) == 130
         assert late["node1"].wait(60) == 130
-        eventually(lambda: not job.left_behind(), within=15, what="nothing is left on any host")
+        job.until_nothing_is_left()
 
 
 def assert_hidden(frames: bytes, token: str) -> None:
@@ -143,7 +143,7 @@ def test_the_servers_host_restarts_and_the_job_goes_on_with_the_others(cluster: 
         signal_launcher(cluster.node("node0"), signal.SIGINT)
         assert job.wait(60) == 130
         assert [other.wait(60) for other in others] == [130, 130]
-        eventually(lambda: not job.left_behind(), within=15, what="nothing is left on any host")
+        job.until_nothing_is_left()
 
 
 @pytest.mark.skipif(why_no_etcd() is not None, reason=why_no_etcd() or "")

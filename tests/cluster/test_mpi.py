@@ -10,7 +10,6 @@ import pytest
 from tests.support import mpi
 from tests.support.cluster import Cluster
 from tests.support.cluster_job import elasticrun_on
-from tests.support.job import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -37,12 +36,7 @@ def test_agents_outlive_mpirun_and_are_started_again_by_another_one() -> None:
         job.check_steps({"node1"})
         job.signal(signal.SIGINT)
         assert job.wait(30) == 130, job.describe()
-        eventually(
-            lambda: not job.left_behind(),
-            within=15,
-            what="nothing is left on any host",
-            context=lambda: f"{job.left_behind()}\n{job.describe()}",
-        )
+        job.until_nothing_is_left()
 
 
 @pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
@@ -62,12 +56,7 @@ def test_agents_outlive_the_driver_and_the_next_one_adopts_them() -> None:
         job.check_steps({"node1"})
         job.signal(signal.SIGINT)
         assert job.wait(30) == 130, job.describe()
-        eventually(
-            lambda: not job.left_behind(),
-            within=15,
-            what="nothing is left on any host",
-            context=lambda: f"{job.left_behind()}\n{job.describe()}",
-        )
+        job.until_nothing_is_left()
 
 
 @pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
@@ -82,4 +71,4 @@ def test_ranks_of_an_outer_mpirun_find_each_other_and_rank_0_runs_the_job() -> N
         assert job.wait(120) == 0, job.describe()
         assert job.stdout.count("done step=30") == 2, job.describe()
         assert {r.worker for r in job.steps()} == {"node0.0.1", "node1.0.1"}
-        eventually(lambda: not job.left_behind(), within=15, what="nothing is left on any host")
+        job.until_nothing_is_left()

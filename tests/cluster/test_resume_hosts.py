@@ -88,7 +88,7 @@ def test_what_workers_print_while_there_is_no_driver_is_shown_by_the_next_one(
         assert job.wait(60) == 0, job.describe()
         said = [line for line in job.stdout.splitlines() if "done step=400" in line]
         assert sorted(line[:12] for line in said) == [f"[{n}]<stdout>:" for n in range(4)]
-        eventually(lambda: not job.left_behind(), within=10, what="nothing is left on any host")
+        job.until_nothing_is_left()
 
 
 def test_a_driver_that_never_comes_back_is_waited_for_as_long_as_was_said(

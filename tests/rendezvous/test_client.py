@@ -453,22 +453,28 @@ def test_abort_ends_a_call_that_blocks_another_thread(server: RendezvousServer) 
     eventually(lambda: waiting(server) == 0, "the waiter is gone")
 
 
+class AbortedCall(threading.Thread):
+    """A call in a thread of its own, which `abort` is to end."""
+
+    def __init__(self, client: RendezvousClient) -> None:
+        super().__init__()
+        self.client, self.aborted = client, False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.client.get("a")
+        except AbortedError:
+            self.aborted = True
+
+
 def test_abort_ends_the_search_for_a_server_that_is_not_there() -> None:
     client = RendezvousClient(f"http://127.0.0.1:{free_port()}", TOKEN, timeout=60)
-    caught: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            client.get("a")
-        except AbortedError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    eventually(lambda: client.requests == 0 and thread.is_alive(), "the search goes on")
+    call = AbortedCall(client)
+    eventually(lambda: client.requests == 0 and call.is_alive(), "the search goes on")
     client.abort()
-    thread.join(10)
-    assert len(caught) == 1
+    call.join(10)
+    assert call.aborted
 
 
 def test_abort_ends_a_connect_that_hangs() -> None:
@@ -479,22 +485,13 @@ def test_abort_ends_a_connect_that_hangs() -> None:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
         client = RendezvousClient(f"http://127.0.0.1:{full.getsockname()[1]}", TOKEN, timeout=60)
-        caught: list[BaseException] = []
-
-        def call() -> None:
-            try:
-                client.get("a")
-            except AbortedError as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
+        call = AbortedCall(client)
         eventually(lambda: any(c.sock for c in client._connections.busy), "the client connects")
         time.sleep(0.1)
         started = time.monotonic()
         client.abort()
-        thread.join(10)
-        assert len(caught) == 1
+        call.join(10)
+        assert call.aborted
         assert time.monotonic() - started < CONNECT_S / 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from functools import partial
 
 import pytest
 
@@ -101,6 +102,13 @@ def test_a_closed_round_is_sealed_and_its_keys_are_gone(start_job: StartJob) -> 
 # ---- notices at a boundary ---------------------------------------------------------------
 
 
+def notice_of_a_step(cluster: Cluster) -> Notice | None:
+    """Return the newest notice, if it names a step; one that only asks for progress does not."""
+    entry = cluster.client.get(contract.JOB_NOTICE)
+    notice = None if entry is None else decode(Notice, entry.value)
+    return notice if notice and (notice.after_step or 0) < 2**53 else None
+
+
 def test_growth_names_a_step_beyond_the_furthest_worker_s_newest_word(start_job: StartJob) -> None:
     job = start_job((("a", 1),), start_np=1)
     cluster = job.cluster
@@ -113,12 +121,7 @@ def test_growth_names_a_step_beyond_the_furthest_worker_s_newest_word(start_job:
         cluster.until_workers(A0, A1)
         cluster.ready(A1)
 
-        def named() -> Notice | None:
-            entry = cluster.client.get(contract.JOB_NOTICE)
-            notice = None if entry is None else decode(Notice, entry.value)
-            return notice if notice and (notice.after_step or 0) < 2**53 else None
-
-        notice = until(named, "a notice with a step")
+        notice = until(partial(notice_of_a_step, cluster), "a notice with a step")
     assert notice is not None
     assert notice.round == 1
     assert notice.after_step is not None
@@ -139,12 +142,7 @@ def test_growth_before_any_step_does_not_wait_for_words_that_do_not_come(
     cluster.until_workers(A0, A1)
     cluster.ready(A1)
 
-    def named() -> Notice | None:
-        entry = cluster.client.get(contract.JOB_NOTICE)
-        notice = None if entry is None else decode(Notice, entry.value)
-        return notice if notice and (notice.after_step or 0) < 2**53 else None
-
-    notice = until(named, "a notice with a step", timeout=3.0)
+    notice = until(partial(notice_of_a_step, cluster), "a notice with a step", timeout=3.0)
     assert notice is not None
     assert notice.after_step == 2
 

@@ -19,7 +19,7 @@ import psutil
 
 from elastic_driver.contract import host_of_worker
 from tests.support.cluster import Cluster
-from tests.support.job import ROOT, RunningJob, StepRecord
+from tests.support.job import ROOT, RunningJob, StepRecord, eventually
 
 HEARTBEAT_S = 3.0
 BEGINS_S = 150.0  # for several machines that share two processors to import torch
@@ -149,6 +149,15 @@ class ClusterJob(RunningJob):
                 if files or processes:
                     found[node.name] = (files, processes)
         return found
+
+    def until_nothing_is_left(self, within: float = 15.0) -> None:
+        """Wait until no process and no file of the job is left on any node."""
+        eventually(
+            lambda: not self.left_behind(),
+            within=within,
+            what="nothing is left on any host",
+            context=lambda: f"{self.left_behind()}\n{self.describe()}",
+        )
 
     def close(self) -> None:
         """End `elasticrun`; what it started goes with the cluster."""

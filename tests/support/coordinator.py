@@ -150,6 +150,18 @@ class Coordinator:
         """SIGSTOP: it is there, and does nothing any more."""
         os.kill(self.pid(worker), signal.SIGSTOP)
 
+    def start_three_and_stop_one(self) -> list[str]:
+        """Stop a worker of a world that trains; return the others once they train without it."""
+        alive = self.start(3)
+        self.until_step(10, alive)
+        stopped = alive.pop()
+        self.stop(stopped)
+        reached = self.furthest()
+        self.forget(stopped)
+        self.leave_now(f"{stopped} is hung")
+        self.until_step(reached + 10, alive, 2)
+        return alive
+
     def forget(self, worker: str) -> None:
         """Rounds go on without this worker."""
         with self._lock:

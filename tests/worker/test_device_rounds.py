@@ -51,14 +51,7 @@ def test_after_a_kill_the_survivors_end_their_devices_and_lose_no_step(tmp_path:
 
 def test_a_stopped_peer_does_not_hold_a_thread_that_waits_for_its_device(tmp_path: Path) -> None:
     with Coordinator(tmp_path, device_training.steps, 100000) as job:
-        alive = job.start(3)
-        job.until_step(10, alive)
-        stopped = alive.pop()
-        job.stop(stopped)
-        reached = job.furthest()
-        job.forget(stopped)
-        job.leave_now(f"{stopped} is hung")
-        job.until_step(reached + 10, alive, 2)
+        alive = job.start_three_and_stop_one()
         last = min(job.newest(worker)["step"] for worker in alive)
         assert_every_step_once_and_equal_everywhere(job, last)
         assert_nobody_met_before_all_had_ended(job)

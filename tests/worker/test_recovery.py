@@ -147,14 +147,7 @@ def test_a_peer_that_dies_amid_a_large_broadcast_costs_no_other_process(tmp_path
 
 def test_a_stopped_peer_holds_nobody_once_the_driver_says_leave(tmp_path: Path) -> None:
     with Coordinator(tmp_path, training.steps, 100000) as job:
-        alive = job.start(3)
-        job.until_step(10, alive)
-        stopped = alive.pop()
-        job.stop(stopped)
-        reached = job.furthest()
-        job.forget(stopped)
-        job.leave_now(f"{stopped} is hung")
-        job.until_step(reached + 10, alive, 2)
+        alive = job.start_three_and_stop_one()
         last = min(job.newest(worker)["step"] for worker in alive)
         assert_every_step_once_and_equal_everywhere(job, last)
 

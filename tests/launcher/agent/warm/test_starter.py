@@ -299,16 +299,22 @@ def test_a_warm_parent_that_is_stopped_is_given_up_within_the_deadline(
     assert "does not answer" in host.said[0]
 
 
-def test_a_request_that_was_given_up_starts_nothing(host: Agent) -> None:
-    host.launch("job.py", preload=["preloaded"])
+def request_by_hand(host: Agent) -> tuple[socket.socket, int]:
+    """Ask the warm parent for a worker; return our end of the talk, and of the worker's output."""
     parent = host.starter._parent
     assert parent is not None
     ours, theirs = socket.socketpair()
     read, write = os.pipe()
+    socket.send_fds(parent.queue, [b"start"], [write, write, theirs.fileno()])
+    os.close(write)
+    theirs.close()
+    return ours, read
+
+
+def test_a_request_that_was_given_up_starts_nothing(host: Agent) -> None:
+    host.launch("job.py", preload=["preloaded"])
+    ours, read = request_by_hand(host)
     with open(read, "rb") as output:
-        socket.send_fds(parent.queue, [b"start"], [write, write, theirs.fileno()])
-        os.close(write)
-        theirs.close()
         ours.close()  # nobody waits for an answer any more
         assert output.read() == b""
     assert host.run("job.py").stdout == FORKED
@@ -316,14 +322,8 @@ def test_a_request_that_was_given_up_starts_nothing(host: Agent) -> None:
 
 def test_an_answer_that_is_not_confirmed_starts_nothing(host: Agent) -> None:
     host.launch("job.py", preload=["preloaded"])
-    parent = host.starter._parent
-    assert parent is not None
-    ours, theirs = socket.socketpair()
-    read, write = os.pipe()
+    ours, read = request_by_hand(host)
     with open(read, "rb") as output:
-        socket.send_fds(parent.queue, [b"start"], [write, write, theirs.fileno()])
-        os.close(write)
-        theirs.close()
         ours.sendall(json.dumps({"env": host.env}).encode() + b"\n")
         pid = json.loads(ours.recv(100))["pid"]
         ours.close()
