@@ -64,7 +64,7 @@ def _pin_packages() -> None:
 
 
 def keep_memory_private() -> None:
-    """Leave no core of this process, which knows a token; the programs that it starts may."""
+    """Forbid core dumps of this process, which knows a token; programs that it starts may dump."""
     import ctypes  # noqa: PLC0415 - not for --help
 
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -97,7 +97,7 @@ def find_shadow(folders: Iterable[Path]) -> Path | None:
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[signal.Signals], handler: Callable[[int], None]) -> Iterator[None]:
-    """While this lasts, call `handler` with each of these signals, in the main thread.
+    """Call `handler` with each of these signals, in the main thread, while the context is open.
 
     A signal that is ignored stays ignored: `nohup elasticrun …` must survive its terminal.
     """

@@ -32,7 +32,7 @@ class World(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Number of workers."""
+        """The number of workers."""
         return len(self.members)
 
     def member(self, worker: str) -> Member | None:
@@ -126,7 +126,7 @@ class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):
 
 
 class StopWorkerOrder(Struct, frozen=True, tag="stop_worker"):
-    """SIGTERM, then SIGKILL after `grace` seconds (0: SIGKILL at once), to its whole group."""
+    """Send SIGTERM to the worker's whole group, and SIGKILL after `grace` seconds (0: at once)."""
 
     worker: str
     grace: float
@@ -162,7 +162,7 @@ Order = StartWorkerOrder | StopWorkerOrder | RanksOrder | ShutdownOrder | Stacks
 
 
 class LoginCode(Struct, frozen=True):
-    """A code with which one browser may log in, within so many seconds."""
+    """A code with which one browser may log in, within `seconds` from now."""
 
     code: str
     seconds: float

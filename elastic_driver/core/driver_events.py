@@ -76,8 +76,9 @@ class HostsMeasured(Event, frozen=True, tag="hosts_measured"):
 
 
 class HostProbed(Event, frozen=True, tag="host_probed"):
-    """A host that was not reachable answers (`ProbeHosts`), or `answered` is False: no probe can
-    find that out, and the start of an agent has to be tried.
+    """The answer to `ProbeHosts` about one host that was not reachable.
+
+    `answered` False: no probe can find out whether it is back, so the start of an agent is tried.
     """
 
     host: str
@@ -154,8 +155,10 @@ class LeaseExpired(Event, frozen=True, tag="lease_expired"):
 
 
 class ProgressReading(Struct, frozen=True):
-    """A worker's last progress: `step` committed steps in all, `step_time` seconds for one (0: not
-    known yet). `answered`: it was written after the question."""
+    """A worker's last progress: the number of its committed steps, and the seconds for one.
+
+    `step_time` 0: not known yet. `answered`: it was written after the question.
+    """
 
     step: int
     step_time: float

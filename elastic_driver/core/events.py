@@ -294,7 +294,7 @@ class PlanApplied(Event, frozen=True, tag="plan_applied", forbid_unknown_fields=
 
     @property
     def limits_hosts(self) -> bool:
-        """Whether hosts may have fewer workers than slots."""
+        """True if hosts may have fewer workers than slots."""
         found = self.slots_per_host, self.cpu_per_worker, self.memory_per_worker
         return any(each is not None for each in found)
 

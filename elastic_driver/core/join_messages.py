@@ -43,7 +43,7 @@ class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(Struct, frozen=True, forbid_unknown_fields=True):
-    """The first words of a node, which say nothing about it."""
+    """The first message of a node, which says nothing about it yet."""
 
     nonce: Hex256
 

@@ -38,7 +38,7 @@ class StepTimes(Struct, frozen=True):
 
 
 class GpuUsage(Struct, frozen=True):
-    """One GPU; `used` is the share of time in which it computed, 0 to 1."""
+    """The usage of one GPU; `used` is the share of time in which it computed, 0 to 1."""
 
     index: Annotated[int, Meta(ge=0, le=2**31)]
     name: Annotated[str, Meta(max_length=256)]
@@ -48,7 +48,7 @@ class GpuUsage(Struct, frozen=True):
 
 
 class WorkerUsage(Struct, frozen=True):
-    """One worker's process, without its children.
+    """The usage of one worker's process, without its children.
 
     `cpu` is in cores. `memory` is resident now, `memory_peak` the most there ever was. `io_read`
     and `io_write` are bytes a second from and to storage.
@@ -73,7 +73,7 @@ class Pressure(Struct, frozen=True):
 
 
 class HostUsage(Struct, frozen=True, kw_only=True):
-    """One host.
+    """The usage of one host.
 
     `cpu` is the share of all its cores that worked, 0 to 1. Memory is that of the container, if it
     has a limit. The disk is that of `/`. `net_in` and `net_out` are bytes per second of all
@@ -104,7 +104,7 @@ class Usage(Struct, frozen=True):
 
 
 class WorkerMeasured(Struct, frozen=True, kw_only=True):
-    """One worker; see `StepTimes` and `WorkerUsage`."""
+    """The measurements of one worker; see `StepTimes` and `WorkerUsage`."""
 
     step: int  # −1: none yet
     steps_per_s: float | None = None
@@ -136,7 +136,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 class History(Struct, frozen=True, kw_only=True):
-    """The last hour, oldest first: one entry of each list belongs to one moment.
+    """The last hour, oldest first; the n-th entries of all lists belong to one moment.
 
     `t` is in unix seconds, `step_time` the seconds of a step.
     """

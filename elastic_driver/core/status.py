@@ -14,7 +14,7 @@ from elastic_driver.core.rules.workers import RUNNING, Worker
 
 
 class MemberStatus(Struct, frozen=True):
-    """One worker process."""
+    """The status of one worker process."""
 
     worker: str
     host: str
@@ -27,7 +27,7 @@ class MemberStatus(Struct, frozen=True):
 
 
 class HostStatus(Struct, frozen=True):
-    """One discovered host, or a removed one that still has workers."""
+    """The status of one discovered host, or of a removed one that still has workers."""
 
     host: str
     slots: int
@@ -44,7 +44,7 @@ class HostStatus(Struct, frozen=True):
 
 
 class SlowStatus(Struct, frozen=True):
-    """A rank that slows the others down; not in `JobStatus`, as the core does not measure ranks."""
+    """A rank that slows the others down; `JobStatus` lacks it, since the core measures no ranks."""
 
     rank: int
     host: str
@@ -68,7 +68,7 @@ class CounterStatus(Struct, frozen=True):
 
 
 class JobStatus(Struct, frozen=True):
-    """The whole job."""
+    """The status of the whole job."""
 
     state: str  # forming | running | changing | finishing | succeeded | failed
     kind: str  # undeclared | elastic | plain

@@ -104,7 +104,7 @@ class NodeChecks:
         self._server, self._token = server, token
 
     def begin_term(self, term: int) -> None:
-        """Number checks so that those of an earlier driver, whose agents may live, are others."""
+        """Number checks anew: agents of an earlier driver's checks may still live."""
         self._number = (term - 1) * CHECKS_OF_A_TERM
 
     def begin(self, hosts: Hosts, answer: CheckAnswer) -> NodeChecker:

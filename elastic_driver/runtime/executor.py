@@ -156,7 +156,7 @@ class Executor:
         return lost
 
     def _probe_address(self, host: str) -> tuple[str, int] | None:
-        """Ask only when needed: a backend of another package may not have the method."""
+        """Return the address to probe; not asked before: another package's backend may lack it."""
         return self.starter.probe_address(host)
 
     def _backend_of(self, incarnation: int) -> Backend | None:

@@ -108,7 +108,7 @@ class JoinedNodes(Backend):
             self._proofs = NodeProofs(secrets, server.fingerprint, server.limits, server.hits)
 
     def await_nodes(self, hosts: Hosts) -> None:
-        """Take these for the nodes of a driver that has died; to be called before `open`."""
+        """Await the return of these nodes of a driver that has died; call it before `open`."""
         with self._lock:
             for name, slots in hosts:
                 if name not in self._own:

@@ -1,4 +1,4 @@
-"""Log records of libraries and of our own modules, as few short lines of the one who shows them.
+"""Shows log records of libraries and of our own modules as few short lines.
 
 The standard library writes records without a handler straight to stderr, which may block, and has
 no limit. While `logs_shown` lasts, the warnings and errors of aiohttp, asyncio and our packages,

@@ -185,7 +185,7 @@ def _sse(event: str, data: Any) -> bytes:
 
 
 class Live:
-    """The handler of the route, and the looks for all its readers.
+    """The handler of the route; one task looks at the job for all readers.
 
     Args:
         status: returns the status document, or raises Problem.

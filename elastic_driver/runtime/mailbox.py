@@ -1,4 +1,4 @@
-"""Mailboxes; the driver's messages: the machines' events, and some of the driver's own.
+"""The driver's mailbox and its messages: the events of machines, and some of the driver's own.
 
 The server, discovery, the backends' threads and signal handlers put messages in; the driver's
 thread alone takes them out.
@@ -59,7 +59,7 @@ class CheckAsked:
 
 @dataclass(frozen=True, slots=True)
 class StatusAsked:
-    """Draw up the status; `reply` takes the JSON document and does not block."""
+    """Make the status document; `reply` takes it as JSON and does not block."""
 
     reply: Callable[[bytes], None]
 

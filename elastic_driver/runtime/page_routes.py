@@ -62,7 +62,7 @@ class Login(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoginState(Struct, frozen=True):
-    """Whether a browser has a session, and with which role; None: it has none."""
+    """The session of a browser: its role, or None if there is no session."""
 
     role: str | None
 

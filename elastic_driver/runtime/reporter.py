@@ -120,7 +120,7 @@ class Reporter:
         self._show([f"{NAME}: {text}"], event="tracebacks_repeated", count=count)
 
     def summed_up(self, story: Story) -> None:
-        """Show a job that is over in some lines, if these are for people."""
+        """Show a summary of a job that is over, if people read this output."""
         if not self._json and self._level >= Level.NORMAL:
             for text in self._sum_up(story, time.time()):
                 self._say(text)

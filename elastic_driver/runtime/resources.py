@@ -90,7 +90,7 @@ class _Driver(DriverPort, Protocol):
 
 
 class DriverResources:
-    """The resources of one driver; see the module. `driver` is asked by the HTTP routes."""
+    """The resources of one driver (see the module); the HTTP routes call `driver`."""
 
     def __init__(self, setup: DriverSetup, mailbox: mail.DriverMailbox, driver: _Driver) -> None:
         if setup.resumed is not None:

@@ -105,7 +105,7 @@ class WorkerResults:
         self._of_slot[host, slot] = result, result.exit_code == 0 and not expected
 
     def of_job(self, end: EndJob, now: float) -> JobResult:
-        """Return the result of a job that has ended like this."""
+        """Return the result of a job with this end."""
         found = [result for result, _ in self._of_slot.values()]
         failure = end.failure
         if failure is not None:

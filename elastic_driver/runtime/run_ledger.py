@@ -24,7 +24,7 @@ LOG_LATE_S = 1.0  # the journal may have an event that the log lacks, at a drive
 
 
 class RunLedger:
-    """The ledger in the story of the run, and the newest step that it has heard of."""
+    """The goodput ledger of the run, and the newest committed step."""
 
     def __init__(self, log_file: Path | None = None) -> None:
         """Begin a ledger, or go on with that of a log file, if it can be read and is not long."""

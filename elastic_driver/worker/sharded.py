@@ -58,7 +58,7 @@ class HeldShard(Struct):
 
     @property
     def left(self) -> int:
-        """Records that are not trained."""
+        """The records that are not trained yet."""
         return self.shard.records - self.trained
 
 
@@ -207,7 +207,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
 
     @property
     def replayed(self) -> int:
-        """Records trained twice so far, to give each rank the same number."""
+        """The records trained twice so far, so that each rank has the same number."""
         return self.progress.replayed
 
     @property

@@ -146,7 +146,7 @@ class State:
 
     @property
     def version(self) -> int:
-        """Committed steps that this state stands for; −1 before the first sync."""
+        """The number of committed steps in this state; −1 before the first sync."""
         return self._version
 
     @property

@@ -39,7 +39,7 @@ _LONGEST = 107 - len("/listener-12345678")  # bytes of the path of a socket's fo
 
 @contextlib.contextmanager
 def held_folder(folder: Path) -> Iterator[Path]:
-    """Make the folder for this user alone, hold it as long as this lasts, and remove it."""
+    """Make the folder for this user alone, hold it while the context is open, and remove it."""
     folder.mkdir(mode=0o700)
     try:
         with (folder / _BEGUN).open("xb") as lock:
@@ -61,7 +61,7 @@ def holder_of(folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def process_of(folder: Path) -> Iterator[tuple[int, int] | None]:
-    """Open the live process that holds this folder as (pid, pidfd), as long as this lasts.
+    """Yield the live process that holds this folder as (pid, pidfd).
 
     None if there is none. The pidfd means this process for good, unlike its number.
     """
@@ -148,7 +148,7 @@ def sweep(prefix: str) -> None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[str | None]:
-    """Hold a scratch folder as long as this lasts; None: it cannot be made, workers use theirs."""
+    """Yield a scratch folder; None: it cannot be made, and workers use their own."""
     sweep_scratch()
     folder = Path(tempfile.gettempdir(), _SCRATCH_PREFIX + secrets.token_hex(4))
     with contextlib.ExitStack() as stack:

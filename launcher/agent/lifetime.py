@@ -58,7 +58,7 @@ class Lifetime:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is a reason to end."""
+        """True once there is a reason to end."""
         return self._over.is_set()
 
     async def until_over(self) -> None:

@@ -44,14 +44,14 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def forbid_core_dumps() -> None:
-    """Leave no core of this process, which knows a token; workers get the limit of before."""
+    """Forbid core dumps of this process, which knows a token; see `allow_core_dumps`."""
     global _core_limit  # noqa: PLW0603 - of the process
     _core_limit = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, _core_limit[1]))
 
 
 def allow_core_dumps() -> None:
-    """Give a child that becomes a worker the limit of before `forbid_core_dumps`."""
+    """Undo `forbid_core_dumps` in a child that becomes a worker."""
     if _core_limit is not None:
         resource.setrlimit(resource.RLIMIT_CORE, _core_limit)
 

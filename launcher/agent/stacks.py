@@ -29,7 +29,7 @@ LOOK_S = 5.0  # for py-spy; a big process takes about one
 
 
 class Seen(Struct, frozen=True):
-    """`where` it is, in a few words; its `stack`, innermost frame last, empty if unknown."""
+    """A worker's place in a few words, and its stack, innermost frame last (empty: unknown)."""
 
     where: str
     stack: str = ""

@@ -27,7 +27,7 @@ def agent_arguments(endpoint: str, host: str, incarnation: int) -> tuple[str, ..
 
 
 def unfollowed(host: str, error: Exception) -> str:
-    """Return a sentence on an agent that a bug of ours lets nobody follow; log the traceback."""
+    """Log a bug of ours that keeps us from following an agent; return a sentence about it."""
     log.error("the agent on %s cannot be followed", host, exc_info=error)
     return f"the driver cannot follow the agent on {host} (a bug): {error!r}"
 

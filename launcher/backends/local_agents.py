@@ -167,7 +167,7 @@ class LocalAgents:
             self._add(LocalAgent(plan, lambda _reason: None))
 
     def _import(self) -> None:
-        """Import for agents that will be started; an earlier driver's warm parent has ended."""
+        """Start a warm parent for the next agents; that of an earlier driver has ended."""
         self._importing = asyncio.get_running_loop().create_task(self._warm(1))
 
     def _give_spare(self, agent: LocalAgent) -> bool:

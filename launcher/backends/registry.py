@@ -1,4 +1,4 @@
-"""What entry points name: backends, sources of hosts, algorithms and monitors of the Brain.
+"""Loads what entry points name: backends, sources of hosts, algorithms and monitors of the Brain.
 
 Other packages may have more of each. Ours are registered in setup.cfg. In a checkout this module
 reads that file, because the metadata of an editable installation may be older.

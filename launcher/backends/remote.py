@@ -237,7 +237,7 @@ class RemoteBackend(Backend):
         return f"the agent on {agent.host} has ended, its connection was lost before"
 
     def _closed_early(self, agent: _RemoteAgent, said: str) -> None:
-        """Tell the driver that a connection has closed, whose agent may still live."""
+        """Tell the driver that the connection to an agent has closed; the agent may still live."""
         if self._on_closed is not None:
             closed = f"its {Path(self._shell.program).name} connection has closed{last_line(said)}"
             self._on_closed(agent.host, agent.incarnation, closed)

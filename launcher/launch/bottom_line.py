@@ -138,7 +138,7 @@ class BottomLine:
             self._up, self._drawn = not self._write(f"{_SAVE}\x1b[r{_RESTORE}{_CLEAR_BELOW}"), None
 
     def _write(self, frame: str) -> bool:
-        """Write all of it; return False if the terminal does not take it now."""
+        """Write the whole text; return False if the terminal does not take it now."""
         assert self._outlet is not None  # noqa: S101 - `__enter__` has opened it
         rest, room = frame.encode(), select.poll()
         room.register(self._outlet.fd, select.POLLOUT)

@@ -65,7 +65,7 @@ def _shortened(text: str, columns: int) -> str:
 
 
 def summary(story: Story, now: float, more: str) -> list[str]:
-    """Return sentences about a job that is over; none about one that was short and met no failure.
+    """Return sentences about a job that is over; none if it was short and nothing failed.
 
     Args:
         now: unix seconds.

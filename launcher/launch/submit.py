@@ -260,7 +260,7 @@ def announce_end(driver: ElasticDriver, reason: str, notice: float) -> None:
 
 @contextlib.contextmanager
 def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
-    """While this lasts, let signals end the job and not this process.
+    """Let signals end the job, and not this process, while the context is open.
 
     A signal that announces the end (Slurm's --signal) gives the job `notice` seconds to leave; if
     `notice` is 0, the job stops at once.

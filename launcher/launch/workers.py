@@ -62,7 +62,7 @@ def worker_command(
 def job_spec(
     line: CommandLine, settings: Settings, facts: Facts, *, shares: bool, hosts: int
 ) -> tuple[JobSpec, tuple[str, ...], list[str]]:
-    """Return what the workers run, the variables of this shell they get, and remarks.
+    """Return the specification of the job, the variables that workers get from here, and remarks.
 
     `shares`: the workers inherit the environment of a process like this one. `hosts`: how many are
     listed. The remarks are about variables of `--env` that are not set here.

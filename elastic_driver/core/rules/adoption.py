@@ -51,7 +51,7 @@ AGAIN = "the driver was resumed"
 
 @dataclass(slots=True)
 class Adoption(Rule):
-    """Compares what returning agents say with the books of the job, and gives orders again."""
+    """Compares what returning agents say with the tables of the job, and repeats orders."""
 
     agents: Agents
     suspicion: Suspicion
@@ -168,7 +168,7 @@ class Adoption(Rule):
     # ---- comparing -------------------------------------------------------------------------
 
     def _compare(self, event: ev.AgentReturned, now: float) -> None:
-        """Compare an agent's workers with the books."""
+        """Compare the workers that an agent runs with those that the job knows."""
         told = {each.worker: each.pid for each in event.workers}
         host, lost = self.hosts.known.get(event.host), list[Worker]()
         slots = 0 if host is None else host.slots

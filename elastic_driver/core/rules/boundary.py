@@ -32,8 +32,10 @@ STALE_S = 2.0  # the greatest age of the last progress of a worker that did not 
 
 
 class Reading(NamedTuple):
-    """A worker's progress: `step` committed steps in all, `step_time` seconds for one (0: not
-    known yet), `age` seconds ago."""
+    """A worker's progress, `age` seconds ago: its committed steps, and the seconds for one.
+
+    `step_time` 0: not known yet.
+    """
 
     step: int
     step_time: float

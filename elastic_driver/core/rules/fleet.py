@@ -83,7 +83,7 @@ class Fleet:
     _first: int = 1  # the least incarnation that this driver gives
 
     def begin_term(self, term: int) -> None:
-        """Let the agents that this driver starts have other names than all earlier ones."""
+        """Number agents anew for this driver, so that no name is used twice in a run."""
         self._first = first_number(term)
 
     def ask(self, host: str, now: float) -> HostAgent:

@@ -188,7 +188,7 @@ class HostManager:
         return max(0.0, ends[0] - now) if ends else 0.0
 
     def hindered(self, kind: Hindrance) -> Mapping[str, Host]:
-        """Return the hosts that this keeps from getting workers, by name."""
+        """Return the hosts that a hindrance of this kind keeps from getting workers, by name."""
         return self._hindered[kind]
 
     def next_resurrection(self) -> float | None:
@@ -288,7 +288,7 @@ class HostManager:
         return bool(self._hindered[Hindrance.COOL_DOWN])
 
     def recall(self) -> str | None:
-        """End the cool-down that would end first, as the job cannot do without it; its host."""
+        """End the cool-down that would end first: the job needs that host; return its name."""
         cooling = self._hindered[Hindrance.COOL_DOWN].values()
         can = (h for h in cooling if h.needed_again and self.hindrance(h.name) is _COOL_DOWN)
         host = min((h for h in can if h.name in self.known), key=attrgetter("until"), default=None)
@@ -340,7 +340,7 @@ class HostManager:
             self.known[name].lost_at = None
 
     def take_due_probes(self, now: float) -> tuple[str, ...]:
-        """Return the hosts to probe now; those due in a moment too, so that fewer events do."""
+        """Return the hosts to probe now, with those due in a moment: one event serves them all."""
         lost = self._hindered[Hindrance.UNREACHABLE].values()
         due = [host for host in lost if host.probe_at <= now + PROBED_TOGETHER_S]
         for host in due:

@@ -219,7 +219,7 @@ class Membership(Rule):
         return booting and not self._fresh_is_due(now)
 
     def _fresh_is_due(self, now: float) -> bool:
-        """Return whether workers that were started together are waited for no longer."""
+        """Return whether the wait for workers that were started together is over."""
         current = self.rounds.current
         since = current.since if current.founded_at is None else current.founded_at
         enough = f"{self.workers.count(READY)} of at least {self._fresh_need()} workers are ready"

@@ -91,7 +91,7 @@ class Reports(Rule):
         self.effects.announce("state_synced", reason, worker, **detail)
 
     def on_ending(self, worker: Worker, event: ev.WorkerEnding, now: float) -> None:
-        """Record that a worker takes part no more; its exit status says later what that means."""
+        """Record that a worker has left for good; its exit status says later what that means."""
         if event.round and event.round != self.rounds.current.number:
             raise ev.StaleEvent(f"{worker.id} has ended in round {event.round}, which is over")
         self.workers.ending(worker)

@@ -190,7 +190,7 @@ class Rounds:
             self.effects.give(host, RanksOrder(self.current.number, ranks, peers), reason)
 
     def outrun(self, number: int) -> None:
-        """Go on behind a round that workers have been in, though the books do not have it."""
+        """Continue after a round that workers have been in, although the journal lacks it."""
         self._outrun_by = max(self._outrun_by, number)
         if self.current.state is FORMING and self.current.number <= number:
             self.current.number = number + 1

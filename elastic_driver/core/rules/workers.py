@@ -141,7 +141,7 @@ class WorkerStateRegistry:
     _admissions: int = 0
 
     def begin_term(self, first: int) -> None:
-        """Let the workers that this driver starts have other names than all earlier ones."""
+        """Number workers anew for this driver, so that no name is used twice in a run."""
         self._first = first
 
     def add(self, host: str, slot: int, *, founder: bool, awaited: bool) -> Worker:

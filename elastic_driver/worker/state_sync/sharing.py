@@ -29,7 +29,7 @@ class StateLostError(ElasticError):
 
 
 class Agreement(Route, frozen=True):
-    """The route of the newest state, which is empty where every rank has it already.
+    """The way of the newest state to the ranks that lack it; empty if every rank has it already.
 
     `version` is the number of committed steps that every state stands for afterwards. `fresh`:
     no rank has trained yet, and training starts from the source's first values. `exact` is False

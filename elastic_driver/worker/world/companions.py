@@ -11,7 +11,7 @@ class Companion(Protocol):
     """Something that works over the process group of one world; called on the training thread."""
 
     def start(self) -> None:
-        """Begin in the world that this process has just joined; a collective of all ranks."""
+        """Start in the world that this process has just joined. Collective: all ranks call it."""
 
     def stop(self, *, broken: bool) -> None:
         """End, within seconds; a second call does nothing.
