@@ -6,8 +6,8 @@ one of its figures has changed, and waits for `jobs/<job>/grant`, a `Grant`. A j
 run id. Each grant has a higher number than all before it, those of an earlier Brain included.
 
 A slot that a job has to give up belongs to it until a report with the number of that grant shows
-no process there. The slots of a job that falls silent are its own until its processes have ended
-by themselves, which is `lives_on` seconds after its lease.
+no process there. The slots of a job that falls silent are its own until it is heard again, or its
+driver has certainly ended; its processes end by themselves `lives_on` seconds later.
 
 Times are unix seconds, durations seconds.
 """
@@ -66,8 +66,9 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
 
     `began` tells runs of the same job apart. `most` None: no limit. `held`: the number of workers
     that a user asked for. `carried_out`: the newest grant whose hosts the job uses; 0: none yet.
-    `holding`: slots with a process of the job, by host. `lives_on`: see above. `speed`: None
-    while the job does not train.
+    `holding`: slots with a process of the job, by host. `lives_on`: see above. `sign`: HOST:PORT
+    where others can connect as long as the driver lives; "": nowhere. `speed`: None while the job
+    does not train.
     """
 
     began: _Seconds
@@ -78,6 +79,7 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
     carried_out: _Count = 0
     holding: SlotsByHost = {}
     lives_on: _Seconds = 0.0
+    sign: Annotated[str, Meta(max_length=300)] = ""
     kind: Kind
     speed: Speed | None = None
 

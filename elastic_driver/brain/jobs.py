@@ -1,14 +1,21 @@
 """What the Brain knows of one job: its newest report, its grants, and the slots it may occupy.
 
+A driver that is not heard may be dead, stopped, or only cut off from the Brain; then its workers
+train on. So its slots stay its own until it is certain that it has ended: the machine of the driver
+says that nobody listens any more at the address where the living driver was found before. The
+workers end by themselves some time later (`JobReport.lives_on`).
+
 Pure. Times are unix seconds, durations seconds.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastic_driver.brain.algorithm import JobView, View
+from elastic_driver.brain.algorithm import JobView
 from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobReport
+from elastic_driver.brain.messages import DriverProbed, ProbeDriver
 from elastic_driver.brain.speeds import Speeds
+
+PROBE_S = 5.0  # between two probes of a driver
 
 
 @dataclass
@@ -16,9 +23,10 @@ class Job:
     """One run of a job.
 
     `grants`: from the one that the job has carried out to the newest; none: it waits for its first.
-    `target`: where the newest plan wants its workers, None before the first plan. `gone_at`: when
-    the processes of a silent job have ended by themselves. `unheard`: not heard by this Brain since
-    it was started; `gone_at` None then means that it has only just started.
+    `target`: where the newest plan wants its workers, None before the first plan. `unheard`: not
+    heard by this Brain since it was started. `silent_at`: since when it is silent; of an unheard
+    job this is still to come, and None at the very start. `gone_at`: when the processes of a job
+    whose driver has ended have ended, too. `found_at`: the address at which its driver answered.
     """
 
     name: str
@@ -28,8 +36,11 @@ class Job:
     target: dict[str, int] | None = None
     reason: str = ""
     heard_at: float = 0.0  # the newest report
-    gone_at: float | None = None
     unheard: bool = False
+    silent_at: float | None = None
+    gone_at: float | None = None
+    found_at: str = ""
+    probe_at: float | None = None  # the next look whether its driver lives
     speeds: Speeds = field(default_factory=Speeds)
     started: float | None = None  # when it got its first slots
     changed: float | None = None  # when its size was last changed
@@ -40,7 +51,11 @@ class Job:
     @property
     def is_live(self) -> bool:
         """Whether its driver is heard, so that it can be told about a change."""
-        return self.gone_at is None and not self.unheard
+        return self.silent_at is None and not self.unheard
+
+    def is_awaited(self, now: float) -> bool:
+        """Return whether its driver has not had the time to find a Brain that was restarted."""
+        return self.unheard and (self.silent_at is None or now < self.silent_at)
 
     @property
     def granted(self) -> dict[str, int]:
@@ -70,7 +85,12 @@ class Job:
         if not self.is_live:
             why.append("job back")
         self.report, self.heard_at = report, now
-        self.gone_at, self.unheard = None, False
+        self.silent_at = self.gone_at = None
+        self.unheard = False
+        if report.sign == self.found_at:
+            self.probe_at = None
+        elif self.probe_at is None:
+            self.probe_at = now
         while len(self.grants) > 1 and self.grants[0].number < report.carried_out:
             del self.grants[0]
         if report.speed is not None and (event := self.speeds.take(report.speed)):
@@ -78,13 +98,39 @@ class Job:
         return why
 
     def fall_silent(self, at: float) -> None:
-        """Its lease ended at this time; its processes end by themselves some time later."""
-        self.gone_at = at + self.report.lives_on
+        """Its lease ends at this time."""
+        self.silent_at = self.probe_at = at
         self.gather_until = None
+        if not self.claims():
+            self.gone_at = at + self.report.lives_on  # for so long it keeps its turn
 
     def fall_silent_unseen(self, now: float) -> None:
         """Nothing is known of its lease, which may have been renewed just now."""
         self.fall_silent(now + JOB_LEASE_S)
+
+    def probe(self, now: float) -> ProbeDriver | None:
+        """Return the look that is due now, if there is one."""
+        if self.probe_at is None or now < self.probe_at:
+            return None
+        if not self.report.sign or self.gone_at is not None:
+            self.probe_at = None
+            return None
+        self.probe_at = now + PROBE_S
+        reason = "is its driver found there?" if self.is_live else "its driver is silent"
+        return ProbeDriver(self.name, self.report.began, self.report.sign, reason)
+
+    def probed(self, event: DriverProbed, now: float) -> bool:
+        """Note the result of a look; return whether the driver has certainly ended."""
+        if event.sign != self.report.sign:
+            return False
+        if self.is_live:
+            if event.result == "answered":
+                self.found_at, self.probe_at = event.sign, None
+            return False
+        ended = event.result == "refused" and event.sign == self.found_at and self.gone_at is None
+        if ended:
+            self.gone_at, self.probe_at = now + self.report.lives_on, None
+        return ended
 
     def grant(self, grant: Grant, now: float) -> None:
         """Note the newest grant."""
@@ -124,23 +170,3 @@ class Job:
 
 def _limits(report: JobReport) -> tuple[object, ...]:
     return report.least, report.most, report.held, report.weight
-
-
-def claimed(jobs: Mapping[str, Job] | list[Job]) -> dict[str, int]:
-    """Return the slots of each host that processes of these jobs may occupy."""
-    found: dict[str, int] = {}
-    for job in jobs.values() if isinstance(jobs, Mapping) else jobs:
-        for host, slots in job.claims().items():
-            found[host] = found.get(host, 0) + slots
-    return found
-
-
-def grows(now: Mapping[str, int], then: Mapping[str, int]) -> bool:
-    """Return whether there are more slots on any host than now."""
-    return any(slots > now.get(host, 0) for host, slots in then.items())
-
-
-def shape(view: View) -> tuple[object, ...]:
-    """Return what a plan must not be older than: who is there, their limits, and the slots."""
-    jobs = [(job.name, job.arrived, job.least, job.most, job.held) for job in view.jobs]
-    return jobs, [(host.name, host.slots) for host in view.hosts]

@@ -4,6 +4,8 @@ A job is named by its run id. Times are unix seconds: the Brain's machine is res
 process, perhaps on another machine.
 """
 
+from typing import Literal
+
 from msgspec import Struct
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
@@ -29,6 +31,21 @@ class JobEnded(Struct, frozen=True, tag="job_ended"):
 
 class JobSilent(Struct, frozen=True, tag="job_silent"):
     """The lease of a job's driver has ended."""
+
+    job: str
+
+
+class DriverProbed(Struct, frozen=True, tag="driver_probed"):
+    """The answer to a `ProbeDriver`: see `elastic_driver.reachability.Result`."""
+
+    job: str
+    began: float
+    sign: str
+    result: Literal["answered", "refused", "silent"]
+
+
+class JobForgotten(Struct, frozen=True, tag="job_forgotten"):
+    """An administrator says that a silent job has no processes any more."""
 
     job: str
 
@@ -67,6 +84,22 @@ class PublishGrant(CausedDecision, frozen=True, tag="publish_grant"):
 
     job: str
     grant: Grant
+    reason: str
+
+
+class WithdrawGrant(CausedDecision, frozen=True, tag="withdraw_grant"):
+    """Remove the grant of a job that is over, or whose slots others may have."""
+
+    job: str
+    reason: str
+
+
+class ProbeDriver(CausedDecision, frozen=True, tag="probe_driver"):
+    """Look whether the driver of this run lives: it lets others connect at the address `sign`."""
+
+    job: str
+    began: float
+    sign: str
     reason: str
 
 

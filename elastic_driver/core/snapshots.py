@@ -29,7 +29,8 @@ FORMAT = 1
 _PURE = (
     *("elastic_driver.core.", "elastic_driver.policies.", "elastic_driver.settings"),
     *("elastic_driver.brain.algorithm", "elastic_driver.brain.cluster"),
-    *("elastic_driver.brain.documents", "elastic_driver.brain.jobs", "elastic_driver.brain.speeds"),
+    *("elastic_driver.brain.documents", "elastic_driver.brain.jobs"),
+    *("elastic_driver.brain.plans", "elastic_driver.brain.speeds"),
 )
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 # Errors that reading wrong bytes can raise; the last two by huge numbers and by deep nesting.

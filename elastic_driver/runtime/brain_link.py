@@ -5,11 +5,15 @@ the newest report, each second and whenever it has changed. Neither ever holds t
 the Brain is away both try again and again; the job keeps its slots meanwhile. Times are seconds.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
 from elastic_driver.brain.documents import (
     JOB_LEASE_S,
@@ -20,6 +24,7 @@ from elastic_driver.brain.documents import (
     lease_key,
 )
 from elastic_driver.errors import UsageError
+from elastic_driver.runtime.sign_of_life import SignOfLife
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import (
     AbortedError,
@@ -44,11 +49,20 @@ class BrainLink:
     """Reports one job to the Brain, and hands over the job's grants.
 
     `say` shows a sentence to the user; any thread calls it. The link begins with the first report
-    (`update`). `attach` takes the grants from the newest one on.
+    (`update`). `attach` takes the grants from the newest one on. The file `alive` is touched every
+    few seconds, so that the next driver knows until when this one lived.
     """
 
-    def __init__(self, client: RendezvousClient, job: str, say: Callable[[str], None]) -> None:
-        self._client, self._job, self._say = client, job, say
+    def __init__(
+        self,
+        client: RendezvousClient,
+        job: str,
+        say: Callable[[str], None],
+        alive: Path | None = None,
+    ) -> None:
+        self._client, self._job, self._say, self._alive = client, job, say, alive
+        url = urlsplit(client.url)
+        self._sign = SignOfLife(url.hostname or "", url.port or 0)
         self._report: JobReport | None = None
         self._grant: Grant | None = None  # the newest
         self._take: Callable[[Grant], None] | None = None
@@ -84,17 +98,18 @@ class BrainLink:
         for thread in self._threads if first else ():
             thread.start()
 
-    def first_grant(self, within: float) -> Grant | None:
+    def first_grant(self, within: float, after: int = 0) -> Grant | None:
         """Wait until the job may use slots; None if that takes longer.
 
-        Raises UsageError if the Brain refuses the token or the job.
+        Grants up to the number `after` do not count. Raises UsageError if the Brain refuses the
+        token or the job.
         """
-        until, told = time.monotonic() + within, 0
+        until, told = time.monotonic() + within, after
         while (left := until - time.monotonic()) > 0:
             with self._news:
                 if self._refusal is not None:
                     raise self._refusal
-                if (grant := self._grant) is None or grant.number == told:
+                if (grant := self._grant) is None or grant.number <= told:
                     self._news.wait(min(left, _SLICE_S))
                     continue
             if grant.hosts:
@@ -130,11 +145,13 @@ class BrainLink:
             finally:
                 last.close()
         self._client.close()
+        self._sign.close()
 
     # ---- the threads ---------------------------------------------------------------------
 
     def _run(self, work: Callable[[], None]) -> None:
         while not self._closing:
+            self._note_life()
             try:
                 work()
             except AbortedError:
@@ -157,6 +174,7 @@ class BrainLink:
             asked = lease, Watch({key: seen}, wait=wait), Get((key,))
             answers = self._client.batch(*asked, deadline=wait + ANSWER_S)
             wait = POLL_S
+            self._note_life()
             expect(answers[0], Written)
             entry = expect(answers[2], Entries).entries.get(key)
             self._heard()
@@ -164,11 +182,20 @@ class BrainLink:
                 seen = entry.revision
                 self._hand_over(entry.value)
 
+    def _note_life(self) -> None:
+        if self._alive is not None:
+            with contextlib.suppress(OSError):  # then the journal has to do
+                self._alive.touch()
+
     def _tell(self) -> None:
         """Send reports until an attempt fails."""
         while not self._closing:
+            self._sign.open()
+            self._sign.hang_up()
             with self._news:
                 report, self._changed = self._report, False
+            if report is not None:
+                report = replace(report, sign=self._sign.address)
             self._client.post_json(EVENTS_PATH, msgspec.json.encode(report), ANSWER_S)
             with self._news:
                 self._reached = True
@@ -202,10 +229,10 @@ class BrainLink:
             new, self._away = not (self._away or self._closing), True
         if new:
             why = error.cause if isinstance(error, UnreachableError) else error
-            self._say(
-                f"the Brain at {self.url} is away; the job keeps its slots, and does not grow "
-                f"until it is back ({why})"
-            )
+            meanwhile = "the job keeps its slots, and does not grow until it is back"
+            if self._take is None:
+                meanwhile = "the job waits for it"
+            self._say(f"the Brain at {self.url} is away; {meanwhile} ({why})")
 
     def _refused(self, error: UnauthorizedError | RequestError) -> None:
         hint = "see that the token file is this Brain's, and names this job"

@@ -14,7 +14,7 @@ from elastic_driver.core.job import Job
 from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.policies.stragglers import Stragglers
 from elastic_driver.runtime.brain_link import BrainLink
-from elastic_driver.runtime.speed import speed_seen
+from elastic_driver.runtime.speed import kind_seen, speed_seen
 
 LOOK_S = 0.1  # between two looks at the job
 
@@ -32,12 +32,13 @@ class BrainReports:
     _seen: dict[str, int] = field(default_factory=dict)  # slots with a process, when last looked
     _doubtful: dict[str, tuple[int, float]] = field(default_factory=dict)  # slots, until when
 
-    def first(self, least: int, most: int | None) -> JobReport:
-        """Return the report of a job that has not begun: it asks for slots."""
+    def first(self, least: int, most: int | None, held: int | None = None) -> JobReport:
+        """Return the report of a job without workers: it asks for slots."""
         return JobReport(
             began=self.began,
             least=least,
             most=most,
+            held=held,
             weight=self.weight,
             lives_on=self.lives_on,
             kind=self.kind,
@@ -48,6 +49,7 @@ class BrainReports:
         if now - self._looked < LOOK_S:
             return
         self._looked = now
+        self.kind = kind_seen(self.kind, job, watch)
         seen = speed_seen(job, watch)
         speed = None
         if seen is not None:

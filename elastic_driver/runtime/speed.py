@@ -5,6 +5,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from elastic_driver.brain.documents import Kind, Speed
 from elastic_driver.brain.store.figures import Sample
@@ -54,6 +55,14 @@ def kind_of(spec: JobSpec) -> Kind:
     """Return what a job trains, as far as its command says it."""
     digest = hashlib.sha256(msgspec.json.encode(spec.command)).hexdigest()
     return Kind(name=spec.run_id[:255], command=digest)
+
+
+def kind_seen(kind: Kind, job: Job, watch: Stragglers) -> Kind:
+    """Return what a job trains, with what its workers have said of the model and the batch."""
+    progress = _progress(job, watch)
+    if progress is None or progress.parameters is None:
+        return kind
+    return replace(kind, parameters=progress.parameters, batch=progress.batch)
 
 
 def sample_of(job: Job, watch: Stragglers, t: float, measured: Measured) -> Sample:

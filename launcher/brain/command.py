@@ -68,9 +68,12 @@ def parser() -> argparse.ArgumentParser:
     text = "Show the hosts and jobs of a Brain, who has which slots, and why."
     shown = commands.add_parser("status", help="show hosts and jobs", description=text)
     shown.add_argument("--json", action="store_true", help="the whole document")
+    text = "Free the slots of a silent job. Be sure that no process of it lives on any host."
+    forget = commands.add_parser("forget", help="free the slots of a silent job", description=text)
+    forget.add_argument("job", metavar="JOB", help="its name in elasticbrain status")
     monitor.add_parser(commands)
     replay.add_parser(commands)
-    for each, act in ((serve, run_serve), (shown, run_status)):
+    for each, act in ((serve, run_serve), (shown, run_status), (forget, run_forget)):
         each.set_defaults(act=act)
         each.add_argument(
             "--state-dir",
@@ -137,6 +140,15 @@ def run_status(given: argparse.Namespace) -> int:
 
     document = ask(folder_of(given))
     print(document.decode() if given.json else render(msgspec.json.decode(document)))
+    return 0
+
+
+def run_forget(given: argparse.Namespace) -> int:
+    """Have the Brain of this folder forget a job."""
+    from launcher.brain.setup import folder_of  # noqa: PLC0415 - see `run_command`
+    from launcher.brain.show import forget  # noqa: PLC0415
+
+    forget(folder_of(given), given.job)
     return 0
 
 

@@ -4,12 +4,14 @@
 |---|---|
 | `POST /v1/events` | a `JobReport` or a `JobOver`, by a job about itself |
 | `GET /v1/status` | jobs, hosts, who has which slots, and why |
+| `POST /v1/jobs/{job}:forget` | frees the slots of a silent job; 404, 409 `heard` |
 """
 
 import asyncio
 import concurrent.futures
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -21,11 +23,14 @@ from rendezvous.auth import Caller, Role
 from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
 from rendezvous.wire import EVENTS_PATH, UNREADABLE
 
-STATUS_WAIT_S = 5.0
+ANSWER_S = 5.0
+FORGET_PATH = "/v1/jobs/{job}:forget"
 _ACCEPTED = b'{"accepted":true}'
 _decode: Callable[[bytes], JobReport | JobOver] = msgspec.json.Decoder(JobReport | JobOver).decode
+_Answer = TypeVar("_Answer")
 Take = Callable[[JobHeard | JobEnded], bool]  # False: there are too many messages
 AskStatus = Callable[[Callable[[bytes], None]], None]
+AskForget = Callable[[str, Callable[[bool | None], None]], None]  # the reply: see `is_silent`
 
 
 def problem_with(caller: Caller, said: JobReport | JobOver) -> Problem | None:
@@ -43,15 +48,16 @@ def problem_with(caller: Caller, said: JobReport | JobOver) -> Problem | None:
 
 
 class BrainRoutes:
-    """Handlers of the routes above; `take` and `ask_status` may be called by any thread."""
+    """Handlers of the routes above; what they are given may be called by any thread."""
 
-    def __init__(self, take: Take, ask_status: AskStatus) -> None:
-        self._take, self._ask_status = take, ask_status
+    def __init__(self, take: Take, ask_status: AskStatus, forget: AskForget) -> None:
+        self._take, self._ask_status, self._forget = take, ask_status, forget
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
         app.router.add_post(EVENTS_PATH, self.post_event)
         app.router.add_get(STATUS_PATH, self.get_status, allow_head=False)
+        app.router.add_post(FORGET_PATH, self.post_forget)
 
     def take_event(
         self, caller: Caller, _path: str, body: bytes, answer: Callable[[int, bytes], None]
@@ -77,19 +83,35 @@ class BrainRoutes:
 
     async def get_status(self, _request: web.Request) -> web.Response:
         """Answer with the status document."""
-        found: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+        return web.Response(body=await _answered(self._ask_status), content_type=JSON)
 
-        def settle(document: bytes) -> None:
-            if found.set_running_or_notify_cancel():  # the client may have gone
-                found.set_result(document)
+    async def post_forget(self, request: web.Request) -> web.Response:
+        """Free the slots of a job that is silent."""
+        job = request.match_info["job"]
+        ask: Callable[[Callable[[bool | None], None]], None] = partial(self._forget, job)
+        silent = await _answered(ask)
+        if silent is None:
+            raise Problem(404, "not_found", f"there is no job {job}", "see elasticbrain status")
+        if not silent:
+            hint = "end it (elasticctl stop), and its slots are free"
+            raise Problem(409, "heard", f"the driver of {job} is heard", hint)
+        return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
 
-        self._ask_status(settle)
-        try:
-            body = await asyncio.wait_for(asyncio.wrap_future(found), STATUS_WAIT_S)
-        except asyncio.TimeoutError:
-            problem = f"no status within {STATUS_WAIT_S:g} s"
-            raise Problem(503, "busy", problem, "ask again in a moment") from None
-        return web.Response(body=body, content_type=JSON)
+
+async def _answered(ask: Callable[[Callable[[_Answer], None]], None]) -> _Answer:
+    """Return what the Brain's loop answers."""
+    found: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
+
+    def settle(answer: _Answer) -> None:
+        if found.set_running_or_notify_cancel():  # the client may have gone
+            found.set_result(answer)
+
+    ask(settle)
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(found), ANSWER_S)
+    except asyncio.TimeoutError:
+        problem = f"the Brain has not answered within {ANSWER_S:g} s"
+        raise Problem(503, "busy", problem, "ask again in a moment") from None
 
 
 def _event(job: str, said: JobReport | JobOver) -> JobHeard | JobEnded:
@@ -101,37 +123,3 @@ def job_of_lease(key: str) -> str | None:
     scope, _, rest = key.partition("/")
     job, _, name = rest.rpartition("/")
     return job if scope == "jobs" and name == "lease" else None
-
-
-def status_document(url: str, started: float, cluster: Any) -> bytes:
-    """Return the status as JSON."""
-    jobs = [
-        {
-            "job": job.name,
-            "state": "live" if job.is_live else "silent",
-            "arrived": job.arrived,
-            "min": job.report.least,
-            "max": job.report.most,
-            "weight": job.report.weight,
-            "held": job.report.held,
-            "granted": job.granted,
-            "holding": job.report.holding,
-            "grant": job.grants[-1].number if job.grants else 0,
-            "carried_out": job.report.carried_out,
-            "reason": job.reason,
-        }
-        for job in cluster.jobs.values()
-    ]
-    used = dict.fromkeys(cluster.hosts, 0)
-    for job in cluster.jobs.values():
-        for host, slots in job.granted.items():
-            used[host] = used.get(host, 0) + slots
-    hosts = [{"host": h, "slots": cluster.hosts.get(h, 0), "granted": n} for h, n in used.items()]
-    document = {
-        "url": url,
-        "started": started,
-        "jobs": jobs,
-        "hosts": hosts,
-        "measured": sorted(cluster.figures),
-    }
-    return msgspec.json.encode(document)

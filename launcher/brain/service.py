@@ -18,19 +18,19 @@ import msgspec
 
 from elastic_driver.brain.algorithm import HostView
 from elastic_driver.brain.algorithms import Algorithms
-from elastic_driver.brain.cluster import Cluster
+from elastic_driver.brain.cluster import BrainEvent, Cluster
 from elastic_driver.brain.documents import Grant, grant_key
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     HostsFound,
-    HostsMeasured,
     JobEnded,
+    JobForgotten,
     JobHeard,
     JobSilent,
-    PlanFailed,
-    Planned,
+    ProbeDriver,
     PublishGrant,
     Tell,
+    WithdrawGrant,
 )
 from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered, Tick
 from elastic_driver.core.machine import stamped
@@ -41,7 +41,9 @@ from elastic_driver.runtime.mailbox import Mailbox
 from launcher.brain.figures import HostFigures
 from launcher.brain.folder import BrainFolder, State
 from launcher.brain.priors import Priors
-from launcher.brain.routes import BrainRoutes, job_of_lease, status_document
+from launcher.brain.probes import answer_probe
+from launcher.brain.routes import BrainRoutes, job_of_lease
+from launcher.brain.status import is_silent, status_document
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Delete, Set
 
@@ -60,16 +62,21 @@ class StatusAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """An administrator wants a job forgotten; `reply` takes whether it was silent (None: none)."""
+
+    job: str
+    reply: Callable[[bool | None], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the Brain; its jobs go on."""
 
     exit_code: int
 
 
-BrainEvent: TypeAlias = (
-    JobHeard | JobEnded | JobSilent | HostsFound | HostsMeasured | Planned | PlanFailed | Tick
-)
-Message: TypeAlias = BrainEvent | HostsDiscovered | DiscoveryFailed | StatusAsked | Stop
+Message: TypeAlias = BrainEvent | HostsDiscovered | DiscoveryFailed | StatusAsked | Forget | Stop
 
 
 @dataclass(kw_only=True)
@@ -153,13 +160,17 @@ class BrainService:
         state = self._setup.folder.load()
         if state.machine:
             self._cluster = Cluster.restored(state.machine)
-            self._cluster.algorithm = Cluster(self._setup.algorithm).algorithm
+            self._cluster.use(self._setup.algorithm)
         self._state = msgspec.structs.replace(state, starts=state.starts + 1)
         self._keep(time.time())
 
     def _open_server(self) -> RendezvousServer:
         setup = self._setup
-        routes = BrainRoutes(self._take, lambda reply: self._mailbox.put(StatusAsked(reply)))
+        routes = BrainRoutes(
+            self._take,
+            lambda reply: self._mailbox.put(StatusAsked(reply)),
+            lambda job, reply: self._mailbox.put(Forget(job, reply)),
+        )
         return RendezvousServer(
             setup.host,
             setup.port,
@@ -201,6 +212,9 @@ class BrainService:
                 case StatusAsked(reply):
                     url = "" if self._server is None else self._server.url
                     reply(status_document(url, self._started, self._cluster))
+                case Forget(job, reply):
+                    reply(is_silent(self._cluster, job))
+                    self._decide(JobForgotten(job))
                 case HostsDiscovered(hosts):
                     found = tuple(HostView(name=name, slots=slots) for name, slots in hosts)
                     self._decide(HostsFound(found))
@@ -235,19 +249,29 @@ class BrainService:
             match decision:
                 case PublishGrant(job=job, grant=grant):
                     self._unkept.grants[job] = grant
+                case WithdrawGrant(job=job):
+                    self._withdraw(job)
+                case ProbeDriver():
+                    self._probe(decision)
                 case AskAlgorithm(request=request, algorithm=algorithm, view=view):
                     known = view if self._priors is None else self._priors.into(view)
                     self._algorithms.ask(request, algorithm, known, self._mailbox.put)
                 case Tell(event=name, job=job, line=line):
                     self._tell(name, job, line)
-        if isinstance(event, JobEnded) and self._server is not None:
-            self._unkept.grants.pop(event.job, None)
-            if self._priors is not None:
-                self._priors.forget(event.job)
-            if event.job not in self._cluster.jobs:
-                self._server.post([Delete(grant_key(event.job))])
         if decisions or isinstance(event, JobEnded | JobSilent | HostsFound):
             self._keep(now)
+
+    def _withdraw(self, job: str) -> None:
+        self._unkept.grants.pop(job, None)
+        if self._priors is not None:
+            self._priors.forget(job)
+        if self._server is not None:
+            self._server.post([Delete(grant_key(job))])
+
+    def _probe(self, asked: ProbeDriver) -> None:
+        """Look whether a driver lives, on the server's loop; `DriverProbed` answers."""
+        if self._server is not None:
+            self._server.spawn(answer_probe(asked, self._mailbox.put))
 
     # ---- the disk, before promises -------------------------------------------------------
 

@@ -1,20 +1,42 @@
-"""`elasticbrain status`: asks the Brain of a folder, and shows its hosts and jobs."""
+"""`elasticbrain status` and `forget`: they ask the Brain of a folder, and show what it says."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 from elastic_driver.contract import STATUS_PATH
-from elastic_driver.errors import ClusterError
+from elastic_driver.errors import ClusterError, UsageError
 from launcher.brain.folder import BrainFolder
+from launcher.brain.routes import FORGET_PATH
 from launcher.ctl_commands.show import table
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import UnreachableError
+from rendezvous.errors import RequestError, UnreachableError
 
 ANSWER_S = 5.0
 
 
 def ask(folder: BrainFolder) -> bytes:
     """Return the status document of the Brain; raises ClusterError if none runs there."""
+    with _client(folder) as client:
+        return client.get_bytes(STATUS_PATH)
+
+
+def forget(folder: BrainFolder, job: str) -> None:
+    """Have the Brain free the slots of a silent job; raises UsageError if it has no such job."""
+    with _client(folder) as client:
+        try:
+            client.post_json(FORGET_PATH.format(job=quote(job, safe="")), b"{}")
+        except RequestError as error:
+            if error.status not in (404, 409):
+                raise
+            raise UsageError(f"{error.message}; {error.hint}") from error
+
+
+@contextlib.contextmanager
+def _client(folder: BrainFolder) -> Iterator[RendezvousClient]:
+    """Return a client of the Brain of a folder; raises ClusterError if it does not answer."""
     if (url := folder.read_endpoint()) is None:
         raise ClusterError(
             f"no Brain runs in {folder.path}; start it (elasticbrain serve), or give its "
@@ -23,7 +45,7 @@ def ask(folder: BrainFolder) -> bytes:
     token, known_by = read_credentials(folder.admin_token_file)
     with RendezvousClient(url, token, ANSWER_S, repeats=False, fingerprint=known_by) as client:
         try:
-            return client.get_bytes(STATUS_PATH)
+            yield client
         except UnreachableError as error:
             raise ClusterError(
                 f"the Brain at {url} does not answer ({error.cause}); start it again with the "

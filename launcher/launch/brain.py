@@ -4,14 +4,15 @@ Nothing is started before the first grant. If the Brain is away meanwhile, a job
 `--brain-fallback` trains on hosts of its own.
 """
 
-import hashlib
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
-from elastic_driver.brain.documents import Kind
+from elastic_driver.brain.documents import Grant, JobReport
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime.brain_link import ANSWER_S, BrainLink
 from elastic_driver.runtime.brain_report import BrainReports
@@ -20,6 +21,7 @@ from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
+from elastic_driver.runtime.speed import kind_of
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.submit import ended_by_signals, submit
 from launcher.network import is_loopback
@@ -28,6 +30,7 @@ from rendezvous.client import RendezvousClient
 from rendezvous.errors import TokenError
 
 BRAIN_FOLDER = "elastic-brain"  # beside the folder of all runs
+ALIVE_FILE = "alive"  # in the run's folder, touched every few seconds
 JOBS_TOKEN_FILE = "job.token"  # noqa: S105 - the name of a file
 
 
@@ -44,9 +47,11 @@ def submit_to_brain(
     """
     if plan.fallback is not None and run is not None and run.settings.auto_scale:
         return submit(plan.fallback, run_dir, run, store)
-    brain, granted = _reports(plan, run, say), None
+    brain, granted = _reports(plan, run_dir, run, say), None
     try:
         if run is not None:
+            if _may_have_lost_its_slots(run, run_dir, brain):
+                _hear_of_slots(plan, run, brain, say)
             return submit(plan, run_dir, run, store, brain=brain)
         granted = _first_hosts(plan, brain, say)
         if granted is not None:
@@ -63,38 +68,71 @@ def _first_hosts(plan: LaunchPlan, brain: BrainReports, say: Callable[[str], Non
 
     Raises ClusterError if they do not come in time.
     """
-    link, patience = brain.link, plan.settings.start_timeout
-    link.update(brain.first(plan.settings.min_np, plan.settings.max_np))
-    with ended_by_signals("the wait for the Brain"):
-        grant = link.first_grant(patience)
+    link = brain.link
+    grant = _wait(brain, brain.first(plan.settings.min_np, plan.settings.max_np), plan)
     if grant is not None:
         return tuple(grant.hosts.items())
+    if link.answers or plan.fallback is None:
+        _give_up(plan, link, "add --brain-fallback")
+    say(f"the Brain at {link.url} is away: the job trains on its own hosts, with --auto-scale")
+    return None
+
+
+def _wait(brain: BrainReports, report: JobReport, plan: LaunchPlan, after: int = 0) -> Grant | None:
+    """Ask for slots; return a grant with a higher number than `after`, None if none comes."""
+    brain.link.update(report)
+    with ended_by_signals("the wait for the Brain"):
+        return brain.link.first_grant(plan.settings.start_timeout, after)
+
+
+def _give_up(plan: LaunchPlan, link: BrainLink, hint: str) -> NoReturn:
+    patience = plan.settings.start_timeout
     if link.answers:
         raise ClusterError(
             f"the Brain at {link.url} granted no slots within {patience:g} s; raise "
             "--start-timeout, or lower --min-np"
         )
-    if plan.fallback is None:
-        raise ClusterError(
-            f"the Brain at {link.url} did not answer within {patience:g} s; start it, raise "
-            "--start-timeout, or add --brain-fallback"
-        )
-    say(f"the Brain at {link.url} is away: the job trains on its own hosts, with --auto-scale")
-    return None
+    raise ClusterError(
+        f"the Brain at {link.url} did not answer within {patience:g} s; start it, raise "
+        f"--start-timeout, or {hint}"
+    )
 
 
-def _reports(plan: LaunchPlan, run: ResumedRun | None, say: Callable[[str], None]) -> BrainReports:
+def _may_have_lost_its_slots(run: ResumedRun, run_dir: RunDir, brain: BrainReports) -> bool:
+    """Return whether the last driver may have ended so long ago that other jobs have its slots.
+
+    All its workers have ended by themselves then.
+    """
+    last = run.at + run.unix_offset
+    with contextlib.suppress(OSError):  # it died on another machine
+        last = max(last, (run_dir.path / ALIVE_FILE).stat().st_mtime)
+    return time.time() >= last + brain.lives_on
+
+
+def _hear_of_slots(
+    plan: LaunchPlan, run: ResumedRun, brain: BrainReports, say: Callable[[str], None]
+) -> None:
+    """Wait until the Brain says which slots the job has now; raises ClusterError if it does not."""
+    say(f"the last driver ended long ago: the Brain at {brain.link.url} may grant other slots now")
+    capacity = run.job.capacity
+    report = brain.first(capacity.least, capacity.most, capacity.target)
+    if _wait(brain, report, plan, run.job.limits.newest_grant) is None:
+        _give_up(plan, brain.link, "resume the job later")
+
+
+def _reports(
+    plan: LaunchPlan, run_dir: RunDir, run: ResumedRun | None, say: Callable[[str], None]
+) -> BrainReports:
     """Return what reports the job to the Brain; raises UsageError if that cannot work."""
     settings, spec, options = plan.settings, plan.spec, plan.options
     client = brain_client(str(options.brain), options.brain_token_file, spec.run_id)
     began = time.time() if run is None else run.job.limits.began
     silence = max(spec.driver_timeout, settings.heartbeat_timeout)
-    command = hashlib.sha256("\0".join(spec.command).encode()).hexdigest()
     return BrainReports(
-        link=BrainLink(client, spec.run_id, say),
+        link=BrainLink(client, spec.run_id, say, run_dir.path / ALIVE_FILE),
         began=began,
         weight=options.weight,
-        kind=Kind(name=spec.run_id, command=command),
+        kind=kind_of(spec),
         lives_on=silence + settings.grace_period + settings.stop_grace,
     )
 

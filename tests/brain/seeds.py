@@ -36,6 +36,8 @@ class Outcome:
     silent: int = 0
     runs: int = 0
     hosts: int = 0
+    cut: int = 0
+    late: int = 0
 
 
 def curve_of(random: Random, best: float) -> Curve:
@@ -120,6 +122,8 @@ class Faults:
             self.lose_host,
             self.bring_host,
             self.silence,
+            self.cut_off,
+            self.come_late,
             self.kill_brain,
             self.user,
             self.begin_again,
@@ -159,6 +163,34 @@ class Faults:
             world.after(self.random.uniform(0.1, ALONE_S), lambda: world.come_back(job))
         else:
             world.after(self.random.uniform(0.1, ALONE_S), lambda: self._die(job))
+
+    def cut_off(self) -> None:
+        """The network between a driver and the Brain is cut; the job trains on."""
+        if (job := self._any_job()) is None:
+            return
+        job.cut = True
+        self.out.cut += 1
+        self.world.after(self.random.uniform(0.1, 4 * ALONE_S), lambda: self._mend(job))
+
+    def _mend(self, job: SimJob) -> None:
+        if job.cut and self.world.jobs.get(job.name) is job:
+            self.world.come_back(job)
+
+    def come_late(self) -> None:
+        """A driver dies, all its processes end, and long after that it is resumed."""
+        if (job := self._any_job()) is None or job.cut:
+            return
+        world = self.world
+        job.driver_lives = False
+        self.out.late += 1
+
+        def end_processes() -> None:
+            job.count(world.now)
+            job.using, job.holding = {}, {}
+
+        world.after(self.random.uniform(0.1, ALONE_S), end_processes)
+        wait = self.random.uniform(ALONE_S, 3 * ALONE_S)
+        world.after(wait, lambda: world.come_back_late(job))
 
     def _die(self, job: SimJob) -> None:
         self.world.jobs.pop(job.name, None)

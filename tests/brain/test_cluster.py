@@ -7,28 +7,28 @@ from typing import Any
 import pytest
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
-from elastic_driver.brain.cluster import (
-    ANSWER_S,
-    GATHER_S,
-    RETRY_S,
-    SILENT_S,
-    BrainDecision,
-    Cluster,
-)
+from elastic_driver.brain.cluster import SILENT_S, BrainDecision, Cluster
 from elastic_driver.brain.documents import JOB_LEASE_S, JobOver, JobReport, Kind
 from elastic_driver.brain.fair import fair
+from elastic_driver.brain.handover import GATHER_S
+from elastic_driver.brain.jobs import PROBE_S
 from elastic_driver.brain.messages import (
     AskAlgorithm,
+    DriverProbed,
     HostsFound,
     HostsMeasured,
     JobEnded,
+    JobForgotten,
     JobHeard,
     JobSilent,
     PlanFailed,
     Planned,
+    ProbeDriver,
     PublishGrant,
     Tell,
+    WithdrawGrant,
 )
+from elastic_driver.brain.plans import ANSWER_S, RETRY_S
 from elastic_driver.core.driver_events import Tick
 from tests.brain.world import World
 
@@ -47,6 +47,9 @@ class Brain:
         self.grants: dict[str, dict[str, int]] = {}
         self.numbers: dict[str, int] = {}
         self.told: list[Tell] = []
+        self.probes: list[ProbeDriver] = []
+        self.withdrawn: list[str] = []
+        self.ended: set[str] = set()  # jobs at whose driver's address nobody listens
         self.hosts(hosts)
 
     def hosts(self, hosts: dict[str, int]) -> None:
@@ -65,12 +68,18 @@ class Brain:
                 if self.plans:
                     plan = Plan(workers=self.plans.pop(0), reason="the test says so")
                     decisions = [*decisions, *self.send(Planned(decision.request, plan))]
+            elif isinstance(decision, ProbeDriver):
+                self.probes.append(decision)
+                result: Any = "refused" if decision.job in self.ended else "answered"
+                self.send(DriverProbed(decision.job, decision.began, decision.sign, result))
+            elif isinstance(decision, WithdrawGrant):
+                self.withdrawn.append(decision.job)
             else:
                 self.told.append(decision)
         return decisions
 
     def report(self, job: str, after: float = 0.0, **fields: Any) -> None:
-        fields = {"began": 1.0, "least": 1, "lives_on": LIVES_ON_S, **fields}
+        fields = {"began": 1.0, "least": 1, "lives_on": LIVES_ON_S, "sign": job, **fields}
         self.send(JobHeard(job, JobReport(kind=Kind(name=job, command=""), **fields)), after)
 
     def carried_out(self, job: str, holding: dict[str, int] | None = None) -> None:
@@ -132,14 +141,70 @@ def test_slots_that_become_free_one_after_the_other_are_given_together() -> None
     assert brain.grants["B"] == {"n1": 3}
 
 
-def test_a_silent_job_keeps_its_slots_until_its_processes_have_ended(two: Brain) -> None:
+def test_the_slots_of_a_driver_that_has_ended_are_free_when_its_processes_have_ended(
+    two: Brain,
+) -> None:
+    two.ended = {"B"}
     two.send(JobSilent("B"))
+    assert [told.event for told in two.told][-2:] == ["job_silent", "job_lost"]
     two.plans = [{"A": {"n1": 2, "n2": 2}}]
     two.send(Tick(), after=LIVES_ON_S - 1)
     assert two.grants["A"] == {"n1": 2}
     two.send(Tick(), after=1.0)
     assert two.grants["A"] == {"n1": 2, "n2": 2}
     assert "job_gone" in [told.event for told in two.told]
+    assert two.withdrawn == ["B"]
+
+
+def test_a_driver_that_is_stopped_or_cut_off_keeps_its_slots_however_long_it_is_silent(
+    two: Brain,
+) -> None:
+    two.send(JobSilent("B"))
+    two.plans = [{"A": {"n1": 2}}]
+    for _ in range(5):
+        two.carried_out("A")
+        two.send(Tick(), after=SILENT_S / 2)
+    assert two.grants == {"A": {"n1": 2}, "B": {"n2": 2}}
+    looks = [probe for probe in two.probes if probe.reason == "its driver is silent"]
+    assert len(looks) == 6, "when it became silent, and at each event"
+    two.ended = {"B"}
+    two.send(Tick(), after=PROBE_S)
+    two.plans = [{"A": {"n1": 2, "n2": 2}}]
+    two.send(Tick(), after=LIVES_ON_S)
+    assert two.grants["A"] == {"n1": 2, "n2": 2}
+
+
+def test_a_driver_that_was_never_found_at_its_address_is_not_taken_for_dead() -> None:
+    brain = Brain({"n1": 2})
+    brain.ended = {"A"}  # for example, because a firewall refuses connections
+    brain.plans = [{"A": {"n1": 2}}]
+    brain.report("A")
+    brain.carried_out("A")
+    brain.send(JobSilent("A"))
+    brain.send(Tick(), after=100 * LIVES_ON_S)
+    assert list(brain.cluster.jobs) == ["A"]
+
+
+def test_a_silent_job_is_forgotten_when_an_administrator_says_so(two: Brain) -> None:
+    two.send(JobForgotten("B"))
+    assert list(two.cluster.jobs) == ["A", "B"], "it is heard"
+    two.send(JobSilent("B"))
+    two.plans = [{"A": {"n1": 2, "n2": 2}}]
+    two.send(JobForgotten("B"))
+    assert two.grants["A"] == {"n1": 2, "n2": 2}
+    two.report("B", carried_out=two.numbers["B"], holding={"n2": 2})
+    assert two.asked[-1].view.jobs[-1].at == {"n2": 2}, "it was not over"
+
+
+def test_a_driver_that_comes_late_is_told_anew_which_slots_it_has(two: Brain) -> None:
+    before = two.numbers["B"]
+    two.plans = [{"A": {"n1": 2}, "B": {"n2": 2}}]
+    two.report("B", carried_out=0)
+    assert two.grants["B"] == {"n2": 2}
+    assert two.numbers["B"] > before
+    again = two.numbers["B"]
+    two.report("B", carried_out=0)
+    assert two.numbers["B"] == again, "once"
 
 
 def test_a_job_without_a_lease_is_silent_when_no_report_has_come_for_a_minute(two: Brain) -> None:
@@ -281,16 +346,20 @@ def test_a_restarted_brain_plans_when_it_has_heard_of_each_job_with_slots(two: B
     assert two.numbers["B"] > max(numbers.values())
 
 
-def test_a_restarted_brain_waits_for_the_lease_and_the_processes_of_a_job_it_does_not_hear(
+def test_a_restarted_brain_plans_without_a_job_that_it_does_not_hear_but_not_with_its_slots(
     two: Brain,
 ) -> None:
+    two.ended = {"B"}
     restarted(two, after=100.0)
     before = len(two.asked)
     two.report("A", carried_out=two.numbers["A"], holding={"n1": 2})
-    two.send(Tick(), after=JOB_LEASE_S + LIVES_ON_S - 0.1)
+    two.send(Tick(), after=JOB_LEASE_S - 0.1)
     assert len(two.asked) == before
-    two.plans = [{"A": {"n1": 2, "n2": 2}}]
+    two.plans = [{"A": {"n1": 1}}]
     two.send(Tick(), after=0.1)
+    assert two.asked[-1].view.hosts == (HostView(name="n1", slots=2),)
+    two.plans = [{"A": {"n1": 2, "n2": 2}}]
+    two.send(Tick(), after=LIVES_ON_S)
     assert two.grants == {"A": {"n1": 2, "n2": 2}}
 
 

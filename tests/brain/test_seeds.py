@@ -14,7 +14,7 @@ PER_TEST = 20
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
 def test_no_slot_is_in_two_jobs_and_all_jobs_run_when_the_faults_stop(first: int) -> None:
     outcomes = [run_seed(seed) for seed in range(first, first + PER_TEST)]
-    for kind in ("grants", "refused", "brains", "silent", "runs", "hosts"):
+    for kind in ("grants", "refused", "brains", "silent", "runs", "hosts", "cut", "late"):
         assert sum(getattr(each, kind) for each in outcomes) > PER_TEST, f"few {kind}"
 
 
@@ -37,6 +37,17 @@ def test_a_brain_that_forgets_silent_jobs_at_once_is_found_out(
         job.gone_at = at
 
     monkeypatch.setattr(Job, "fall_silent", hasty)
+    with pytest.raises(AssertionError, match="processes on"):
+        _run_all(range(40))
+
+
+def test_a_brain_that_takes_a_silent_driver_for_dead_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def sure(job: Job, at: float) -> None:
+        job.silent_at, job.gone_at = at, at + job.report.lives_on
+
+    monkeypatch.setattr(Job, "fall_silent", sure)
     with pytest.raises(AssertionError, match="processes on"):
         _run_all(range(40))
 

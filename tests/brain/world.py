@@ -23,12 +23,14 @@ from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobOver, JobRepor
 from elastic_driver.brain.fair import fair
 from elastic_driver.brain.messages import (
     AskAlgorithm,
+    DriverProbed,
     HostsFound,
     JobEnded,
     JobHeard,
     JobSilent,
     PlanFailed,
     Planned,
+    ProbeDriver,
     PublishGrant,
     Tell,
 )
@@ -60,6 +62,8 @@ class SimJob:
     stands_until: float = 0.0
     round: int = 0
     driver_lives: bool = True
+    cut: bool = False  # nothing passes between its driver and the Brain; it trains on
+    is_late: bool = False  # its driver has come late, and does not know which slots it has
     heard_at: float = 0.0
     silent_told: bool = False
     over_at: float | None = None
@@ -92,8 +96,9 @@ class SimJob:
             most=self.most,
             weight=self.weight,
             held=self.held,
-            carried_out=self.grant.number if self.grant else 0,
+            carried_out=self.grant.number if self.grant and not self.is_late else 0,
             holding=dict(self.holding),
+            sign=f"{self.name}:{self.began}",
             lives_on=LIVES_ON_S,
             kind=Kind(name=self.name, command=""),
             speed=speed,
@@ -167,6 +172,8 @@ class World:
                     self._publish(decision)
                 case AskAlgorithm():
                     self._ask(decision)
+                case ProbeDriver():
+                    self._probe(decision)
                 case Tell():
                     self.told.append(decision)
 
@@ -177,6 +184,15 @@ class World:
         self.numbers[name] = grant.number
         self.published.append((self.now, name, grant))
         self.after(self.random.uniform(0, 2 * LATENCY_S), lambda: self._deliver(name, grant))
+
+    def _probe(self, asked: ProbeDriver) -> None:
+        runs = [
+            job for job in self.jobs.values() if (job.name, job.began) == (asked.job, asked.began)
+        ]
+        lives, cut = any(job.driver_lives for job in runs), any(job.cut for job in runs)
+        result: Any = "silent" if cut else "answered" if lives else "refused"
+        probed = DriverProbed(asked.job, asked.began, asked.sign, result)
+        self.after(LATENCY_S, lambda: self.brain(probed))
 
     def _ask(self, ask: AskAlgorithm) -> None:
         self.views.append(ask.view)
@@ -219,10 +235,10 @@ class World:
 
     def report(self, job: SimJob) -> None:
         job.count(self.now)
-        if not job.driver_lives or self.jobs.get(job.name) is not job:
-            self._expire(job)
-        elif job.steps >= job.steps_wanted:
+        if job.driver_lives and job.steps >= job.steps_wanted and self.jobs.get(job.name) is job:
             self.end(job)
+        elif not job.driver_lives or job.cut or self.jobs.get(job.name) is not job:
+            self._expire(job)
         elif self.brain_lives:
             job.heard_at, job.silent_told = self.now, False
             self.brain(JobHeard(job.name, job.report(self.now)))
@@ -238,7 +254,10 @@ class World:
         if self.jobs.pop(job.name, None) is None:
             return
         self.ended[job.name] = self.now
-        self._say_over(job)
+        if job.cut:
+            self.lost(job)
+        else:
+            self._say_over(job)
 
     def lost(self, job: SimJob) -> None:
         """All its processes are gone, and nobody says so: its lease ends."""
@@ -258,21 +277,28 @@ class World:
 
     def come_back(self, job: SimJob) -> None:
         """Its next driver reads the newest grant, and reports."""
-        job.driver_lives = True
+        job.driver_lives, job.cut = True, False
         grants = [grant for _, name, grant in self.published if name == job.name]
         if grants:
             self._deliver(job.name, grants[-1])
         self.report(job)
 
+    def come_back_late(self, job: SimJob) -> None:
+        """Its processes have ended long ago; the next driver asks which slots it has now."""
+        job.count(self.now)
+        job.driver_lives, job.is_late = True, True
+        job.using, job.holding = {}, {}
+        self.report(job)
+
     def _deliver(self, name: str, grant: Grant) -> None:
         job = self.jobs.get(name)
-        if job is None or job.began != grant.began or not job.driver_lives:
+        if job is None or job.began != grant.began or not job.driver_lives or job.cut:
             return
         if job.grant is not None and grant.number <= job.grant.number:
             return
         job.count(self.now)
         before = job.using
-        job.grant = replace(grant)
+        job.grant, job.is_late = replace(grant), False
         after = {host: n for host, n in grant.hosts.items() if n}
         for host, slots in after.items():
             job.holding[host] = max(slots, job.holding.get(host, 0))

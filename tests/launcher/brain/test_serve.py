@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -121,6 +122,53 @@ def test_what_it_has_granted_is_known_to_the_next_one_that_waits_for_its_jobs(
             lambda g: True, report(least=2, carried_out=grant.number, holding={"a": 2})
         )
         assert (same.number, same.hosts) == (grant.number, {"a": 2})
+
+
+def test_the_slots_of_a_silent_driver_are_free_once_it_has_ended(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:2") as brain:
+        first, second = Job(brain, "first"), Job(brain, "second")
+        listener = socket.create_server(("127.0.0.1", 0))
+        sign = f"127.0.0.1:{listener.getsockname()[1]}"
+        grant = first.until(lambda g: g.hosts == {"a": 2}, report(least=2, sign=sign))
+        listener.accept()[0].close()  # it is found while it is heard
+        first.say(report(least=2, sign=sign, carried_out=grant.number, holding={"a": 2}))
+        states = lambda: {job["job"]: job["state"] for job in brain.status()["jobs"]}  # noqa: E731
+
+        def second_waits() -> None:
+            second.say(report(least=2))
+            waits = second.grant()
+            assert waits is None or not waits.hosts
+
+        def has_seen(state: str) -> bool:
+            second_waits()
+            return states().get("first") == state
+
+        eventually(lambda: has_seen("silent"), within=30, what="its lease ends")
+        for _ in range(2):
+            listener.accept()[0].close()
+        assert has_seen("silent"), "it lives: it may be cut off"
+        listener.close()
+        second.until(lambda g: g.hosts == {"a": 2}, report(least=2))
+
+
+def test_an_administrator_frees_the_slots_of_a_silent_job_and_of_no_other(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:2") as brain:
+        where = "--state-dir", str(brain.folder)
+        first, second = Job(brain, "first"), Job(brain, "second")
+        grant = first.until(lambda g: g.hosts == {"a": 2}, report(least=2))
+        first.say(report(least=2, carried_out=grant.number, holding={"a": 2}))
+        heard, unknown = run("forget", "first", *where), run("forget", "third", *where)
+        assert (heard.returncode, unknown.returncode) == (64, 64)
+        assert "the driver of first is heard" in heard.stderr
+        assert "there is no job third" in unknown.stderr
+        assert len((heard.stderr + unknown.stderr).splitlines()) == 2
+        with pytest.raises(RequestError) as refused:
+            first.client.post_json("/v1/jobs/second:forget", b"{}")
+        assert refused.value.status == 403
+        state = lambda: brain.status()["jobs"][0]["state"]  # noqa: E731
+        eventually(lambda: state() == "silent", within=30, what="its lease ends")
+        assert run("forget", "first", *where).returncode == 0
+        second.until(lambda g: g.hosts == {"a": 2}, report(least=2))
 
 
 def test_each_role_has_a_file_that_its_owner_alone_may_read(tmp_path: Path) -> None:

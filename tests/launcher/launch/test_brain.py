@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -110,6 +111,36 @@ def test_a_resumed_driver_goes_on_with_its_grant_and_is_the_same_run(tmp_path: P
         assert all(r.holding == {"localhost": 2} for _, r in brain.reports[number:])
         brain.grant(job.run_id, 2, localhost=1)
         until_on(job, localhost=1)
+
+
+@pytest.mark.timeout(200)
+def test_a_driver_that_is_resumed_late_starts_nothing_before_the_brain_says_where(
+    tmp_path: Path,
+) -> None:
+    lives_on = "--driver-timeout", "1", "--heartbeat-timeout", "2", "--grace-period", "1"
+    with (
+        played_brain() as brain,
+        elasticrun(*with_brain(brain, tmp_path), *lives_on, *TRAIN, env=ENV) as job,
+    ):
+        brain.until(lambda r: True, "the job asks for slots")
+        brain.grant(job.run_id, 1, localhost=2)
+        until_on(job, localhost=2)
+        patience = brain.reports[-1][1].lives_on
+        job.kill_driver()
+        died = time.time()
+        job.until_without_driver(lambda: not job.live(), "its workers end")
+        job.until_without_driver(lambda: time.time() > died + patience, "others may use its slots")
+        steps = len(job.steps())
+        job.start("--resume")
+        late = "the last driver ended long ago"
+        job.until(lambda: late in job.stderr, "it waits for the Brain")
+        asks = brain.until(lambda r: r.carried_out == 0, "it asks for slots")
+        assert asks.holding == {}
+        assert len(job.steps()) == steps
+        brain.grant(job.run_id, 2, **{"127__0__0__2": 1})
+        until_on(job, **{"127__0__0__2": 1})
+        since = [record for record in job.steps()[steps:] if record.t > died + patience]
+        assert {host_of_worker(record.worker) for record in since} == {"127.0.0.2"}
 
 
 def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

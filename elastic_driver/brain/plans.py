@@ -1,0 +1,115 @@
+"""When the Brain asks for a plan, of which algorithm, and what becomes of the answer.
+
+A plan is asked for when something has happened that may change it. It is refused if it was made for
+a state that is over, or is out of bounds; if the algorithm that a user chose fails, the built-in
+one answers. One plan is asked for at a time. Pure. Times are unix seconds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic_driver.brain.algorithm import BUILT_IN, Plan, View, faults
+from elastic_driver.brain.messages import AskAlgorithm, PlanFailed, Planned, Tell
+
+ANSWER_S = 30.0  # an algorithm that has not answered by then is taken to have failed
+RETRY_S = 10.0  # after which a plan is asked for again, if the built-in algorithm has failed
+REPLAN_S = 60.0  # a change that did not repay itself may do so later
+
+MakeView = Callable[[str], View]  # of what there is now; takes the event
+
+
+@dataclass
+class Asked:
+    """A plan that was asked for. `algorithm` "": the built-in one."""
+
+    request: int
+    algorithm: str
+    view: View
+    until: float
+
+
+@dataclass
+class Plans:
+    """The plan that is asked for, and why the next one will be. `algorithm` "": the built-in one.
+
+    `due`: when a plan is asked for, whatever happens.
+    """
+
+    algorithm: str = ""
+    triggers: list[str] = field(default_factory=list)
+    due: float | None = None
+    asked: Asked | None = None
+    request: int = 0
+
+    @property
+    def deadline(self) -> float | None:
+        """When to look again if nothing happens."""
+        return self.due if self.asked is None else self.asked.until
+
+    def because(self, *triggers: str) -> None:
+        """Have a plan asked for, and say why."""
+        self.triggers += [each for each in triggers if each not in self.triggers]
+
+    def nobody_is_there(self) -> None:
+        """Forget why a plan was needed: there is no job to plan for."""
+        self.triggers, self.due = [], None
+
+    def ask_if_needed(self, view: MakeView, now: float) -> list[AskAlgorithm]:
+        """Ask for a plan if there is a reason, and none is on its way."""
+        if self.asked is not None or not self.triggers:
+            return []
+        return [self._ask(self.algorithm, view, now)]
+
+    def look_at_the_clock(self, view: MakeView, now: float) -> list[AskAlgorithm | Tell]:
+        """Note that it is time for a plan, or that an algorithm has not answered in time."""
+        if self.due is not None and now >= self.due:
+            self.due = None
+            self.because("time passed")
+        if self.asked is not None and now >= self.asked.until:
+            return self._refuse(self.asked, f"no answer within {ANSWER_S:g} s", view, now)
+        return []
+
+    def take(
+        self, event: Planned | PlanFailed, view: MakeView, now: float
+    ) -> tuple[Plan | None, list[AskAlgorithm | Tell]]:
+        """Return the plan to carry out, if this answer is one; else ask again."""
+        asked = self.asked
+        if asked is None or event.request != asked.request:
+            return None, []
+        if isinstance(event, PlanFailed):
+            return None, self._refuse(asked, event.reason, view, now)
+        if shape(view("")) != shape(asked.view):
+            self.because(*asked.view.event.split(", "))
+            return None, [self._ask(asked.algorithm, view, now)]
+        if wrong := faults(asked.view, event.plan):
+            why = f"its plan is out of bounds: {wrong[0]}"
+            return None, self._refuse(asked, why, view, now)
+        self.asked, self.due = None, now + REPLAN_S
+        return event.plan, []
+
+    def _ask(self, algorithm: str, view: MakeView, now: float) -> AskAlgorithm:
+        shown = view(", ".join(self.triggers))
+        self.request += 1
+        self.asked = Asked(self.request, algorithm, shown, now + ANSWER_S)
+        self.triggers, self.due = [], None
+        reason = shown.event or "the plan before it was refused"
+        return AskAlgorithm(self.request, algorithm, shown, reason)
+
+    def _refuse(
+        self, asked: Asked, why: str, view: MakeView, now: float
+    ) -> list[AskAlgorithm | Tell]:
+        """Say by name whose plan is not carried out, and ask the built-in algorithm."""
+        name, self.asked = asked.algorithm or BUILT_IN, None
+        if not asked.algorithm:
+            self.due = now + RETRY_S
+            line = f"algorithm {name}: {why}; it is asked again in {RETRY_S:g} s"
+            return [Tell("plan_refused", "", line, line)]
+        self.because(*asked.view.event.split(", "))
+        line = f"algorithm {name}: {why}; the built-in one is asked instead"
+        return [self._ask("", view, now), Tell("plan_refused", "", line, line)]
+
+
+def shape(view: View) -> tuple[object, ...]:
+    """Return what a plan must not be older than: who is there, their limits, and the slots."""
+    jobs = [(job.name, job.arrived, job.least, job.most, job.held) for job in view.jobs]
+    return jobs, [(host.name, host.slots) for host in view.hosts]
