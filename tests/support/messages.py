@@ -7,7 +7,7 @@ A message is what is said when
   line or lists of hosts are read, and what `matching` says that an option needs;
 - a request is refused: `Problem`;
 - a line is written: `say`, `note` and their like, a log's `warning` and `error`, `print` to stderr;
-- the job ends for a reason: `_end`, `fail` and `finish` of the core;
+- the job or an agent ends for a reason: `end`, `_end`, `fail` and `finish`;
 - a function of `TELLING` returns it;
 - a pair of one of `TABLES` says what the words of another program mean.
 
@@ -30,7 +30,7 @@ READERS = ("options.py", "host_lists.py", "values.py", "output.py")
 SAYING = {
     *("say", "_say", "note", "tell", "_on_broken", "print"),
     *("warning", "error", "exception"),
-    *("_end", "fail", "finish", "finish_with"),
+    *("_end", "end", "fail", "finish", "finish_with"),
 }
 # Functions that return a message, or yield some.
 TELLING = {
