@@ -6,6 +6,7 @@ answers. Times are unix seconds.
 """
 
 import contextlib
+import logging
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,7 +47,8 @@ class Database:
     def __init__(self, address: Address, steps: Sequence[Step] = STEPS) -> None:
         self._address, self._steps = address, steps
         self._engine: Engine | None = None
-        self._file: tuple[int, int] | None = None  # device and inode of the open file
+        self._file: tuple[int, int] | None = None  # device and inode of the file, once it was open
+        self.file_removed = False  # it has vanished or is another one; whoever tells it resets this
         self._series: dict[tuple[JobKey, Series], int] = {}  # their numbers
 
     def close(self) -> None:
@@ -148,8 +150,9 @@ class Database:
     def _transaction(self) -> Iterator[Connection]:
         """Return a transaction of an open database; after an error the connection is closed."""
         try:
-            if self._engine is not None and self._file != self._file_now():
-                self.close()  # the file has vanished, or is another one
+            if self._file not in (None, self._file_now()):
+                self.close()
+                self.file_removed = True
             if self._engine is None:
                 self._engine = self._connect()
             with self._engine.begin() as connection:
@@ -171,6 +174,8 @@ class Database:
 
     def _make_engine(self) -> Engine:
         if self._address.url:
+            # It would warn of a lost connection, and then raise, too.
+            logging.getLogger("psycopg").addHandler(logging.NullHandler())
             url = make_url(self._address.url).set(drivername="postgresql+psycopg")
             return create_engine(url, pool_size=1, max_overflow=0, connect_args=POSTGRES)
         # Readable by its owner alone, as everything in the run's folder.

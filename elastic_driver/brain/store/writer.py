@@ -160,14 +160,17 @@ class StatisticsWriter:
             self._asked_at = None
         if self._failing:
             self._say(f"statistics: {self._address} is written again; {self._losses()}")
-            self._failing = False
+        elif database.file_removed:
+            self._say(f"statistics: {self._address} was removed, with what was written; "
+                      "a new one is begun")  # fmt: skip
+        self._failing = database.file_removed = False
 
     def _losses(self) -> str:
         rows, samples = self._lost_rows, self._lost_samples
         return (
             f"{rows} rows and {samples} samples were lost"
             if rows or samples
-            else "nothing was lost"
+            else "no row was lost meanwhile"
         )
 
     def _look_for_prior(self, database: "Database") -> None:

@@ -11,7 +11,8 @@ of the fastest one wins.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import hypot, inf
+from itertools import pairwise
+from math import hypot, inf, log
 
 from elastic_driver.policies.scaling.speed_model import Layout, fit
 
@@ -156,19 +157,28 @@ class Search:
         here, tried = self._hosts(size), sorted(self.rates)
         below = [each for each in tried if each < size][-2:]
         above = [each for each in tried if each > size][:2]
-        lines = []
-        if below:  # speed grows at most with the number of workers
-            together = len(below) == 2 and self._hosts(below[0]) == self._hosts(below[1])
-            lines.append(below if together else [0, below[-1]])
+        bounds = []
+        if len(below) == 2 and self._hosts(below[0]) == self._hosts(below[1]):
+            bounds.append(self._on_line(below[0], below[1], size))
+        elif below:
+            bounds.append(self.rates[below[-1]] * (size / below[-1]) ** self._growth(below[-1]))
         elif self._hosts(above[0]) > here == 1:
             largest = max(each for each in self.layout.candidates() if self._hosts(each) == 1)
             return inf if size == largest else 0.0
         if len(above) == 2 and self._hosts(above[0]) == here:
-            lines.append(above)
-        return min((self._on_line(first, second, size) for first, second in lines), default=0.0)
+            bounds.append(self._on_line(above[0], above[1], size))
+        return min(bounds, default=0.0)
+
+    def _growth(self, size: int) -> float:
+        """Return the power of the number of workers with which speed grew last below a size."""
+        for first, second in reversed([*pairwise(n for n in sorted(self.rates) if n <= size)]):
+            if self._hosts(first) == self._hosts(second):
+                ratio = self.rates[second] / self.rates[first]
+                return min(1.0, max(0.0, log(ratio) / log(second / first)))
+        return 1.0  # at most with the number of workers
 
     def _on_line(self, first: int, second: int, size: int) -> float:
-        low, high = self.rates.get(first, 0.0), self.rates[second]
+        low, high = self.rates[first], self.rates[second]
         if size < first and low > high:  # behind the fastest size speed falls by the same share
             return low * float((low / high) ** ((first - size) / (second - first)))
         return low + (high - low) * (size - first) / (second - first)

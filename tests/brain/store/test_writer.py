@@ -29,6 +29,7 @@ from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import FINE, HOUR, MINUTE, JobKey, Series, Summary
 from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.core.measured import Measured
+from elastic_driver.runtime.library_logs import logs_shown
 from tests.support.job import eventually
 from tests.support.postgres import Postgres
 
@@ -171,7 +172,7 @@ def test_a_locked_file_costs_a_sentence_and_no_row(in_file: Address) -> None:
         f"statistics: {in_file.file} cannot be written: database is locked; "
         "the job goes on, and this is tried again"
     )
-    assert second == f"statistics: {in_file.file} is written again; nothing was lost"
+    assert second == f"statistics: {in_file.file} is written again; no row was lost meanwhile"
 
 
 def test_a_corrupt_file_is_replaced(in_file: Address) -> None:
@@ -188,6 +189,20 @@ def test_a_corrupt_file_is_replaced(in_file: Address) -> None:
     assert Path(f"{in_file.file}.corrupt").read_bytes().startswith(b"no database")
 
 
+def test_a_file_that_is_removed_is_told_and_made_again(in_file: Address) -> None:
+    with run(in_file) as job:
+        job.trains()
+        job.has_rows(0)
+        for path in Path(in_file.file).parent.iterdir():
+            path.unlink()
+        job.trains()
+        job.has_rows(5, 10)
+        eventually(lambda: job.said, within=20, what="a warning")
+    assert job.said == [
+        f"statistics: {in_file.file} was removed, with what was written; a new one is begun"
+    ]
+
+
 def test_a_vanished_folder_is_told_and_used_when_it_is_back(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     with run(Address(file=str(folder / "statistics.db"))) as job:
@@ -201,7 +216,8 @@ def test_a_vanished_folder_is_told_and_used_when_it_is_back(tmp_path: Path) -> N
 def test_a_server_that_is_away_costs_a_sentence_and_no_row(
     server: Postgres, in_postgres: Address
 ) -> None:
-    with run(in_postgres) as job:
+    lines: list[str] = []
+    with run(in_postgres) as job, logs_shown(lambda line, _library: lines.append(line)):
         job.trains()
         job.has_rows(0)
         server.stop()
@@ -214,7 +230,8 @@ def test_a_server_that_is_away_costs_a_sentence_and_no_row(
         job.has_rows(0, 5, 10, 15, 20)
         eventually(lambda: len(job.said) == 2, within=20, what="a sentence that it goes on")
     assert "secret" not in " ".join(job.said)
-    assert job.said[1].endswith("is written again; nothing was lost")
+    assert lines == [], "its library says nothing beside"
+    assert job.said[1].endswith("is written again; no row was lost meanwhile")
 
 
 def test_a_server_that_hangs_does_not_hold_the_job_up(
@@ -283,7 +300,7 @@ def test_a_full_disk_costs_a_sentence_and_no_row(tmp_path: Path) -> None:
     finally:
         subprocess.run(["umount", str(folder)], check=True)
     assert "is full; the job goes on, and this is tried again" in job.said[0]
-    assert job.said[1].endswith("is written again; nothing was lost")
+    assert job.said[1].endswith("is written again; no row was lost meanwhile")
 
 
 def test_the_oldest_rows_are_dropped_beyond_a_bound(tmp_path: Path) -> None:
