@@ -21,7 +21,7 @@ from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.ctl_commands.show import table
 from launcher.job import collect_facts
-from launcher.launch import submit
+from launcher.launch import node_check, submit
 from launcher.launch.checks import make_discovery
 from launcher.launch.plan import make_plan
 from launcher.options.table import OPTIONS
@@ -70,14 +70,14 @@ def check(words: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="elasticctl-") as folder:
         run_dir = RunDir(Path(folder), "check")
         starter = submit.backend_maker(plan.backend, replace(job, grows=False, resumable=False))
-        checks = submit.make_checks(plan, starter, run_dir, _say)
+        checks = node_check.make_checks(plan, starter, run_dir, _say)
         driver = submit.make_driver(plan, FixedDiscovery(found), starter, run_dir, checks=checks)
         driver.open()
         try:
-            report = submit.run_check(driver, found, plan, _say)
+            report = node_check.run_check(driver, found, plan, _say)
         finally:
             driver.abandon()
-    print(submit.show(report, plan), flush=True)
+    print(node_check.show(report, plan), flush=True)
     return 1 if report.excluded(stragglers=checks.settings.exclude_stragglers) else 0
 
 

@@ -19,8 +19,9 @@ from launcher.backends.local import LocalBackend
 from launcher.join.identity import of_server
 from launcher.launch.bind_address import bind_address
 from launcher.launch.hosts import JoinedHosts
+from launcher.launch.node_check import make_checks
 from launcher.launch.plan import LaunchPlan
-from launcher.launch.submit import make_checks, make_driver, run_driver
+from launcher.launch.submit import make_driver, run_driver
 
 
 def serve(

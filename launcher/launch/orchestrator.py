@@ -12,7 +12,8 @@ from elastic_driver.runtime.run_dir import RunDir
 from launcher.backends.local import LocalBackend
 from launcher.launch.bind_address import bind_address
 from launcher.launch.plan import LaunchPlan
-from launcher.launch.submit import make_driver, stop_on_signals
+from launcher.launch.signals import stop_on_signals
+from launcher.launch.submit import make_driver
 from rendezvous.auth import read_credentials
 
 

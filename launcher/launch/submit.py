@@ -1,31 +1,22 @@
 """Carries out a launch plan: makes the driver and its parts, and runs the job to its end.
 
-`launcher.job` calls `submit` last. Signals become requests to the driver here: the first one asks
-for an orderly end, a second one kills at once; a notice asks for an end at a step boundary. The
-driver cleans up in all cases. With a node check, the driver checks the hosts first; `elasticctl
-check` does the same without a job.
+`launcher.job` calls `submit` last. Signals become requests to the driver (`signals`), which cleans
+up in all cases. With a node check, the driver checks the hosts first (`node_check`).
 """
 
 import contextlib
 import os
 import shlex
-import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
-from elastic_driver.console import say, say_note
-from elastic_driver.core.driver_events import JobLeaving
-from elastic_driver.errors import ClusterError, ElasticError, ExitCode
-from elastic_driver.policies.nodecheck.messages import TaskSettings
-from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.errors import ClusterError, ElasticError
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend
 from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.checks import CheckHistoryFile, CheckSettings, NodeChecks
+from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.driver import ElasticDriver, JobNow
 from elastic_driver.runtime.host_lists import Hosts
@@ -38,28 +29,24 @@ from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
 from elastic_driver.runtime.telemetry import telemetry_settings
-from launcher.agent.processes import NOTICES
 from launcher.backends.registry import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
-from launcher.edge import handled
 from launcher.launch.bind_address import bind_again, choose_bind_host
 from launcher.launch.bottom_line import BottomLine, has_room_for_line
 from launcher.launch.checks import make_discovery
+from launcher.launch.node_check import (
+    WithoutHosts,
+    check_before_training,
+    excluded,
+    make_checks,
+    read_report,
+    sayer,
+)
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.progress import status_line, summary
+from launcher.launch.signals import announce_end, stop_on_signals
 from launcher.launch.statistics import default_database
 from launcher.options.table import LaunchOptions
-from rendezvous.wire import UNREADABLE
-
-REPORT_FILE = "node_check.json"
-_CHECK_FOLDER = "node-check"  # in the run's folder; for the token and address of the check
-_SIGNALS = {
-    signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
-    signal.SIGTERM: ("told to stop by SIGTERM", ExitCode.TERMINATED),
-    signal.SIGUSR1: ("told by SIGUSR1 that its time is over", ExitCode.TERMINATED),
-    signal.SIGUSR2: ("told by SIGUSR2 that its time is over", ExitCode.TERMINATED),
-    signal.SIGHUP: ("its terminal was closed (SIGHUP)", ExitCode.TERMINATED),
-}
 
 
 def submit(
@@ -82,7 +69,7 @@ def submit(
     if run is None:
         problems = make_backend(plan.backend, job).find_problems(hosts)
         for problem in problems.values():
-            _sayer(plan)(problem)
+            sayer(plan)(problem)
         plan = without(plan, hosts, problems)
     checks = None
     if plan.options.checks_nodes:
@@ -247,159 +234,3 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
         f"{len(problems)} of {len(hosts)} hosts failed the check, see above; {slots} slots are "
         f"left and {least} are needed: repair the hosts, or lower --min-np"
     )
-
-
-def announce_end(driver: ElasticDriver, reason: str, notice: float) -> None:
-    """Let the job leave at a step boundary, within `notice` seconds; stop it at once if that is 0.
-
-    Any thread may call it. A driver that takes no notice (any more) stops at once, too.
-    """
-    if not notice or not driver.post(JobLeaving(reason, notice)):
-        driver.request_stop(reason, int(ExitCode.TERMINATED))
-
-
-@contextlib.contextmanager
-def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
-    """Let signals end the job, and not this process, while the context is open.
-
-    A signal that announces the end (Slurm's --signal) gives the job `notice` seconds to leave; if
-    `notice` is 0, the job stops at once.
-    """
-
-    def ask(number: int) -> None:
-        reason, exit_code = _SIGNALS[signal.Signals(number)]
-        if number in NOTICES:
-            announce_end(driver, reason, notice)
-        else:
-            driver.request_stop(reason, int(exit_code))
-
-    with handled(_SIGNALS, ask):
-        yield
-
-
-# ---- the node check ----------------------------------------------------------------------
-
-
-def _sayer(plan: LaunchPlan) -> Callable[[str], None]:
-    """Return a function that shows a sentence to the user."""
-    return partial(say_note, as_json=plan.options.log_format == "json")
-
-
-def check_before_training(
-    driver: ElasticDriver, checks: NodeChecks, plan: LaunchPlan, hosts: Hosts, run_dir: RunDir
-) -> dict[str, str]:
-    """Check the hosts before the job begins; return the hosts to leave out, with the reasons.
-
-    The report is shown, and kept in the run's folder. Raises ClusterError if no host is left or a
-    signal ends the check.
-    """
-    checks.report = report = run_check(driver, hosts, plan, _sayer(plan))
-    (run_dir.path / REPORT_FILE).write_bytes(msgspec.json.encode(report) + b"\n")
-    bad = excluded(report, checks.settings)
-    if plan.verbosity >= 0 or bad:
-        say(show(report, plan))
-    if len(bad) == len(report.nodes):
-        raise ClusterError(
-            f"all {len(bad)} nodes failed the check; the first: {report.nodes[0].node} "
-            f"{next(iter(bad.values()))}; repair them, or start without --network-check"
-        )
-    return bad
-
-
-def excluded(report: CheckReport | None, settings: CheckSettings) -> dict[str, str]:
-    """Return the hosts that the job does not use after this check, with the reasons."""
-    return {} if report is None else report.excluded(stragglers=settings.exclude_stragglers)
-
-
-def read_report(run_dir: RunDir) -> CheckReport | None:
-    """Return the report of the check with which the run began; None if there is no usable one."""
-    try:
-        return msgspec.json.decode((run_dir.path / REPORT_FILE).read_bytes(), type=CheckReport)
-    except (OSError, *UNREADABLE):
-        return None
-
-
-def check_settings(plan: LaunchPlan) -> CheckSettings:
-    """Return the settings of the plan's node checks."""
-    options = plan.options
-    timeout, model = options.check_timeout, options.trains_for_check
-    return CheckSettings(
-        exclude_stragglers=options.exclude_straggler,
-        every_slot=plan.gpus,
-        start_timeout=min(plan.settings.start_timeout, timeout),
-        task_timeout=timeout,
-        heartbeat_timeout=plan.settings.heartbeat_timeout,
-        task=TaskSettings(timeout=timeout, performance=options.comm_perf_test, model=model),
-        env=plan.spec.env,
-    )
-
-
-def make_checks(
-    plan: LaunchPlan,
-    starter: MakeBackend,
-    run_dir: RunDir,
-    say: Callable[[str], None] | None = None,
-) -> NodeChecks:
-    """Return the node checks of a run; `say` shows a line to the user, if not `_sayer`."""
-    say = _sayer(plan) if say is None else say
-    return NodeChecks(
-        check_settings(plan),
-        make_backend=starter,
-        folder=RunDir(run_dir.path, _CHECK_FOLDER),
-        file=run_dir.path / REPORT_FILE,
-        keep=CheckHistoryFile(Path(plan.state_dir), say).add,
-        say=say if plan.verbosity >= 0 else (lambda _line: None),
-    )
-
-
-def run_check(
-    driver: ElasticDriver, hosts: Hosts, plan: LaunchPlan, say: Callable[[str], None]
-) -> CheckReport:
-    """Check hosts and keep the report beyond this run; return it with earlier findings.
-
-    Raises ElasticError if the check cannot begin, or a signal ends it.
-    """
-    with ended_by_signals("the node check"):
-        report = driver.check(hosts)
-    kept = CheckHistoryFile(Path(plan.state_dir), say)
-    before = kept.read().remarks(report)
-    kept.add(report)
-    return msgspec.structs.replace(report, before=before)
-
-
-def show(report: CheckReport, plan: LaunchPlan) -> str:
-    """Return the report as a table, or as one line of JSON."""
-    as_json = plan.options.log_format == "json"
-    return msgspec.json.encode(report).decode() if as_json else report.render()
-
-
-class WithoutHosts:
-    """A discovery without the hosts that failed the check (a `HostDiscovery`)."""
-
-    def __init__(self, source: HostDiscovery, excluded: dict[str, str]) -> None:
-        self._source, self._excluded = source, excluded
-        self.cancel = source.cancel
-
-    def find(self) -> Hosts:
-        """Return the other hosts of the source."""
-        return tuple(entry for entry in self._source.find() if entry[0] not in self._excluded)
-
-
-@contextlib.contextmanager
-def ended_by_signals(what: str) -> Iterator[None]:
-    """Let the first signal end something by an error; later signals change nothing."""
-    stopped = False
-
-    def stop(number: int) -> None:
-        nonlocal stopped
-        if stopped:
-            return
-        stopped = True
-        name = signal.Signals(number).name
-        error = ClusterError(f"{what} was stopped by {name}; nothing was started")
-        interrupted = number == signal.SIGINT
-        error.exit_code = ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED
-        raise error
-
-    with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop):
-        yield
