@@ -1,122 +1,51 @@
-"""The journal of a real driver: what is in it, how it fails, and that its replay is the run."""
+"""Writing a journal: disks that are slow, full or broken, and who waits for them."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import random
 import signal
 import sqlite3
-import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import HostsDiscovered, Tick
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.job_events import EventBatch
-from elastic_driver.core.rules.workers import WorkerState
-from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
+from elastic_driver.errors import ExitCode
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime import loop
-from elastic_driver.runtime.journal import file_system, store, writer
-from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay
-from elastic_driver.runtime.journal.resume import ResumedRun, load_run
+from elastic_driver.runtime.journal import file_system, writer
+from elastic_driver.runtime.journal.replay import Replay
+from elastic_driver.runtime.journal.resume import load_run
 from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.writer import WAIT_S, Journal
-from elastic_driver.runtime.machine_api import SHARDS_PATH
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError
 from rendezvous.wire import EVENTS_PATH
-from tests.runtime.jobs import JobUnderTest, StartJob
+from tests.runtime.jobs import StartJob
+from tests.runtime.journal.journals import (
+    A0,
+    A1,
+    short_job,
+)
 from tests.runtime.waiting import until
-
-A0, A1 = "a.0.1", "a.1.1"
-
-
-def short_job(start_job: StartJob) -> JobUnderTest:
-    job = start_job()
-    job.cluster.until_workers(A0, A1)
-    job.cluster.ready(A0, A1)
-    job.cluster.world(1)
-    job.cluster.exits(A0, 0)
-    job.cluster.exits(A1, 0)
-    assert job.outcome().exit_code == 0
-    return job
-
-
-def test_the_replay_of_a_job_gives_the_decisions_of_the_run(
-    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer, "SNAPSHOT_BYTES", 100)  # every few events; each is compared
-    monkeypatch.setattr(writer, "SNAPSHOT_TIMES", 0)
-    path = short_job(start_job).run_dir.journal_file
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert not path.with_name("journal.db-wal").exists()
-    replay = Replay(path)
-    steps = list(replay.steps())
-    assert len(replay._snapshots) > 2
-    announced = [
-        decision.event
-        for step in steps
-        for decision in step.decisions
-        if decision.__struct_config__.tag == "announce"
-    ]
-    assert announced[0] == "round_opened"
-    assert announced[-1] == "job_succeeded"
-    assert all(decision.cause == step.n for step in steps for decision in step.decisions)
-    assert replay.job.outcome.end is not None
-    replay.close()
-    early = Replay(path)
-    some = list(early.steps(steps[3].n))
-    assert [step.n for step in some] == [step.n for step in steps[:4]]
-    assert early.job.outcome.end is None
-    early.close()
-
-
-def test_a_new_job_of_the_same_name_begins_a_new_journal(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    path.write_bytes(b"something else")
-    path.with_name("journal.db-wal").write_bytes(b"and its log")
-    assert write_some(path, 3) == []
-    replay = Replay(path)
-    assert [step.n for step in replay.steps()] == [1, 2, 3]
-    replay.close()
-
-
-def write_some(path: Path, count: int, *, close: bool = True) -> list[str]:
-    """Write events of a TensorFlow cluster; return the names of what the user has to know."""
-    journal = Journal(path, "run")
-    journal.open()
-    journal.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot(), "shards": DataSets().snapshot()})
-    found = []
-    for n in range(1, count + 1):
-        journal.note(n, float(n), "tf", Tick())
-        found += [news.event for news in journal.settle()]
-    if close:
-        journal.close()
-    return found
-
-
-# ---- the end of a driver, and of a disk --------------------------------------------------
 
 
 def test_every_event_that_was_settled_is_there_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
     code = (
         "import os, signal; from pathlib import Path; "
-        "from tests.runtime.test_journal import write_some; "
+        "from tests.runtime.journal.journals import write_some; "
         f"assert write_some(Path({str(path)!r}), 50, close=False) == []; "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -148,7 +77,7 @@ def test_an_error_of_the_writer_itself_costs_the_journal_and_not_the_job(
     monkeypatch.setattr(SqliteStore, "write", fail_unexpectedly)
     job = short_job(start_job)
     (failed,) = (event for event in job.logged() if event["event"] == "journal_failed")
-    assert "a bug of ours: RuntimeError at test_journal.py:" in str(failed["reason"])
+    assert "a bug of ours: RuntimeError at test_writer.py:" in str(failed["reason"])
     assert "; the job goes on without a journal" in str(failed["reason"])
     assert "of a client" not in str(failed["reason"])
     (line,) = (line for line in job.stderr.getvalue().splitlines() if "journal" in line)
@@ -426,9 +355,6 @@ def test_answers_are_given_when_their_events_are_written_and_when_the_journal_fa
     broken.close()
 
 
-# ---- answers to those who report ---------------------------------------------------------
-
-
 def test_a_report_is_answered_when_the_journal_has_it(
     start_job: StartJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,277 +415,4 @@ def test_keys_beyond_the_limit_are_not_kept_and_the_user_learns_it(
     journal.close()
     replay = Replay(tmp_path / "journal.db")
     assert replay.keys() == {"mine/b": b"1", "mine/d": bytes(60)}
-    replay.close()
-
-
-# ---- one driver after the other ----------------------------------------------------------
-
-
-def test_a_journal_that_goes_on_has_the_events_of_both_drivers(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    write_some(path, 3, close=False)
-    after_one(path, n=3)
-    replay = Replay(path)
-    assert [step.n for step in replay.steps()] == [1, 2, 3, 4]
-    assert [(term.term, term.n, term.pid) for term in replay.terms] == [
-        (1, 0, os.getpid()),
-        (2, 3, os.getpid()),
-    ]
-    assert replay.unix(3.0) == 3.0  # the first driver's offset was 0
-    assert replay.unix(4.0) == 1004.0
-    replay.close()
-
-
-def after_one(path: Path, n: int, term: int = 2) -> None:
-    """Go on with the journal of an earlier driver, and write one event."""
-    journal = Journal(path, "run")
-    journal.open(Head("run", term=term, n=n, at=float(n), unix_offset=1000.0))
-    journal.await_open()
-    journal.note(n + 1, n + 1.0, "tf", Tick())
-    assert journal.settle() == []
-    journal.close()
-
-
-def test_a_driver_that_was_replaced_writes_nothing_more_and_learns_it(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    told: list[TakenOverError] = []
-    old = Journal(path, "run", on_taken_over=told.append)
-    old.open()
-    old.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot()})
-    old.note(1, 1.0, "tf", Tick())
-    assert old.settle() == []
-    after_one(path, n=1)
-    old.note(2, 2.0, "tf", Tick())
-    answered: list[int] = []
-    assert old.then(lambda: answered.append(1)) == []
-    with pytest.raises(TakenOverError, match=r"driver 2 .* goes on with this run; driver 1 ends"):
-        old.settle()
-    with pytest.raises(TakenOverError):
-        old.then(lambda: answered.append(2))
-    assert (len(told), answered) == (1, [])
-    old.close()
-
-
-@pytest.mark.parametrize(("n", "term"), [(1, 2), (2, 1), (2, 2)])
-def test_one_of_two_drivers_gets_a_term_and_none_skips_events(
-    tmp_path: Path, n: int, term: int
-) -> None:
-    path = tmp_path / "journal.db"
-    write_some(path, 2)
-    after_one(path, n=2, term=2)
-    journal = Journal(path, "run")
-    journal.open(Head("run", term=term + 1, n=n))
-    with pytest.raises(TakenOverError):
-        journal.await_open()
-    journal.close()
-
-
-def test_a_journal_that_cannot_go_on_is_one_line(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.db", "run")
-    journal.open(Head("run", term=2))
-    with pytest.raises(ClusterError, match=r"cannot go on .* there is no journal"):
-        journal.await_open()
-    journal.close()
-
-
-def test_a_driver_that_was_replaced_ends_and_leaves_its_agents_to_the_other(
-    start_job: StartJob,
-) -> None:
-    job = start_job()
-    job.cluster.until_workers(A0, A1)
-    run = until(lambda: settled_run(job), "the journal is written")
-    next_driver = SqliteStore(job.run_dir.journal_file)
-    next_driver.open(Head("run", term=2, n=run.n + 1000))
-    client, ready = job.cluster.client.clone(2.0), WorkerReady(A0, 0, -1, True, "waits")
-    with pytest.raises(UnreachableError):  # no answer, so it goes to the next driver
-        client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
-    client.close()
-    outcome = job.outcome()
-    assert outcome.exit_code == ExitCode.UNAVAILABLE
-    (line,) = job.stderr.getvalue().splitlines()
-    assert "goes on with this run; driver 1 ends" in line
-    assert job.cluster.closed == 0
-    assert job.cluster.workers() == [A0, A1]
-    assert job.run_dir.token_file.exists()
-    assert job.logged()[-1]["event"] != "job_failed"
-    next_driver.close()
-
-
-def settled_run(job: JobUnderTest) -> ResumedRun | None:
-    """The run as it is in the journal, once that has the workers."""
-    run = load_run(job.run_dir.journal_file)
-    return run if len(list(run.job.workers.having(WorkerState.STARTING))) == 2 else None
-
-
-# ---- files that are no journals ----------------------------------------------------------
-
-
-def test_a_damaged_journal_is_refused_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    with pytest.raises(JournalError, match="there is no journal"):
-        Replay(path)
-    path.write_bytes(b"no database" * 1000)
-    with pytest.raises(JournalError, match="cannot be read: file is not a database"):
-        Replay(path)
-    path.unlink()
-    write_some(path, 3)
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(JournalError, match="cannot be read"):
-        list(Replay(path).steps())
-
-
-def test_a_journal_in_which_no_job_has_begun_is_told_apart(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    path.touch()
-    with pytest.raises(NotBegunError, match="the journal is empty"):
-        load_run(path)
-    first = SqliteStore(path)
-    first.open(Head("run"))
-    with pytest.raises(NotBegunError, match="the journal is empty"):
-        load_run(path)
-    first.free()
-
-
-def test_a_journal_of_another_format_or_with_a_damaged_event_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    write_some(path, 3)
-    with sqlite3.connect(path) as database:
-        database.execute("UPDATE events SET event = x'c1' WHERE n = 2")
-    with pytest.raises(JournalError, match="event 2 is damaged"):
-        list(Replay(path).steps())
-    with sqlite3.connect(path) as database:
-        database.execute("PRAGMA user_version = 9")
-    with pytest.raises(JournalError, match="a journal of format 9, only 3 can be read"):
-        Replay(path)
-
-
-def write_everything(path: Path) -> None:
-    """Write rows of all kinds: two drivers, events, snapshots, and keys of users."""
-    first = Journal(path, "run", store=SqliteStore(path))
-    first.open(Head("run", ("elasticrun", "train.py"), "/home"))
-    first.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot(), "shards": DataSets().snapshot()})
-    first.serves_at("http://127.0.0.1:1234")
-    for n in range(1, 30):
-        first.note(n, n + 0.25, "tf", Tick())
-    first.keep({"mine/a": b"kept", "mine/b": bytes(300)})
-    assert first.settle() == []
-    first.close()
-    after_one(path, n=29)
-
-
-def everything(path: Path) -> list[Any]:
-    """What a replay tells of a journal."""
-    with contextlib.closing(Replay(path)) as replay:
-        head = [replay.run_id, replay.argv, replay.cwd, replay.terms, replay.keys()]
-        steps = list(replay.steps())
-        return [*head, steps, {n: m.snapshot() for n, m in replay.machines.items()}]
-
-
-def test_a_value_that_has_changed_on_the_disk_is_named_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    for table, change, named in (
-        ("events", "event = CAST(x'81a474797065a0' AS BLOB)", "event 1 is damaged"),
-        ("events", "at = at + 1", "event 1 is damaged"),
-        ("snapshots", "state = substr(state, 2)", "snapshot 0 is damaged"),
-        ("terms", "unix_offset = 3.0", "term 1 is damaged"),
-        ("keys", "value = x'00'", "key mine/a is damaged"),
-        ("about", "argv = '[]'", "about run is damaged"),
-    ):
-        path.unlink(missing_ok=True)
-        write_everything(path)
-        with sqlite3.connect(path) as database:
-            database.execute(f"UPDATE {table} SET {change}")  # noqa: S608
-        with pytest.raises(JournalError, match=named) as refused:
-            everything(path)
-        assert "its checksum is wrong" in str(refused.value)
-        assert "\n" not in str(refused.value)
-
-
-def test_a_bit_that_flips_anywhere_in_the_file_changes_no_replay(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    write_everything(path)
-    content, told = path.read_bytes(), everything(path)
-    choice, refused = random.Random(5), 0
-    for _ in range(200):
-        bit = choice.randrange(8 * len(content))
-        damaged = bytearray(content)
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        try:
-            assert everything(path) == told, f"bit {bit}"
-        except JournalError:
-            refused += 1
-    assert refused > 10
-
-
-def test_a_driver_adds_checksums_to_a_journal_of_the_format_before(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    write_everything(path)
-    told = everything(path)
-    with sqlite3.connect(path) as database:
-        for table in ("about", "terms", "events", "snapshots", "keys"):
-            database.execute(f"ALTER TABLE {table} DROP COLUMN sum")
-        database.execute("PRAGMA user_version = 2")
-    assert everything(path) == told
-    after_one(path, n=30, term=3)
-    assert len(everything(path)[5]) == 31
-    with sqlite3.connect(path) as database:
-        assert database.execute("PRAGMA user_version").fetchone() == (3,)
-        database.execute("UPDATE events SET at = 0.0 WHERE n = 7")
-    with pytest.raises(JournalError, match="event 7 is damaged"):
-        everything(path)
-
-
-def test_old_events_are_dropped_and_the_replay_begins_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "KEPT_EVENTS", 20)
-    journal = Journal(tmp_path / "journal.db", "run")
-    journal.open()
-    machine = TfCluster(30.0)
-    for n in range(1, 101):
-        journal.note(n, float(n), "tf", Tick())
-        machine.handle(Tick(), float(n))
-        if n % 10 == 0:
-            journal.snapshot(n, float(n), {"tf": machine.snapshot()})
-        assert journal.settle() == []
-    journal.close()
-    replay = Replay(tmp_path / "journal.db")
-    assert [step.n for step in replay.steps()] == list(range(81, 101))
-    with pytest.raises(JournalError, match="begins after event 80"):
-        list(replay.steps(5))
-    replay.close()
-
-
-def test_events_that_are_large_are_dropped_earlier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "KEPT_BYTES", 200_000)
-    path, machine = tmp_path / "journal.db", TfCluster(30.0)
-    journal = Journal(path, "run")
-    journal.open()
-    for n in range(1, 101):
-        journal.note(n, float(n), "tf", ev.WorkerExited("a.0.1", 1, "x" * 10_000))
-        if n % 5 == 0:
-            journal.snapshot(n, float(n), {"tf": machine.snapshot()})
-        assert journal.settle() == []
-    journal.close()
-    assert path.stat().st_size < 400_000, "a hundred of them take 1 MB"
-    with sqlite3.connect(path) as database:
-        numbers = [n for (n,) in database.execute("SELECT n FROM events ORDER BY n")]
-        assert numbers == list(range(81, 101))
-        assert database.execute("SELECT min(n) FROM snapshots").fetchone() == (80,)
-
-
-def test_requests_for_shards_come_back(start_job: StartJob) -> None:
-    job = start_job()
-    job.cluster.until_workers(A0, A1)
-    asked = NextRequest(A0, RangeDescription(100, 10))
-    job.cluster.client.post_json(f"{SHARDS_PATH}numbers:next", msgspec.json.encode(asked))
-    job.driver.stop()
-    replay = Replay(job.run_dir.journal_file)
-    kinds = {type(step.event).__name__ for step in replay.steps()}
-    assert "ShardBatch" in kinds
-    assert replay.machines["shards"].check() == []
     replay.close()

@@ -1,0 +1,74 @@
+"""Journals to test with, and what a replay says of them."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from elastic_driver.core.driver_events import Tick
+from elastic_driver.policies.shards import DataSets
+from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.runtime.journal.replay import Replay
+from elastic_driver.runtime.journal.store import Head, SqliteStore
+from elastic_driver.runtime.journal.writer import Journal
+from tests.runtime.jobs import JobUnderTest, StartJob
+
+A0, A1 = "a.0.1", "a.1.1"
+
+
+def short_job(start_job: StartJob) -> JobUnderTest:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    job.cluster.ready(A0, A1)
+    job.cluster.world(1)
+    job.cluster.exits(A0, 0)
+    job.cluster.exits(A1, 0)
+    assert job.outcome().exit_code == 0
+    return job
+
+
+def write_some(path: Path, count: int, *, close: bool = True) -> list[str]:
+    """Write events of a TensorFlow cluster; return the names of what the user has to know."""
+    journal = Journal(path, "run")
+    journal.open()
+    journal.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot(), "shards": DataSets().snapshot()})
+    found = []
+    for n in range(1, count + 1):
+        journal.note(n, float(n), "tf", Tick())
+        found += [news.event for news in journal.settle()]
+    if close:
+        journal.close()
+    return found
+
+
+def after_one(path: Path, n: int, term: int = 2) -> None:
+    """Go on with the journal of an earlier driver, and write one event."""
+    journal = Journal(path, "run")
+    journal.open(Head("run", term=term, n=n, at=float(n), unix_offset=1000.0))
+    journal.await_open()
+    journal.note(n + 1, n + 1.0, "tf", Tick())
+    assert journal.settle() == []
+    journal.close()
+
+
+def write_everything(path: Path) -> None:
+    """Write rows of all kinds: two drivers, events, snapshots, and keys of users."""
+    first = Journal(path, "run", store=SqliteStore(path))
+    first.open(Head("run", ("elasticrun", "train.py"), "/home"))
+    first.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot(), "shards": DataSets().snapshot()})
+    first.serves_at("http://127.0.0.1:1234")
+    for n in range(1, 30):
+        first.note(n, n + 0.25, "tf", Tick())
+    first.keep({"mine/a": b"kept", "mine/b": bytes(300)})
+    assert first.settle() == []
+    first.close()
+    after_one(path, n=29)
+
+
+def everything(path: Path) -> list[Any]:
+    """What a replay tells of a journal."""
+    with contextlib.closing(Replay(path)) as replay:
+        head = [replay.run_id, replay.argv, replay.cwd, replay.terms, replay.keys()]
+        steps = list(replay.steps())
+        return [*head, steps, {n: m.snapshot() for n, m in replay.machines.items()}]
