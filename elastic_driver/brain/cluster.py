@@ -208,7 +208,7 @@ class Cluster(Restorable):
     def _arrive(self, name: str, report: JobReport, now: float) -> None:
         self.jobs.pop(name, None)  # of a former run: the new one comes last
         self.jobs[name] = job = Job(name, now, report, heard_at=now)
-        if report.sign:
+        if report.liveness:
             job.probe_at = now
         if report.carried_out:
             self._take_over(job, now)

@@ -66,9 +66,9 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
 
     `began` tells runs of the same job apart. `most` None: no limit. `held`: the number of workers
     that a user asked for. `carried_out`: the newest grant whose hosts the job uses; 0: none yet.
-    `holding`: slots with a process of the job, by host. `lives_on`: see above. `sign`: HOST:PORT
-    where others can connect as long as the driver lives; "": nowhere. `speed`: None while the job
-    does not train.
+    `holding`: slots with a process of the job, by host. `lives_on`: see above. `liveness`:
+    HOST:PORT where others can connect as long as the driver lives; "": nowhere. `speed`: None while
+    the job does not train.
     """
 
     began: _Seconds
@@ -79,7 +79,7 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
     carried_out: _Count = 0
     holding: SlotsByHost = {}
     lives_on: _Seconds = 0.0
-    sign: Annotated[str, Meta(max_length=300)] = ""
+    liveness: Annotated[str, Meta(max_length=300)] = ""
     kind: Kind
     speed: Speed | None = None
 

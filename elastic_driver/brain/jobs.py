@@ -87,7 +87,7 @@ class Job:
         self.report, self.heard_at = report, now
         self.silent_at = self.gone_at = None
         self.unheard = False
-        if report.sign == self.found_at:
+        if report.liveness == self.found_at:
             self.probe_at = None
         elif self.probe_at is None:
             self.probe_at = now
@@ -112,22 +112,24 @@ class Job:
         """Return the look that is due now, if there is one."""
         if self.probe_at is None or now < self.probe_at:
             return None
-        if not self.report.sign or self.gone_at is not None:
+        if not self.report.liveness or self.gone_at is not None:
             self.probe_at = None
             return None
         self.probe_at = now + PROBE_S
         reason = "is its driver found there?" if self.is_live else "its driver is silent"
-        return ProbeDriver(self.name, self.report.began, self.report.sign, reason)
+        return ProbeDriver(self.name, self.report.began, self.report.liveness, reason)
 
     def probed(self, event: DriverProbed, now: float) -> bool:
         """Note the result of a look; return whether the driver has certainly ended."""
-        if event.sign != self.report.sign:
+        if event.liveness != self.report.liveness:
             return False
         if self.is_live:
             if event.result == "answered":
-                self.found_at, self.probe_at = event.sign, None
+                self.found_at, self.probe_at = event.liveness, None
             return False
-        ended = event.result == "refused" and event.sign == self.found_at and self.gone_at is None
+        ended = (
+            event.result == "refused" and event.liveness == self.found_at and self.gone_at is None
+        )
         if ended:
             self.gone_at, self.probe_at = now + self.report.lives_on, None
         return ended

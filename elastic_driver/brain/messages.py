@@ -40,7 +40,7 @@ class DriverProbed(Struct, frozen=True, tag="driver_probed"):
 
     job: str
     began: float
-    sign: str
+    liveness: str
     result: Literal["answered", "refused", "silent"]
 
 
@@ -95,11 +95,11 @@ class WithdrawGrant(CausedDecision, frozen=True, tag="withdraw_grant"):
 
 
 class ProbeDriver(CausedDecision, frozen=True, tag="probe_driver"):
-    """Look whether the driver of this run lives: it lets others connect at the address `sign`."""
+    """Look whether the driver of this run lives: others can connect to it at `liveness`."""
 
     job: str
     began: float
-    sign: str
+    liveness: str
     reason: str
 
 

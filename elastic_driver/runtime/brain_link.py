@@ -24,7 +24,7 @@ from elastic_driver.brain.documents import (
     lease_key,
 )
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.sign_of_life import SignOfLife
+from elastic_driver.runtime.liveness_port import LivenessPort
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import (
     AbortedError,
@@ -62,7 +62,7 @@ class BrainLink:
     ) -> None:
         self._client, self._job, self._say, self._alive = client, job, say, alive
         url = urlsplit(client.url)
-        self._sign = SignOfLife(url.hostname or "", url.port or 0)
+        self._liveness = LivenessPort(url.hostname or "", url.port or 0)
         self._report: JobReport | None = None
         self._grant: Grant | None = None  # the newest
         self._take: Callable[[Grant], None] | None = None
@@ -145,7 +145,7 @@ class BrainLink:
             finally:
                 last.close()
         self._client.close()
-        self._sign.close()
+        self._liveness.close()
 
     # ---- the threads ---------------------------------------------------------------------
 
@@ -190,12 +190,12 @@ class BrainLink:
     def _tell(self) -> None:
         """Send reports until an attempt fails."""
         while not self._closing:
-            self._sign.open()
-            self._sign.hang_up()
+            self._liveness.open()
+            self._liveness.hang_up()
             with self._news:
                 report, self._changed = self._report, False
             if report is not None:
-                report = replace(report, sign=self._sign.address)
+                report = replace(report, liveness=self._liveness.address)
             self._client.post_json(EVENTS_PATH, msgspec.json.encode(report), ANSWER_S)
             with self._news:
                 self._reached = True

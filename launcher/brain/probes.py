@@ -11,10 +11,10 @@ PATIENCE_S = 3.0
 
 
 async def answer_probe(asked: ProbeDriver, post: Callable[[DriverProbed], None]) -> None:
-    """Connect to a driver's sign of life, and post what that has shown."""
-    host, _, port = asked.sign.rpartition(":")
+    """Connect to a driver's liveness port, and post what that has shown."""
+    host, _, port = asked.liveness.rpartition(":")
     result: Result = "silent"
     with contextlib.suppress(ValueError, OverflowError, OSError):  # no address of any use here
         address = str(ipaddress.ip_address(host.strip("[]")))
         result = await probe(address, int(port), PATIENCE_S, speaks=False)
-    post(DriverProbed(asked.job, asked.began, asked.sign, result))
+    post(DriverProbed(asked.job, asked.began, asked.liveness, result))

@@ -71,7 +71,7 @@ class Brain:
             elif isinstance(decision, ProbeDriver):
                 self.probes.append(decision)
                 result: Any = "refused" if decision.job in self.ended else "answered"
-                self.send(DriverProbed(decision.job, decision.began, decision.sign, result))
+                self.send(DriverProbed(decision.job, decision.began, decision.liveness, result))
             elif isinstance(decision, WithdrawGrant):
                 self.withdrawn.append(decision.job)
             else:
@@ -79,7 +79,7 @@ class Brain:
         return decisions
 
     def report(self, job: str, after: float = 0.0, **fields: Any) -> None:
-        fields = {"began": 1.0, "least": 1, "lives_on": LIVES_ON_S, "sign": job, **fields}
+        fields = {"began": 1.0, "least": 1, "lives_on": LIVES_ON_S, "liveness": job, **fields}
         self.send(JobHeard(job, JobReport(kind=Kind(name=job, command=""), **fields)), after)
 
     def carried_out(self, job: str, holding: dict[str, int] | None = None) -> None:

@@ -98,7 +98,7 @@ class SimJob:
             held=self.held,
             carried_out=self.grant.number if self.grant and not self.is_late else 0,
             holding=dict(self.holding),
-            sign=f"{self.name}:{self.began}",
+            liveness=f"{self.name}:{self.began}",
             lives_on=LIVES_ON_S,
             kind=Kind(name=self.name, command=""),
             speed=speed,
@@ -191,7 +191,7 @@ class World:
         ]
         lives, cut = any(job.driver_lives for job in runs), any(job.cut for job in runs)
         result: Any = "silent" if cut else "answered" if lives else "refused"
-        probed = DriverProbed(asked.job, asked.began, asked.sign, result)
+        probed = DriverProbed(asked.job, asked.began, asked.liveness, result)
         self.after(LATENCY_S, lambda: self.brain(probed))
 
     def _ask(self, ask: AskAlgorithm) -> None:

@@ -23,8 +23,8 @@ FIRST = JobReport(began=5.0, least=1, kind=Kind(name="j", command=""))
 
 
 def is_like(report: JobReport, other: JobReport) -> bool:
-    """Whether a report is another one, with a sign of life."""
-    return bool(report.sign) and replace(report, sign="") == other
+    """Whether a report is another one, with the address of a liveness port."""
+    return bool(report.liveness) and replace(report, liveness="") == other
 
 
 @contextlib.contextmanager

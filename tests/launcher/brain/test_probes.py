@@ -12,11 +12,11 @@ from launcher.brain import probes
 from launcher.brain.probes import answer_probe
 
 
-def look(sign: str) -> str:
+def look(liveness: str) -> str:
     found: list[DriverProbed] = []
-    asyncio.run(answer_probe(ProbeDriver("j", 5.0, sign, "a test wants to know"), found.append))
+    asyncio.run(answer_probe(ProbeDriver("j", 5.0, liveness, "a test wants to know"), found.append))
     ((answer),) = found
-    assert (answer.job, answer.began, answer.sign) == ("j", 5.0, sign)
+    assert (answer.job, answer.began, answer.liveness) == ("j", 5.0, liveness)
     return answer.result
 
 
@@ -25,13 +25,13 @@ def test_a_driver_that_listens_answers_and_one_that_has_ended_is_refused(host: s
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
-    sign = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    assert look(sign) == "answered"
+    liveness = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    assert look(liveness) == "answered"
     listener.close()
-    assert look(sign) == "refused"
+    assert look(liveness) == "refused"
 
 
-@pytest.mark.parametrize("sign", ["", "nonsense", "127.0.0.1:x", "host:80", "127.0.0.1:99999"])
-def test_what_is_no_address_shows_nothing(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("liveness", ["", "nonsense", "127.0.0.1:x", "host:80", "127.0.0.1:99999"])
+def test_what_is_no_address_shows_nothing(liveness: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "PATIENCE_S", 0.1)
-    assert look(sign) == "silent"
+    assert look(liveness) == "silent"

@@ -128,10 +128,10 @@ def test_the_slots_of_a_silent_driver_are_free_once_it_has_ended(tmp_path: Path)
     with elasticbrain(tmp_path, "-H", "a:2") as brain:
         first, second = Job(brain, "first"), Job(brain, "second")
         listener = socket.create_server(("127.0.0.1", 0))
-        sign = f"127.0.0.1:{listener.getsockname()[1]}"
-        grant = first.until(lambda g: g.hosts == {"a": 2}, report(least=2, sign=sign))
+        liveness = f"127.0.0.1:{listener.getsockname()[1]}"
+        grant = first.until(lambda g: g.hosts == {"a": 2}, report(least=2, liveness=liveness))
         listener.accept()[0].close()  # it is found while it is heard
-        first.say(report(least=2, sign=sign, carried_out=grant.number, holding={"a": 2}))
+        first.say(report(least=2, liveness=liveness, carried_out=grant.number, holding={"a": 2}))
         states = lambda: {job["job"]: job["state"] for job in brain.status()["jobs"]}  # noqa: E731
 
         def second_waits() -> None:

@@ -10,15 +10,15 @@ import sys
 import pytest
 
 from elastic_driver.reachability import probe
-from elastic_driver.runtime.sign_of_life import SignOfLife
+from elastic_driver.runtime.liveness_port import LivenessPort
 from tests.support.job import ROOT
 
 PROCESS = """
-from elastic_driver.runtime.sign_of_life import SignOfLife
+from elastic_driver.runtime.liveness_port import LivenessPort
 import sys
-sign = SignOfLife("127.0.0.1", 1)
-sign.open()
-print(sign.address, flush=True)
+liveness = LivenessPort("127.0.0.1", 1)
+liveness.open()
+print(liveness.address, flush=True)
 sys.stdin.read()
 """
 
@@ -48,17 +48,17 @@ def test_a_process_that_is_stopped_answers_and_one_that_was_killed_is_refused() 
 
 
 def test_those_who_have_looked_make_room_for_others_and_a_closed_port_refuses() -> None:
-    sign = SignOfLife("127.0.0.1", 1)
-    assert sign.address == ""
-    sign.open()
-    address = sign.address
+    liveness = LivenessPort("127.0.0.1", 1)
+    assert liveness.address == ""
+    liveness.open()
+    address = liveness.address
     for _ in range(100):  # many more than may wait
         assert look(address) == "answered"
-        sign.hang_up()
-    sign.open()
-    assert sign.address == address, "open is done once"
-    sign.close()
-    assert (sign.address, look(address)) == ("", "refused")
+        liveness.hang_up()
+    liveness.open()
+    assert liveness.address == address, "open is done once"
+    liveness.close()
+    assert (liveness.address, look(address)) == ("", "refused")
 
 
 def test_without_a_way_to_the_other_machine_there_is_no_address(
@@ -67,13 +67,13 @@ def test_without_a_way_to_the_other_machine_there_is_no_address(
     def no_name(*_: object, **__: object) -> None:
         raise OSError("no such name")
 
-    sign = SignOfLife("brain.invalid", 1)
+    liveness = LivenessPort("brain.invalid", 1)
     monkeypatch.setattr("socket.getaddrinfo", no_name)
-    sign.open()
-    sign.hang_up()
-    assert sign.address == ""
+    liveness.open()
+    liveness.hang_up()
+    assert liveness.address == ""
     monkeypatch.undo()
-    sign._towards = "127.0.0.1"
-    sign.open()
-    assert sign.address
-    sign.close()
+    liveness._towards = "127.0.0.1"
+    liveness.open()
+    assert liveness.address
+    liveness.close()

@@ -10,7 +10,7 @@ import socket
 _WAITING = 16  # connections that nobody has hung up yet
 
 
-class SignOfLife:
+class LivenessPort:
     """The port, at the address by which this machine reaches another one.
 
     `address` is HOST:PORT with a numeric host, "" until `open` has succeeded.
