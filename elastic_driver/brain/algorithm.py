@@ -15,6 +15,7 @@ from msgspec import Struct
 GROUP = "elastic_driver.algorithms"  # of the entry points
 BUILT_IN = "fair"  # the name of the algorithm that is used if no other is named
 LIMIT_S = 5.0  # for one plan
+MEMORY = 4 * 2**30  # bytes of the process of an algorithm
 
 
 class SpeedAt(Struct, frozen=True, kw_only=True):

@@ -3,11 +3,14 @@
 It loads the algorithm of that name and says so, or why it cannot. Then each line of its stdin is a
 `View`, which it answers with a line: a `Plan`, or why there is none. What the algorithm prints goes
 to stderr.
-The process ends with its stdin, so it never outlives its parent, whatever the algorithm does.
+The process ends with its stdin, so it never outlives its parent, whatever the algorithm does. Its
+memory is limited, so that no other process of the machine has to suffer.
 """
 
+import contextlib
 import os
 import queue
+import resource
 import sys
 import threading
 import traceback
@@ -18,7 +21,7 @@ from typing import BinaryIO, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from elastic_driver.brain.algorithm import BUILT_IN, GROUP, Algorithm, Plan, View
+from elastic_driver.brain.algorithm import BUILT_IN, GROUP, MEMORY, Algorithm, Plan, View
 
 BUILT_IN_PLACE = "elastic_driver.brain.fair:fair"
 MOST_WORDS = 500  # characters of a reason
@@ -51,6 +54,9 @@ def entry_points() -> dict[str, metadata.EntryPoint]:
 
 def main(name: str) -> None:
     """Load the algorithm and answer until stdin ends."""
+    own = os.getpid()
+    with contextlib.suppress(ValueError):  # it has less already
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     answers = os.fdopen(os.dup(1), "wb")
     lines = _lines(os.fdopen(os.dup(0), "rb"))
     with open(os.devnull, "rb") as nothing:
@@ -61,9 +67,15 @@ def main(name: str) -> None:
     except BaseException as error:  # another package's code may raise anything, SystemExit too
         _say(answers, Failed(_phrase(error)))
         return
+    if not callable(algorithm):
+        _say(answers, Failed(f"it is no function but a {type(algorithm).__name__}"))
+        return
     _say(answers, Loaded())
     for line in lines:
-        _say(answers, _answer(algorithm, line))
+        answer = _answer(algorithm, line)
+        if os.getpid() != own:
+            os._exit(0)  # the algorithm has forked, and this is the other process
+        _say(answers, answer)
 
 
 def _answer(algorithm: Algorithm, line: bytes) -> Answer:

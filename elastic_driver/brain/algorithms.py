@@ -26,6 +26,7 @@ from elastic_driver.brain.messages import PlanFailed, Planned
 from elastic_driver.errors import UsageError
 
 START_S = 20.0  # until a child has loaded its algorithm
+CLOSE_S = 0.5  # between the end of a process's pipes and its own
 END_S = 2.0  # until a killed child is gone, and this thread with it
 MOST_BYTES = 64 * 2**20  # of one answer
 _CHUNK = 1 << 16
@@ -123,7 +124,7 @@ class _Child:
     @property
     def lives(self) -> bool:
         """Whether the process can be asked."""
-        return self._process.poll() is None
+        return self._process.returncode is None and not self._has_exited()
 
     def ask(self, view: View, limit: float) -> Made | Failed:
         """Return the plan for a view, or why there is none within the limit."""
@@ -132,9 +133,14 @@ class _Child:
         answer = self._exchange(msgspec.json.encode(view) + b"\n", limit)
         return answer if isinstance(answer, Made | Failed) else Failed("returned no plan")
 
+    def _has_exited(self) -> bool:
+        """Return whether the process is over; it stays a zombie, so that its group has a name."""
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, look) is not None
+
     def kill(self) -> None:
         """Kill the process and its group; another thread may read from it."""
-        if self._process.poll() is None:
+        if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -155,8 +161,12 @@ class _Child:
         except TimeoutError:
             why = f"took longer than {limit:g} s"
         except (OSError, EOFError):
+            until = time.monotonic() + CLOSE_S
+            while not (exited := self._has_exited()) and time.monotonic() < until:
+                time.sleep(0.01)
             self.end()
-            why = f"its process has ended ({_how(self._process.returncode)})"
+            ended = f"its process has ended ({_how(self._process.returncode)})"
+            why = ended if exited else "its process has closed its pipes"
         except msgspec.MsgspecError as error:
             why = f"returned no plan ({error})"
         self.end()

@@ -56,6 +56,27 @@ def hangs(view):
           file=open(view.jobs[0].name, "w"), flush=True)
     time.sleep(1000)
 
+def forks(view):
+    pid = os.fork()
+    if pid:
+        time.sleep(0.2)  # the child would answer first
+    return Plan(workers={}, reason="of the child" if not pid else "of the parent")
+
+def ends_alone(view):
+    if not os.fork():
+        print(os.getpid(), file=open(view.jobs[0].name, "w"), flush=True)
+        time.sleep(1000)
+    while not os.path.exists(view.jobs[0].name):
+        time.sleep(0.01)
+    os._exit(4)
+
+def closes(view):
+    os.closerange(0, 99)
+    time.sleep(1000)
+
+def eats(view):
+    return bytearray(5 * 2**30)
+
 def talks(view):
     return "A gets everything"
 
@@ -65,6 +86,7 @@ def lies(view):
 not_callable = 3
 '''
 _NAMES = ["first_come", "raises", "leaves", "ends", "hangs", "talks", "lies", "not_callable"]
+_NAMES += ["forks", "ends_alone", "closes", "eats"]
 
 
 @pytest.fixture
@@ -137,7 +159,8 @@ def test_no_package_replaces_the_built_in_algorithm(ask: Ask) -> None:
         ("leaves", "raised SystemExit: 3 (my_plans.py, line 22)"),
         ("ends", "its process has ended (exit status 4)"),
         ("talks", "returned no plan but a str"),
-        ("not_callable", "raised TypeError: 'int' object is not callable"),
+        ("closes", "its process has closed its pipes"),
+        ("eats", "raised MemoryError"),
         ("lies", "returned a plan that cannot be read: Expected `int`, got `str`"),
     ],
 )
@@ -163,6 +186,23 @@ def test_an_algorithm_that_hangs_is_killed_with_what_it_has_started(
         assert time.monotonic() - began < 30
         for pid in map(int, pids.read_text().split()):
             eventually(lambda pid=pid: _is_gone(pid), within=10, what=f"the end of {pid}")
+
+
+@pytest.mark.usefixtures("package")
+def test_a_process_that_an_algorithm_forks_answers_nothing(ask: Ask) -> None:
+    for _ in range(2):
+        assert ask("forks") == Planned(7, Plan(workers={}, reason="of the parent"))
+
+
+@pytest.mark.usefixtures("package")
+def test_what_an_algorithm_has_started_ends_although_its_own_process_is_gone(
+    ask: Ask, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    answer = ask("ends_alone", View(now=0, event="", jobs=(_named(pids),), hosts=()))
+    assert answer == PlanFailed(7, f"took longer than {LIMIT_S:g} s"), "its pipes are still open"
+    pid = int(pids.read_text())
+    eventually(lambda: _is_gone(pid), within=10, what=f"the end of {pid}")
 
 
 @pytest.mark.usefixtures("package")
@@ -194,8 +234,9 @@ def test_close_does_not_wait_for_an_algorithm_that_hangs(tmp_path: Path) -> None
     ("name", "said"),
     [
         ("farir", "--algorithm farir: there is no such algorithm; did you mean fair?"),
-        ("xyz", "--algorithm xyz: there is no such algorithm; there are broken, ends, fair, "),
+        ("xyz", "--algorithm xyz: there is no such algorithm; there are broken, closes, eats, "),
         ("broken", "--algorithm broken: it cannot be loaded (AttributeError: "),
+        ("not_callable", "--algorithm not_callable: it cannot be loaded (it is no function but a "),
     ],
 )
 def test_an_algorithm_that_cannot_be_used_is_a_usage_error(

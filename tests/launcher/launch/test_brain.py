@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -71,6 +72,23 @@ def test_a_job_trains_where_the_brain_says_and_says_what_it_holds(tmp_path: Path
         assert [(name, over.exit_code) for name, over in brain.over] == [(job.run_id, 143)]
         assert_no_step_lost_or_repeated(job, last)
         assert not job.events("job_failed") or "reset" not in job.stderr
+
+
+@pytest.mark.timeout(200)
+def test_the_brain_is_told_what_a_job_trains_as_its_statistics_have_it(tmp_path: Path) -> None:
+    pytest.importorskip("sqlalchemy")
+    from elastic_driver.brain.store.address import Address
+    from elastic_driver.brain.store.database import Database
+
+    with played_brain() as brain, elasticrun(*with_brain(brain, tmp_path), *TRAIN, env=ENV) as job:
+        brain.until(lambda r: True, "the job asks for slots")
+        brain.grant(job.run_id, 1, localhost=1)
+        told = brain.until(lambda r: r.kind.parameters is not None, "its model is known").kind
+        database = Database(Address(file=str(job.run_dir / "statistics.db")))
+        with contextlib.closing(database):
+            kept = lambda: [record.kind for _, record in database.records()]  # noqa: E731
+            job.until(lambda: kept() == [told], "the same in its statistics")
+    assert told.parameters == 20 * 50 + 50 + 50 + 1
 
 
 @pytest.mark.timeout(200)
