@@ -83,7 +83,7 @@ def test_the_brain_is_told_what_a_job_trains_as_its_statistics_have_it(tmp_path:
     with played_brain() as brain, elasticrun(*with_brain(brain, tmp_path), *TRAIN, env=ENV) as job:
         brain.until(lambda r: True, "the job asks for slots")
         brain.grant(job.run_id, 1, localhost=1)
-        told = brain.until(lambda r: r.kind.parameters is not None, "its model is known").kind
+        told = brain.until(lambda r: r.kind.parameters is not None, "its model is known", 90).kind
         database = Database(Address(file=str(job.run_dir / "statistics.db")))
         with contextlib.closing(database):
             kept = lambda: [record.kind for _, record in database.records()]  # noqa: E731
