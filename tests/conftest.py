@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+from hypothesis import settings
+
 from tests.support.left_out import pytest_configure
 
 __all__ = ["pytest_configure"]
@@ -12,3 +14,8 @@ __all__ = ["pytest_configure"]
 # that: no test of Ctrl-C could pass there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# hypothesis tries the same examples in each run, so that what fails here fails again anywhere.
+# `make nightly` tries others each time.
+settings.register_profile("the same each time", derandomize=True, deadline=None)
+settings.load_profile("the same each time")

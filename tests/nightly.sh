@@ -59,6 +59,9 @@ for plan in hour hosts; do
 done
 run "$MINUTES minutes of hostile input for every parser" \
     "$PYTHON" -m tests.fuzz --minutes "$MINUTES"
+# shellcheck disable=SC2046 - one word for each file
+run "new examples for every property" "$PYTHON" -m pytest -q --hypothesis-profile default \
+    $(grep -rl "^from hypothesis" tests --include="test_*.py")
 run "$PROGRAMS random programs of Horovod calls" \
     "$PYTHON" -m tests.horovod.seeds --seeds "$PROGRAMS"
 run "$SEEDS simulated clusters" "$PYTHON" -m tests.sim --seeds "$SEEDS"

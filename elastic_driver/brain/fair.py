@@ -256,8 +256,10 @@ def _predicted(
             above = min((s for s in wrong if s > size), default=max(wrong))
             part = (size - below) / (above - below) if above > below else 0.0
             promised = model.rate(size) * ((1 - part) * wrong[below] + part * wrong[above])
-            most = (_most_above if size > max(rates) else _most_between)(layout, rates, size)
-            found[size] = min(promised, most)
+            if size > max(rates):
+                found[size] = min(promised, _most_above(layout, rates, size))
+            else:
+                found[size] = _hoped_between(promised, _most_between(rates, size))
     return found
 
 
@@ -267,7 +269,15 @@ def _one_pass(layout: Layout, size: int, step_time: float) -> SpeedModel:
     return SpeedModel(layout, step_time / layout.passes(size), free, free, overlap=1.0)
 
 
-def _most_between(_layout: Layout, rates: Mapping[int, float], size: int) -> float:
+def _hoped_between(promised: float, most: float) -> float:
+    """Return the speed hoped for at a size between measured ones: halfway to the most it can be.
+
+    Else a peak between two of them would never be found.
+    """
+    return min(most, (promised + most) / 2) if most < inf else promised
+
+
+def _most_between(rates: Mapping[int, float], size: int) -> float:
     """Return the most that a curve of speed can have here if it bends downwards everywhere.
 
     It lies below the line through its two measured neighbours on either side.

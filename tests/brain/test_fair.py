@@ -58,6 +58,15 @@ def test_three_jobs_with_known_speeds_get_what_makes_them_fast_together() -> Non
     assert sizes(view(*jobs[:2])) == {"A": 6, "B": 2}
 
 
+def test_a_size_between_measured_ones_is_tried_if_it_may_be_a_peak() -> None:
+    jobs = (
+        job("A", {1: 1.0, 2: 2.0, 4: 4.0}),
+        job("B", {1: 1.0, 2: 2.0, 3: 2.0}),
+        job("C", {1: 1.0, 2: 1.8, 4: 2.2}),
+    )
+    assert sizes(view(*jobs)) == {"A": 3, "B": 2, "C": 3}
+
+
 def test_a_job_grows_to_twice_the_largest_size_it_has_tried() -> None:
     assert sizes(view(job("A", {1: 1.0}))) == {"A": 2}
     assert sizes(view(job("A", {1: 1.0, 2: 2.0}))) == {"A": 4}
@@ -133,7 +142,7 @@ def test_the_noise_of_gradients_makes_many_workers_of_a_growing_batch_worth_less
     speeds = {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}  # steps per second: the batch grows
     growing = job("A", speeds, micro_batches=None)
     assert sizes(view(growing)) == {"A": 8}
-    assert sizes(view(replace(growing, noise=1.0))) == {"A": 8}
+    assert sizes(view(replace(growing, noise=1.0)))["A"] >= 6, "5 are 6 % slower than 8"
     assert sizes(view(replace(growing, noise=0.01))) == {"A": 1}
 
 

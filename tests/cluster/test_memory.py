@@ -37,15 +37,19 @@ def test_a_worker_that_outgrows_a_small_host_finishes_on_a_large_one_after_one_r
 
 
 def test_two_workers_that_outgrow_their_host_together_go_on_as_one(cluster: Cluster) -> None:
+    """The kernel kills one of them, or both before the first one's memory is free."""
     cluster.node("node0").limit_memory(2 * SMALL)
     args = ("-H", "node0:2", "-np", "2", "--min-np", "1", *GROWS)
     with elasticrun_on(cluster, *args, steps=STEPS) as job:
         assert job.wait(240) == 0, job.describe()
-        (told,) = job.events("out_of_memory")
-        assert told["room"] == 1, job.describe()
-        assert len(job.events("worker_started")) == 2, "no other worker was started for it"
+        rooms = [told["room"] for told in job.events("out_of_memory")]
+        assert rooms in ([1], [1, 1]), job.describe()
+        assert len(job.events("worker_started")) == 1 + len(rooms), (
+            "started again as one, if at all"
+        )
         assert {r.size for r in job.steps() if r.step == STEPS} == {1}
-        job.check_steps(set())
+        if rooms == [1]:  # else no worker was left that had the state
+            job.check_steps(set())
 
 
 def test_a_job_that_no_host_is_large_enough_for_ends_with_one_line(cluster: Cluster) -> None:

@@ -27,7 +27,6 @@ JOB = ("-np", "2", "--min-np", "2", "--max-np", "2", "--", str(JOBS / "train.py"
 GAP_S = 5.0  # the machine is busy with other tests
 FEW = settings(
     max_examples=EXAMPLES,
-    derandomize=True,
     database=None,
     deadline=None,
     phases=(Phase.generate,),

@@ -12,7 +12,6 @@ from tests.fuzz.parsers import PARSERS, Parser
 EXAMPLES = 60
 QUICK = settings(
     max_examples=EXAMPLES,
-    derandomize=True,
     database=None,
     deadline=None,
     phases=(Phase.generate, Phase.shrink),

@@ -253,7 +253,5 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.next_deadline() == min(ends, default=None)
 
 
-StoreMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
-)
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestStoreAgainstModel = StoreMachine.TestCase

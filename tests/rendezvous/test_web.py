@@ -159,7 +159,6 @@ def test_a_body_that_is_no_batch_is_refused(
 @settings(
     max_examples=60,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

@@ -1,10 +1,11 @@
 """Workers that run out of memory: where others may be started, and when no host is large enough.
 
 A worker that ran out of memory is started again where half as much again as its peak is idle. That
-may be another host; then its own one keeps the workers that it has. No host is put in cool-down for
-it. The job ends if fewer workers than it needs have the memory. If a GPU's memory was short, hosts
-are no larger or smaller for it: the worker is started again as after any other failure, and the
-budget of restarts ends a job that fails again and again. Memory is bytes.
+may be another host; then its own one keeps the workers that it has. If all workers of a host ran
+out together, one of them is started again there, and has the memory alone. No host is put in
+cool-down for it. The job ends if fewer workers than it needs have the memory. If a GPU's memory was
+short, hosts are no larger or smaller for it: the worker is started again as after any other
+failure, and the budget of restarts ends a job that fails again and again. Memory is bytes.
 """
 
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class Memory(Rule):
     peak: int | None = None  # of that worker
     _round: int = 0  # the newest round that the job cannot go on with for it
     _ran_out: dict[str, int] = field(default_factory=dict)  # host → workers ever started then
+    _shared: set[str] = field(default_factory=set)  # hosts of several, until the job trains again
 
     def on_hosts_measured(self, event: HostsMeasured, now: float) -> None:
         """Record the idle memory of hosts."""
@@ -53,6 +55,8 @@ class Memory(Rule):
         self._round = self.rounds.current.number if losses[-1].member else 0
         if found.idle is not None:
             self.idle[worker.host] = found.idle
+        if self._there(worker.host):
+            self._shared.add(worker.host)
         need = max(self.limits.memory_need, int(FACTOR * (found.peak or 0)))
         self.limits.short_of_memory(need, self._rooms(worker, need))
         self._ran_out.setdefault(worker.host, self.workers.started)
@@ -64,24 +68,29 @@ class Memory(Rule):
     def _rooms(self, ran_out: Worker, need: int) -> dict[str, int]:
         """Return the most workers of each host whose memory is known.
 
-        A host keeps those that it has. On the host of the worker that `ran_out` there is room for
-        others if so much is idle, but not if that is how this worker came there.
+        A host keeps those that it has; one that had several keeps one, though all of them ran out
+        together. On the host of the worker that `ran_out` there is room for others if so much is
+        idle, but not if that is how this worker came there.
         """
         own, before = ran_out.host, self._ran_out.get(ran_out.host)
         again = before is not None and ran_out.number > before
         rooms: dict[str, int] = {}
         equipped = (host for host, (_, memory) in self.limits.equipment.items() if memory)
         for host in dict.fromkeys((*self.idle, *equipped, own)):
-            there = [w for w in self.workers.in_slots(host) if w.state in ACTIVE and not w.leaving]
-            room = len(there)
+            there = self._there(host)
+            room = max(len(there), host in self._shared)
             if need and not (host == own and again):
-                room = self._room(host, need, there)
+                room = max(room, self._room(host, need, there))
             elif host != own:
                 continue
             if host in self._ran_out and (host != own or again):
                 room = min(room, self.limits.room.get(host, room))
             rooms[host] = room
         return rooms
+
+    def _there(self, host: str) -> list[Worker]:
+        """Return the workers of a host that are to stay."""
+        return [w for w in self.workers.in_slots(host) if w.state in ACTIVE and not w.leaving]
 
     def _room(self, host: str, need: int, there: list[Worker]) -> int:
         """Return how many workers a host has the memory for, at least those that are there.
@@ -106,6 +115,7 @@ class Memory(Rule):
         if sum(slots) >= self.capacity.least and len(slots) >= units.width(self.settings):
             if current.state is COMPLETE and current.number > self._round:
                 self.failure = None
+                self._shared.clear()
             return
         who = f"rank {failure.rank} on host {failure.host} ran out of memory"
         hint = "use hosts with more memory, fewer workers (--min-np), or a smaller batch"

@@ -99,6 +99,29 @@ def test_workers_that_run_out_together_are_one_incident(scenario: MakeScenario) 
     assert s.end is None
 
 
+def test_workers_that_fill_their_host_together_go_on_as_one(scenario: MakeScenario) -> None:
+    """The kernel may kill all of them before the memory of the first is free."""
+    s = scenario(start_np=2, min_np=1, max_np=2).training(a=2)
+    for worker, idle in zip(s.members, (600, 1400), strict=True):
+        ran_out(s, worker, 1000, idle=idle)
+    assert s.job.limits.room == {"a": 1}
+    s.wait(2.0)
+    s.ready(*s.starting)
+    s.step(*s.members)
+    assert where(s) == ["a"]
+    ran_out(s, s.members[0], 1390, idle=1400)
+    assert s.end is not None
+    assert "no host has 2085 MiB idle: the largest, a, has 1400 MiB" in s.end.reason
+
+
+def test_the_last_of_several_is_alone_once_the_job_trains_again(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=1, max_np=2).training(a=2)
+    ran_out(s, s.members[0], 1000, idle=600)
+    restart(s)
+    ran_out(s, s.members[0], 1390, idle=1400)
+    assert s.end is not None
+
+
 def test_a_limit_of_one_process_is_named_where_the_host_has_memory_enough(
     scenario: MakeScenario,
 ) -> None:
