@@ -45,7 +45,7 @@ def lose(job: ClusterJob, fault: Callable[[], None], host: str) -> tuple[float, 
 def assert_clean_end(job: ClusterJob) -> None:
     """Interrupt the job; it ends as it should, and nothing of it is left on any host."""
     job.signal(signal.SIGINT)
-    assert job.wait(30) == 130, job.describe()
+    assert job.wait(90) == 130, job.describe()
     job.until_nothing_is_left()
 
 

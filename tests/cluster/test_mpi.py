@@ -35,7 +35,7 @@ def test_agents_outlive_mpirun_and_are_started_again_by_another_one() -> None:
         job.together(2, above=before[0].round)
         job.check_steps({"node1"})
         job.signal(signal.SIGINT)
-        assert job.wait(30) == 130, job.describe()
+        assert job.wait(90) == 130, job.describe()
         job.until_nothing_is_left()
 
 
@@ -55,7 +55,7 @@ def test_agents_outlive_the_driver_and_the_next_one_adopts_them() -> None:
         job.together(2, above=before)
         job.check_steps({"node1"})
         job.signal(signal.SIGINT)
-        assert job.wait(30) == 130, job.describe()
+        assert job.wait(90) == 130, job.describe()
         job.until_nothing_is_left()
 
 

@@ -59,7 +59,7 @@ def test_a_killed_agent_is_started_again_and_scancel_leaves_nothing(slurm: Slurm
         assert reason.endswith("was killed by SIGKILL") or "that the agent is gone" in reason
         job.check_steps({"node1"})
         slurm.run("head", "scancel", "1")
-        assert job.wait(30) == 143, job.describe()
+        assert job.wait(90) == 143, job.describe()
         # Slurm's SIGTERM to the agents and squeue's answer reach the driver in any order.
         reasons = "every host goes away (its agent got SIGTERM)", "Slurm job 1 is over ("
         assert any(reason in job.stderr.splitlines()[-1] for reason in reasons)
@@ -71,7 +71,7 @@ def test_a_notice_to_all_steps_is_left_with_at_a_step_boundary(slurm: Slurm) -> 
     with elasticrun_on(slurm.cluster, *args, inside=ALLOCATION, env=slurm.environ) as job:
         job.together(2)
         slurm.run("head", "scancel", "--signal=USR1", "1")
-        assert job.wait(30) == 143, job.describe()
+        assert job.wait(90) == 143, job.describe()
         assert "every host goes away (its agent got SIGUSR1)" in job.stderr.splitlines()[-1]
         job.check_steps(set())
         assert not job.events("worker_lost", "agent_lost")
@@ -97,5 +97,5 @@ def test_steps_outlive_the_driver_and_the_next_one_in_the_allocation_adopts_them
         job.together(2, above=before)
         job.check_steps({"node1"})
         job.signal(signal.SIGINT)
-        assert job.wait(30) == 130, job.describe()
+        assert job.wait(90) == 130, job.describe()
         assert_nothing_left(slurm, job)

@@ -210,7 +210,7 @@ def try_kind(name: str, times: int) -> Measured:
             if kind.fault is not clock_jumps:  # whose records are of several clocks
                 job.check_steps(lost)
             job.signal(signal.SIGINT)
-            if (code := job.wait(30)) != 130:
+            if (code := job.wait(90)) != 130:
                 found.wrong.append(f"exit status {code}")
             eventually(lambda: not job.left_behind(), within=15, what="nothing is left")
         except AssertionError as error:

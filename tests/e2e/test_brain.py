@@ -173,5 +173,5 @@ def test_a_brain_that_is_stopped_for_a_while_finds_its_jobs_as_they_are(tmp_path
         brain.process.send_signal(signal.SIGCONT)
         job.until(lambda: "is back" in job.stderr, "a line that it is back", 60)
         eventually(lambda: _heard_by(brain, 1), within=20, what="it is heard")
-        assert sizes(job) == [2]
+        eventually(lambda: sizes(job) == [2], within=20, what="both train", context=job.describe)
         assert longest_gap(job, since) < 20.0

@@ -204,7 +204,7 @@ def test_a_job_that_is_stopped_ends_with_143_and_whoever_follows_sees_it(tmp_pat
         both = (events, status)
         eventually(lambda: all(f.stat().st_size for f in both), within=30, what="both have begun")
         assert "is stopping" in ctl("stop", "--reason", "enough", *here(job))
-        assert job.wait(30) == 143
+        assert job.wait(90) == 143
         assert "told to stop: enough" in job.stderr
         assert [f.wait(30) for f in followers] == [0, 0]
         assert "the job has failed: told to stop: enough [job_failed]" in events.read_text()

@@ -24,7 +24,7 @@ def told_to_go(job: RunningJob, *pids: int) -> int:
     job.until(lambda: max(r.step for r in job.steps()) >= further, "training goes on")
     for pid in pids:
         job.kill(pid, signal.SIGUSR1)
-    assert job.wait(30) == 143, job.describe()
+    assert job.wait(90) == 143, job.describe()
     job.assert_nothing_left()
     last = job.stderr.splitlines()[-1]
     found = re.search(r"the state of step (\d+) is in .*started again, the job goes on", last)
@@ -90,7 +90,7 @@ def test_a_plain_script_gets_sigterm(tmp_path: Path) -> None:
     with elasticrun("-np", "1", "--", str(script)) as job:
         job.until(lambda: "up" in job.stdout, "the script runs")
         job.process.send_signal(signal.SIGUSR1)
-        assert job.wait(30) == 143, job.describe()
+        assert job.wait(90) == 143, job.describe()
         assert "saved" in job.stdout
         assert "they did not ask to be told earlier" in job.stderr.splitlines()[-1]
         job.assert_nothing_left()
@@ -100,6 +100,6 @@ def test_without_a_checkpoint_dir_the_end_says_what_is_lost() -> None:
     with elasticrun("-np", "1", "--", str(JOBS / "train.py"), env={"STEPS": "100000"}) as job:
         job.until_size(1)
         job.process.send_signal(signal.SIGUSR2)
-        assert job.wait(30) == 143, job.describe()
+        assert job.wait(90) == 143, job.describe()
         assert "is not on disk: it has no checkpoint_dir" in job.stderr.splitlines()[-1]
         job.assert_nothing_left()

@@ -139,7 +139,7 @@ def test_parameter_servers_end_with_the_chief() -> None:
 
 def test_every_worker_is_born_with_its_own_tf_config() -> None:
     with elasticrun("-np", "3", "--tf-config", "sh", "-c", 'echo "$TF_CONFIG"') as job:
-        assert job.wait(30) == 0, job.describe()
+        assert job.wait(90) == 0, job.describe()
         said = sorted(re.findall(r"^\[(\d)\]<stdout>:(.*)$", job.stdout, re.M))
     configs = {int(rank): json.loads(text) for rank, text in said}
     (cluster,) = {json.dumps(config["cluster"]) for config in configs.values()}

@@ -195,7 +195,8 @@ def test_the_real_task_measures_a_pair(tmp_path: Path) -> None:
     for node in report.nodes:
         assert node.compute is not None
         assert 0 < node.compute < LIMIT_S
-        (measured,) = node.history
-        assert measured.bandwidth is not None
-        assert measured.bandwidth > 0
+        assert node.history
+        for measured in node.history:  # more than one if the machine was busy with other things
+            assert measured.bandwidth is not None
+            assert measured.bandwidth > 0
     assert "GB/s" in report.render()

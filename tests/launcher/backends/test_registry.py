@@ -149,7 +149,7 @@ def test_a_dry_run_shows_what_ours_would_do(capsys: pytest.CaptureFixture[str]) 
 def test_a_job_runs_on_a_backend_of_ones_own(package: Path) -> None:
     argv = ("--backend", "boxes", "-H", "red:1,blue:1", "sh", "-c", "echo $ELASTIC_HOSTNAME")
     with elasticrun(*argv, env={"PYTHONPATH": str(package)}) as job:
-        assert job.wait(40) == 0, job.describe()
+        assert job.wait(90) == 0, job.describe()
         assert {"red", "blue"} <= set(job.stdout.replace("\n", ":").split(":")), job.describe()
         assert "boxes: opening red" in job.stderr
 

@@ -58,7 +58,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 def test_a_job_runs_on_the_hosts_of_a_discovery_of_ones_own(package: Path) -> None:
     argv = ("--host-discovery", "rack:localhost+127.0.0.2", "-np", "2", "--backend", "local")
     with elasticrun(*argv, "sh", "-c", "true", env={"PYTHONPATH": str(package)}) as job:
-        assert job.wait(40) == 0, job.describe()
+        assert job.wait(90) == 0, job.describe()
         found = [event["host"] for event in job.events("host_discovered")]
         assert found == ["localhost", "127.0.0.2"], job.describe()
 
