@@ -10,8 +10,8 @@ from tests.support.left_out import pytest_configure
 
 __all__ = ["pytest_configure"]
 
-# A shell ignores SIGINT for what it starts in the background, and nohup ignores SIGHUP. Processes of
-# tests would inherit that: no test of these signals could pass there.
+# A shell ignores SIGINT for what it starts in the background, and nohup ignores SIGHUP. Processes
+# of tests would inherit that: no test of these signals could pass there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

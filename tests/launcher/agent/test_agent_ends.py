@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.core.events import WorkerExited, WorkerStarted
+from launcher.agent.lifetime import ORPHAN_GRACE_S
 from tests.launcher.agent.harness import (
     DAEMON,
     STUBBORN,
@@ -44,14 +45,14 @@ def test_sigterm_stops_the_workers_and_their_daemons_and_reports_them(driver: Dr
 
 
 def test_a_second_signal_does_not_wait_for_stubborn_workers(driver: Driver) -> None:
-    driver.python(STUBBORN, grace_period=60.0)
+    driver.python(STUBBORN)
     with agent_of(driver) as agent:
         driver.start_worker()
         eventually(lambda: "up" in agent.out)
         agent.process.terminate()
         eventually(lambda: "not yet" in agent.out)
         agent.process.terminate()
-        assert agent.wait(30) == 143
+        assert agent.wait(0.8 * ORPHAN_GRACE_S) == 143
 
 
 def test_workers_die_with_an_agent_that_is_killed(driver: Driver) -> None:
