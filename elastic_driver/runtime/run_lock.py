@@ -202,8 +202,12 @@ def _boot_id() -> str:
 
 
 def _start_of(pid: int | str) -> int:
-    """Return when a process began, in ticks since the boot; 0 if there is none (proc(5))."""
+    """Return when a process began, in ticks since the boot; 0 if it has ended (proc(5)).
+
+    A process that has ended stays in the list until its parent takes note: state Z.
+    """
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
+    return 0 if state in "ZX" else int(fields[18])

@@ -86,6 +86,16 @@ def test_a_driver_that_is_stopped_still_holds_its_folder_and_the_line_says_what_
             RunDir(tmp_path, "run").create()
 
 
+def test_a_killed_driver_is_dead_though_its_parent_has_not_taken_note(tmp_path: Path) -> None:
+    with driver(tmp_path) as process:
+        first = RunDir(tmp_path, "run").lock.path.read_bytes().partition(b"\n")[0]
+        holder = msgspec.json.decode(first, type=Holder)
+        assert holder.lives
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not holder.lives
+
+
 def test_two_drivers_of_one_process_exclude_each_other(tmp_path: Path) -> None:
     first, second = RunDir(tmp_path, "run"), RunDir(tmp_path, "run")
     first.create()

@@ -228,7 +228,7 @@ class RunningJob:
             context=lambda: "\n".join(str(p.as_dict(["pid", "cmdline"])) for p in self.processes()),
         )
         left = [p.name for p in self.run_dir.glob("*") if p.name.startswith(("token", "endpoint"))]
-        assert left == []
+        assert left == [], left
 
     def close(self) -> None:
         """Kill what is left; only processes that carry this job's own id."""
