@@ -2,13 +2,14 @@
 
 STEPS steps of about STEP_MS milliseconds, of a model of about 80 WIDTH bytes; FAIL_STEP,
 FAIL_RANK and FAIL_HOW make a worker fail. END_AFTER: a file without which no worker's process ends
-(within a minute). CURVE: steps of STEP_MS that the job does at once with
-1, 2, … workers, for example `1 1.8 2.4`. With TALK, every step is a line of
-output. Each step keeps GROW_MIB more memory. With UNWRAPPED, ranks only wait for each other, so
-that nothing is known of their gradients.
+(within a minute). CURVE: steps of STEP_MS that the job does at once with 1, 2, … workers, for
+example `1 1.8 2.4`. NICE: the priority of the steps, as for nice(1), where that is allowed. With
+TALK, every step is a line of output. Each step keeps GROW_MIB more memory. With UNWRAPPED, ranks
+only wait for each other, so that nothing is known of their gradients.
 """
 
 import atexit
+import contextlib
 import json
 import os
 import time
@@ -97,6 +98,8 @@ def train(state):
             state.commit()
 
 
+with contextlib.suppress(PermissionError):
+    os.nice(int(os.environ.get("NICE", "0")))
 train(state)
 digest = sum(float(p.detach().double().sum()) for p in model.parameters())
 print(f"done step={state.step} digest={digest:.12f} size={elastic.size()}", flush=True)

@@ -200,7 +200,7 @@ def test_a_job_that_waits_for_slots_ends_at_once_by_ctrl_c_and_asks_for_none_any
 def test_with_a_fallback_it_trains_on_its_own_hosts_when_the_brain_is_away(tmp_path: Path) -> None:
     with played_brain() as brain:
         words = with_brain(brain, tmp_path)
-    own = "--brain-fallback", "-H", "localhost:1", "--start-timeout", "1"
+    own = "--brain-fallback", "-H", "localhost:1", "--start-timeout", "8"
     found = run(*words, *own, "--", "sh", "-c", "echo trained", folder=tmp_path)
     assert found.returncode == 0, found.stderr
     assert "trained" in found.stdout
