@@ -31,7 +31,7 @@ def trained(job: RunningJob) -> float:
 
 
 def test_the_ledger_agrees_with_the_workers_own_clocks_across_kills_and_a_resumed_driver() -> None:
-    env = {"STEPS": "300", "STEP_MS": "20"}
+    env = {"STEPS": "900", "STEP_MS": "20"}  # ranks begin a world up to 0.3 s apart if it is busy
     args = ("-np", "3", "--min-np", "1", "--driver-timeout", "120", "--", TRAIN)
     with elasticrun(*args, env=env) as job:
         members = job.until_size(3, steps=20)
@@ -49,7 +49,7 @@ def test_the_ledger_agrees_with_the_workers_own_clocks_across_kills_and_a_resume
         in_steps = seconds["training"] + seconds.get("slow", 0.0)
         assert in_steps == pytest.approx(trained(job), rel=0.05), seconds
         assert (report["state"], report["failures"], report["drivers"]) == ("succeeded", 2, 2)
-        assert 200 < report["step"] <= 300  # as the last heartbeats told
+        assert 800 < report["step"] <= 900  # as the last heartbeats told
         assert max(world["size"] for world in report["worlds"]) == 3
         shown = ctl("report", str(job.run_dir))
         assert "2 workers lost" in shown
