@@ -30,7 +30,7 @@ SlotsByHost: TypeAlias = Annotated[
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """What a job trains; jobs with the same name, or with the same rest, are similar.
+    """The kind of a job; jobs with the same name, or with the same rest, are similar.
 
     `command` is a digest of the command line. `parameters`: of the model. `batch`: samples of a
     step, of all workers. None: not known.

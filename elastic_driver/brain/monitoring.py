@@ -11,7 +11,7 @@ from elastic_driver.brain.store.records import Node
 
 
 class MonitorOptions(NamedTuple):
-    """What a monitor is told: `hosts` with their slots; none: those that it finds.
+    """The options of a monitor. `hosts` come with their slots; none: those that it finds.
 
     `slots` of a host that is not named. `port` of what is asked on each host, if it asks there.
     """

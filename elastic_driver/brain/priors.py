@@ -19,7 +19,7 @@ MEMORY_FACTOR = 1.5  # of the largest memory of a worker
 
 
 class Prior(NamedTuple):
-    """What similar jobs say; None: they say nothing about it.
+    """The experience of similar jobs; None: they say nothing about it.
 
     `jobs`: how many there are. `memory`: the bytes that one worker should find.
     """

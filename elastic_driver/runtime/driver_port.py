@@ -13,7 +13,7 @@ Request: TypeAlias = JobEvent | TaskEnded
 
 
 class DriverPort(Protocol):
-    """What routes ask of the driver; every method may be called by any thread."""
+    """The driver as routes see it; every method may be called by any thread."""
 
     @property
     def size_bounds(self) -> tuple[int, int | None]:

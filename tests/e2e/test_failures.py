@@ -57,7 +57,7 @@ def test_survivors_keep_their_process_and_the_world_grows_back_after_each_kill()
         assert statistics.median(took) < 0.5
         assert_no_step_lost_or_repeated(job, last)
         job.process.send_signal(signal.SIGTERM)
-        assert job.wait(40) == 143
+        assert job.wait(15) == 143
         job.assert_nothing_left()
 
 
@@ -200,7 +200,7 @@ def test_an_interrupted_job_cleans_up_and_says_so(sig: int, code: int) -> None:
     with elasticrun("-np", "2", "--", TRAIN, env={"STEPS": "100000"}) as job:
         job.until_size(2)
         job.process.send_signal(sig)
-        assert job.wait(40) == code
+        assert job.wait(15) == code
         job.assert_nothing_left(within=1)
         assert "Traceback" not in job.stderr
 
@@ -209,5 +209,5 @@ def test_an_interrupt_while_starting_cleans_up(tmp_path: Path) -> None:
     with elasticrun("-np", "2", "--", TRAIN, env={"STEPS": "100000"}) as job:
         job.until(lambda: job.events("agent_started"), "an agent runs")
         job.process.send_signal(signal.SIGINT)
-        assert job.wait(40) == 130
+        assert job.wait(15) == 130
         job.assert_nothing_left(within=1)

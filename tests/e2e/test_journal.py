@@ -37,7 +37,7 @@ def test_a_kill_is_explained_while_the_job_runs_and_the_replay_is_what_the_user_
             "explain", "host", "localhost", *where(job)
         )
         job.process.send_signal(signal.SIGTERM)
-        assert job.wait(90) == 143
+        assert job.wait(20) == 143
         lines = ctl("replay", "--json", *where(job)).splitlines()
         *steps, last = [json.loads(line) for line in lines]
         replayed = [

@@ -26,7 +26,7 @@ def script(folder: Path, text: str) -> str:
 def test_a_typo_ends_the_job_quickly_with_its_traceback_once(tmp_path: Path) -> None:
     typo = script(tmp_path, "import json\nprint('up', flush=True)\njson.lods('1')\n")
     with elasticrun("-np", "3", "--", typo) as job:
-        assert job.wait(40) == 1
+        assert job.wait(15) == 1
         said = job.stdout + job.stderr
         assert said.count("Traceback (most recent call last)") == 1
         assert said.count("AttributeError") == 1

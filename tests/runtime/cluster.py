@@ -195,7 +195,7 @@ class Cluster:
             Set(contract.worker_progress(worker), document),
         )
 
-    def world(self, round_id: int, within: float = 30.0) -> World:
+    def world(self, round_id: int, within: float = 10.0) -> World:
         """The world of a round, once it is complete."""
 
         def look() -> World | None:

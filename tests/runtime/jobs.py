@@ -38,7 +38,7 @@ class JobUnderTest:
     run_dir: RunDir
     stderr: io.StringIO
 
-    def outcome(self, within: float = 60.0) -> JobResult:
+    def outcome(self, within: float = 20.0) -> JobResult:
         found: list[JobResult] = []
         thread = threading.Thread(target=lambda: found.append(self.driver.wait()))
         thread.start()

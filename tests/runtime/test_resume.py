@@ -115,7 +115,7 @@ class DriverProcess:
         self.process.kill()
         self.end()
 
-    def end(self, within: float = 60.0) -> int:
+    def end(self, within: float = 20.0) -> int:
         """Wait for the process; return its status."""
         code = self.process.wait(within)
         for reader, pipe in zip(

@@ -92,7 +92,7 @@ class StatisticsWriter:
 
     @property
     def waiting(self) -> int:
-        """How many samples and rows are not written yet, but for the newest row of each figure."""
+        """The number of samples and rows not written yet, but for the newest row of each figure."""
         return self._samples.qsize() + len(self._rows)
 
     def close(self, exit_code: int | None = None) -> None:

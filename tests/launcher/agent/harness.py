@@ -75,7 +75,7 @@ time.sleep(600)
 _decode_event = msgspec.json.Decoder(WireEvent).decode
 
 
-def eventually(look: Callable[[], T], within: float = 30.0, what: str = "it") -> T:
+def eventually(look: Callable[[], T], within: float = 10.0, what: str = "it") -> T:
     """The first truthy value of `look()`; fails after `within` seconds."""
     deadline = time.monotonic() + within
     while not (value := look()):
@@ -193,7 +193,7 @@ class Driver:
         found = [e for e in self.events if isinstance(e, kind)]
         return [e for e in found if worker is None or getattr(e, "worker", None) == worker]
 
-    def wait(self, kind: type[E], worker: str | None = None, within: float = 60.0) -> E:
+    def wait(self, kind: type[E], worker: str | None = None, within: float = 15.0) -> E:
         what = f"{kind.__name__} of {worker}; events: {self.events}"
         return eventually(lambda: self.told(kind, worker), within, what)[0]
 

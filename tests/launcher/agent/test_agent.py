@@ -307,7 +307,7 @@ def test_a_terminal_that_nobody_reads_does_not_hold_training_up_for_ever(driver:
         assert lines[-1].endswith(" 99999")
         assert len(lines) == 100_000
         driver.shutdown()
-        assert agent.wait(30) == 0
+        assert agent.wait(10) == 0
         assert len(agent.err.splitlines()) == 1
         assert "nothing has read our stdout" in agent.err
     os.close(read)
@@ -321,7 +321,7 @@ def test_a_terminal_that_is_closed_does_not_end_anything(driver: Driver) -> None
         os.close(read)
         assert driver.wait(WorkerExited, driver.start_worker()).exit_code == 0
         driver.shutdown()
-        assert agent.wait(30) == 0
+        assert agent.wait(10) == 0
         assert "Broken pipe" in agent.err
 
 

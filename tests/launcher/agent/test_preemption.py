@@ -45,7 +45,7 @@ def test_workers_that_have_not_left_when_the_time_is_over_are_stopped(driver: Dr
         driver.wait(WorkerStarted, worker)
         began = time.monotonic()
         agent.process.terminate()
-        assert agent.wait(30) == 143
+        assert agent.wait(8) == 143
         assert time.monotonic() - began >= 0.5
         assert driver.told(WorkerExited, worker)[0].exit_code == -signal.SIGTERM
         assert "workers were still here" in agent.err
@@ -61,7 +61,7 @@ def test_a_repeated_announcement_is_told_once_and_a_sigterm_behind_it_ends_the_a
         driver.wait(HostLeaving)
         agent.process.send_signal(signal.SIGUSR2)
         agent.process.terminate()
-        assert agent.wait(30) == 143
+        assert agent.wait(8) == 143
         assert len(driver.told(HostLeaving)) == 1
 
 
@@ -70,7 +70,7 @@ def test_ctrl_c_is_no_announcement(driver: Driver) -> None:
     with agent_of(driver) as agent:
         driver.wait(WorkerStarted, driver.start_worker())
         agent.process.send_signal(signal.SIGINT)
-        assert agent.wait(30) == 130
+        assert agent.wait(8) == 130
         assert driver.told(HostLeaving) == []
 
 

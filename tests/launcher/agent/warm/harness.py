@@ -138,7 +138,7 @@ def wait_for(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def eventually(condition: Callable[[], bool], within: float = 30.0) -> bool:
+def eventually(condition: Callable[[], bool], within: float = 10.0) -> bool:
     """Whether the condition comes true in time."""
     deadline = time.monotonic() + within
     while not condition():
