@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
     "exact": ("--blocks 5", ""),
     "journal": ("--rounds 5", ""),
     "stats_database": ("", "--seconds 600"),
+    "measured": ("--blocks 5", ""),
     "observed": ("--pairs 6", "--pairs 40"),
     "horovod": ("--blocks 3", ""),
     "auto_scale": ("--slots 4", ""),

@@ -10,6 +10,7 @@ of the process counts, that of making the samples left out.
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -22,16 +23,21 @@ from elastic_driver.brain.store.figures import Sample
 from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import FINE, HOUR, JobKey
 from elastic_driver.core.measured import HostUsage, Measured, StepTimes, WorkerMeasured
-from elastic_driver.runtime.measurements import WHOLE_S
+from elastic_driver.runtime.measurements import MOST_USAGE_S, USAGE_S, WORKERS_PER_S
 
 PAUSE_S = 0.05  # of the writer, whose 5 s are 5 s of the job
 GIB = 2**30
 LONGEST_S = 300.0
 
 
+def seconds_between_looks(workers: int) -> int:
+    """Seconds from one look of a driver at the usage of workers and hosts to the next one."""
+    return math.ceil(max(USAGE_S, min(workers / WORKERS_PER_S, MOST_USAGE_S)))
+
+
 def measured(second: int, workers: int, hosts: int) -> Measured:
-    """The job after so many seconds; workers and hosts are known each five seconds."""
-    whole = second % WHOLE_S == 0
+    """The job after so many seconds; workers and hosts are known as often as in a driver."""
+    whole = second % seconds_between_looks(workers) == 0
     wave = 1 + (second % 7) / 10
     worker = WorkerMeasured(
         step=10 * second,
@@ -104,7 +110,7 @@ def run(address: Address, workers: int, hosts: int, seconds: int) -> tuple[float
     job.start()
     for number, sample in enumerate(samples):
         job.take(sample)
-        while number % WHOLE_S == WHOLE_S - 1 and job.waiting:
+        while number % FINE == FINE - 1 and job.waiting:
             time.sleep(PAUSE_S / 5)
     job.close(0)
     job._thread.join(LONGEST_S)

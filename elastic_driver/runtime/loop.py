@@ -27,6 +27,7 @@ from elastic_driver.core.driver_events import (
 from elastic_driver.core.job import Job
 from elastic_driver.core.job_events import TOGETHER, EventBatch
 from elastic_driver.core.machine import Machine, stamped
+from elastic_driver.core.measured import Measured
 from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.errors import ElasticError, ExitCode
 from elastic_driver.policies.messages import KeysRead, MachineName, Reply
@@ -135,11 +136,11 @@ class DriverLoop:
         began = time.thread_time()
         unix, size = now + self.clock.unix_offset, job.workers.count(RUNNING)
         measurements.take(now, unix, watch.world, watch.progress, size)
-        if self.statistics is not None:
-            self.statistics(sample_of(job, watch, unix, measurements.record(now)))
         agents = ((host, agent.incarnation) for host, agent in job.fleet.agents.items())
         if keys := measurements.usage_keys(now, agents):
-            self.executor.read(keys, measurements.usage_read)
+            self.executor.read(keys, lambda found: self.mailbox.put(mail.UsageRead(found)))
+        else:
+            self._keep_sample(job, now, measurements.job)
         seen = speed_seen(job, watch) if "scaling" in self._machines else None
         loads = None if seen is None else loads_seen(job, measurements.document())
         # A search that thinks for long, or a busy machine, puts off no look.
@@ -147,6 +148,20 @@ class DriverLoop:
         if seen is not None and loads is not None:
             self._decide("scaling", seen)
             self._decide("starvation", loads)
+
+    def _take_usage(self, read: mail.UsageRead) -> None:
+        """Take in the newest usage of the hosts; statistics get it while it is new."""
+        if self.job is None:
+            return
+        began, now = time.thread_time(), self.clock()
+        self.measurements.usage_read(read.entries)
+        self._keep_sample(self.job, now, self.measurements.record())
+        self.measurements.recorded(now, time.thread_time() - began)
+
+    def _keep_sample(self, job: Job, now: float, measured: Measured) -> None:
+        if self.statistics is not None:
+            unix = now + self.clock.unix_offset
+            self.statistics(sample_of(job, self.stragglers, unix, measured))
 
     def wind_down(self, grace: float) -> None:
         """Have the agents stop their workers and exit, and wait until they have."""
@@ -169,6 +184,8 @@ class DriverLoop:
                 raise error
             case mail.KeysChanged():
                 self._keep(message)
+            case mail.UsageRead():
+                self._take_usage(message)
             case mail.JobBegins(job, run_id):
                 if self.resumed is None:
                     self._begin_job(job, run_id)

@@ -21,6 +21,7 @@ from elastic_driver.policies.shard_messages import ShardRequest, StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
 from elastic_driver.policies.tf_messages import TfRequest
 from elastic_driver.runtime.host_lists import Hosts
+from rendezvous.wire import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,13 @@ class KeysChanged:
 
     values: dict[str, bytes | None]
     kept: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRead:
+    """Take in what the agents have written about their hosts, by key."""
+
+    entries: dict[str, Entry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,7 @@ class Delivered:
 
 Message: TypeAlias = (
     MachineEvent | Delivered | StatusAsked | StopNow | TakenOver | JobBegins
-    | KeysChanged | CheckAsked
+    | KeysChanged | UsageRead | CheckAsked
 )  # fmt: skip
 
 

@@ -23,9 +23,9 @@ from rendezvous.wire import UNREADABLE, Entry
 
 LOOK_S = 1.0  # between two looks at the workers' progress
 SHARE = 200.0  # a look comes after at least this many times the processor time of the last one
-WHOLE_S = 5.0  # between two records of workers and hosts
 MOST_RECORDED = 1000  # workers of a job; those of a larger one are not recorded
-USAGE_S = 2.0  # between two looks at the usage of hosts; agents sample it less often
+USAGE_S, MOST_USAGE_S = 1.0, 5.0  # between two looks at the usage of hosts, which agents sample
+WORKERS_PER_S = 200.0  # whose usage is looked at; of a larger job less often
 WINDOW = 6  # looks from which a speed is computed
 QUIET_S = 5.0  # without a new step, and three times the step time, after which the speed is 0
 NEW, MERGED, OLD = 300, 10, 330  # new moments; how many become an old one; how many of those
@@ -88,14 +88,13 @@ class _Moment(NamedTuple):
 
 
 class Measurements:
-    """The measurements of one job. The driver's thread calls all methods but the two named."""
+    """The measurements of one job. The driver's thread calls all methods but `history`."""
 
     def __init__(self) -> None:
         self.due: float | None = None  # the time of the next look; None: the job has not begun
         self._usage_due = 0.0
-        self._whole_due = 0.0
         self._usage_keys: dict[str, str] = {}  # by host
-        self._read: Mapping[str, Entry] = {}  # replaced as a whole, by any thread
+        self._read: Mapping[str, Entry] = {}
         self._usage: dict[str, tuple[int, Usage]] = {}  # by key, with the revision
         self._world = World(0, (), "no round is complete yet")
         self._ranks: list[str] = []  # its workers
@@ -142,6 +141,10 @@ class Measurements:
         """Plan the next look after one that began now and took so much processor time."""
         self.due = now + max(LOOK_S, SHARE * spent)
 
+    def recorded(self, now: float, spent: float) -> None:
+        """Put the next look off if a record that was made now took much processor time."""
+        self.due = max(self.due or 0.0, now + SHARE * spent)
+
     def usage_keys(self, now: float, agents: Iterable[tuple[str, int]]) -> tuple[str, ...]:
         """Return the keys to read for `usage_read`, none if it is too early.
 
@@ -149,12 +152,13 @@ class Measurements:
         """
         if now < self._usage_due:
             return ()
-        self._usage_due = now + USAGE_S
+        each = max(USAGE_S, min(len(self._ranks) / WORKERS_PER_S, MOST_USAGE_S))
+        self._usage_due = now + each
         self._usage_keys = {host: contract.agent_usage(host, number) for host, number in agents}
         return tuple(self._usage_keys.values())
 
     def usage_read(self, entries: Mapping[str, Entry]) -> None:
-        """Take in the values of `usage_keys`; any thread may call this."""
+        """Take in the values of `usage_keys`."""
         self._read = entries
 
     def _sum_up(self, samples: int) -> Measured:
@@ -200,11 +204,8 @@ class Measurements:
         """The job as a whole, without workers and hosts; any thread may ask."""
         return self._measured
 
-    def record(self, now: float) -> Measured:
-        """Return what statistics keep: the job each time, hosts and workers now and then."""
-        if now < self._whole_due:
-            return self._measured
-        self._whole_due = now + WHOLE_S
+    def record(self) -> Measured:
+        """Return what statistics keep once the usage was read."""
         found = self.document()
         return found if len(found.workers) <= MOST_RECORDED else replace(found, workers={})
 

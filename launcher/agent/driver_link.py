@@ -28,8 +28,9 @@ from rendezvous.errors import RefusedError, RendezvousError, RequestError
 from rendezvous.wire import EVENTS_PATH, MAX_WAIT_S, Entries, Get, Set, Watch, Written, expect
 
 ORDERS_AHEAD = 16  # orders that one answer may bring
-LOOK_S = 0.25  # between two looks at whether the driver answers
-SILENCE_S = 2.0  # without an answer, before a driver counts as away
+CALM_LOOK_S = 1.0  # between two looks at whether the driver answers, while it does
+LOOK_S = 0.25  # the same, while it does not
+SILENCE_S = 2.0  # without an answer, before a driver counts as away; longer than a calm look
 PROBE_S = 0.6  # for the driver's machine to accept a connection
 STRANGER_PAUSE_S = 0.2  # before the next question to a server that is not our driver's
 T = TypeVar("T")
@@ -181,8 +182,9 @@ class DriverLink:
 
     async def watch(self) -> None:
         """Notice that no driver answers; raises NoDriverError when `driver_timeout` is over."""
+        away = 0.0
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LOOK_S if away or self.absent else CALM_LOOK_S)
             signs = self._died_at, self._stranger_since, self._client.silent_since
             away = max((time.monotonic() - at for at in signs if at is not None), default=0.0)
             if away >= self._timeout:

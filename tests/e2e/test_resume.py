@@ -151,7 +151,9 @@ def test_a_full_disk_ends_no_job_and_the_driver_comes_back_once_there_is_room(
         step = newest_step(job)
         job.until_without_driver(lambda: steps_beyond(job, step + 20), "steps without a driver")
         mount("rw", small_disk)
+        resumed = len(job.events("driver_resumed"))
         job.start("--resume")
+        job.until(lambda: len(job.events("driver_resumed")) > resumed, "the next driver")
         assert survivor in job.until_size(2)
         ctl("stop", *where(job))
         assert job.wait() == 143

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from elastic_driver import contract
+from elastic_driver.brain.store.figures import Sample
 from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import HostsMeasured
 from elastic_driver.core.measured import HostUsage, Usage
@@ -17,7 +20,7 @@ from elastic_driver.policies.messages import Reply
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription, ShardRequest
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.mailbox import Mailbox
-from elastic_driver.runtime.measurements import LOOK_S
+from elastic_driver.runtime.measurements import LOOK_S, USAGE_S
 from rendezvous.wire import Entry
 
 
@@ -79,6 +82,38 @@ def test_the_job_knows_the_idle_memory_of_hosts_before_a_worker_that_ran_out_of_
         loop.mailbox.put(event)
         loop.turn()
     assert job.heard == [killed, HostsMeasured((("a", 5),)), short]
+
+
+def test_statistics_get_the_usage_of_hosts_that_was_read_for_them() -> None:
+    """Not what was read some looks before: a growing worker's memory would be seconds old."""
+    host = HostUsage(cpu=0.5, memory_used=3, memory_total=8, disk_used=1, disk_total=2)
+    asked: list[tuple[str, ...]] = []
+
+    def read(keys: tuple[str, ...], found: Callable[[dict[str, Entry]], None]) -> None:
+        used = len(asked)
+        asked.append(keys)
+        value = msgspec.json.encode(Usage(replace(host, memory_used=used)))
+        found({key: Entry(value=value, revision=used + 1) for key in keys})
+
+    tails = SimpleNamespace(deadline=None)
+    record = SimpleNamespace(tails=tails, show_overdue=lambda _now: None)
+    loop, kept = loop_of(SimpleNamespace(record=record, read=read), []), list[Sample]()
+    loop.statistics = kept.append
+    loop.job = cast(
+        "Any",
+        SimpleNamespace(
+            workers=SimpleNamespace(count=lambda _state: 0),
+            fleet=SimpleNamespace(agents={"a": SimpleNamespace(incarnation=1)}),
+            rounds=SimpleNamespace(current=SimpleNamespace(state=None)),
+        ),
+    )
+    for number in range(3):
+        loop._measure(100.0 + number * USAGE_S)
+        loop.turn()
+        assert [sample.measured.hosts["a"].memory_used for sample in kept] == [*range(number + 1)]
+    loop._measure(100.0 + 2 * USAGE_S)
+    assert len(kept) == 4, "a look between two of them hands in the job alone"
+    assert kept[-1].measured.hosts == {}
 
 
 class Thinker(Listener):

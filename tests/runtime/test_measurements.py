@@ -147,6 +147,25 @@ def test_usage_is_shown_with_its_host_and_workers_of_other_hosts_are_not() -> No
     assert bench.measured.usage_keys(bench.now + 0.1, [("a", 1)]) == (), "it was read just now"
 
 
+@pytest.mark.parametrize(("workers", "seconds"), [(2, 1.0), (400, 2.0), (1000, 5.0), (9000, 5.0)])
+def test_the_usage_of_a_large_job_is_read_less_often(workers: int, seconds: float) -> None:
+    bench = Bench(*(f"h{number}" for number in range(workers)))
+    bench.look()
+    agents = [("h0", 1)]
+    assert bench.measured.usage_keys(bench.now, agents)
+    assert bench.measured.usage_keys(bench.now + seconds - 0.1, agents) == ()
+    assert bench.measured.usage_keys(bench.now + seconds, agents)
+
+
+def test_a_costly_record_puts_the_next_look_off_and_a_cheap_one_does_not() -> None:
+    subject = Measurements()
+    subject.looked(10.0, 0.001)
+    subject.recorded(10.1, 0.001)
+    assert subject.due == 10.0 + LOOK_S
+    subject.recorded(10.1, 1.0)
+    assert subject.due == 10.1 + SHARE
+
+
 @pytest.mark.parametrize("nonsense", [b"", b"{}", b"[" * 9999, b'{"host": {"cpu": -1}}'])
 def test_usage_that_is_none_is_passed_over(nonsense: bytes) -> None:
     bench = Bench("a")
