@@ -17,7 +17,7 @@ from elastic_driver.horovod.engine.operation import Operation, SetPlace
 from elastic_driver.horovod.engine.timeline import Timeline
 from elastic_driver.horovod.engine.transfer import Finish, Transfers
 
-AT_ONCE = 2  # batches that move or are prepared
+AT_ONCE = 3  # batches that move or are prepared; gloo moves two at a time
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ WARM_UP_STEPS, WARM_UP_S = 5, 0.5  # both have to pass
 LEAST_STEPS, LEAST_LOOKS = 20, 4
 CONFIDENCE = 2.0  # standard errors on each side; about 95 %
 CLOSE_ENOUGH = 0.03  # of the mean: the confidence interval on each side
-LONGEST_S = 60.0  # a step time that varies more than that counts after this time
+LONGEST_S = 20.0  # a step time that varies more than that counts after this time
 DRIFT, DRIFT_S = 0.15, 60.0  # a change of this share, in the mean of this time
 
 

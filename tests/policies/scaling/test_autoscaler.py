@@ -127,6 +127,29 @@ def test_it_does_so_with_noise_of_10_percent(name: str) -> None:
         assert_found_and_stays(SimulatedJob(CURVES[name], base=base, noise=0.1, chance=chance))
 
 
+class OnABusyMachine(SimulatedJob):
+    """All steps of a second take longer or shorter together, by 12 % or so."""
+
+    now_takes: float = 1.0
+
+    def _step_time(self) -> float:
+        return super()._step_time() * self.now_takes
+
+    def _look(self) -> None:
+        self.now_takes = max(0.3, 1 + 0.12 * self.chance.gauss(0, 1))
+        super()._look()
+
+
+@pytest.mark.parametrize("name", ["linear", "peak at 3", "peak at 5", "flat from 2"])
+def test_it_does_not_search_for_minutes_on_a_busy_machine(name: str) -> None:
+    """With a minute for each size, this took four to six minutes."""
+    base = with_steps_of(0.05, CURVES[name])
+    for seed in range(5):
+        job = OnABusyMachine(CURVES[name], base=base, chance=random.Random(seed))
+        job.until_found(150)
+        assert job.curve.speed(job.wanted) >= 0.9 * max(job.curve.speeds)
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("first", "then"),
