@@ -18,12 +18,11 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import torch
 
 import elastic_driver as elastic
 from benchmarks.common import OURS, Figure, report
-from benchmarks.systems import System, running
+from benchmarks.systems import System, cpu_of, running
 
 WORKERS = 2
 STEP_S = 0.1
@@ -74,17 +73,6 @@ def steps_of(system: System, rank: int = 0) -> Block:
     return [tuple(json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def agent_of(system: System) -> psutil.Process:
-    """Return the process of the job's agent."""
-    children = psutil.Process(system.process.pid).children(recursive=True)
-    return next(child for child in children if "launcher.agent" in child.cmdline())
-
-
-def cpu_of(process: psutil.Process) -> float:
-    """Return the processor time of a process so far; seconds."""
-    return float(sum(process.cpu_times()[:2]))
-
-
 def measure(blocks: int) -> list[Figure]:
     """Run the job, and compare the two kinds of its steps block by block."""
     argv = [sys.executable, "-m", "launcher.cli", "-np", str(WORKERS)]
@@ -92,7 +80,7 @@ def measure(blocks: int) -> list[Figure]:
     with running("elasticrun", argv, {"HOW": "measured"}) as system:
         system.until((system.records_dir / "0.jsonl").exists, "first step", READY_S)
         system.until(lambda: len(steps_of(system)) >= STEPS, "steps", READY_S)
-        agent, began = agent_of(system), time.monotonic()
+        agent, began = system.agent(), time.monotonic()
         used, first = cpu_of(agent), len(steps_of(system))
         needed = first + blocks * STEPS
         while len(steps_of(system)) < needed:

@@ -46,6 +46,7 @@ from benchmarks.peers.clients import host_agents as host_agent_clients
 from benchmarks.peers.driver import SLOTS
 from benchmarks.peers.members import connected
 from benchmarks.peers.torchrun_agents import host_agents
+from benchmarks.systems import cpu_of
 from rendezvous.auth import read_token_file
 
 PROCESSES = 2  # that members are spread over; more than cores would only measure the machine
@@ -146,17 +147,13 @@ def meeting(
         for pipe in pipes:
             pipe.recv()
         driver = psutil.Process(pid)
-        before, began = _processor_time(driver), time.time()
+        before, began = cpu_of(driver), time.time()
         for pipe in pipes:
             pipe.send("go")
         answers = [pipe.recv() for pipe in pipes]
         assert {size for _, size in answers} == {members}
-        spent = _processor_time(driver) - before
+        spent = cpu_of(driver) - before
         yield Met(max(at for at, _ in answers) - began, spent, driver, pipes, place)
-
-
-def _processor_time(process: psutil.Process) -> float:
-    return sum(process.cpu_times()[:2])
 
 
 # ---- the peers ---------------------------------------------------------------------------
@@ -284,9 +281,9 @@ def cost_of_resting(members: int, trains: bool) -> list[Figure]:
         time.sleep(SETTLE_S)
         shares = []
         for _ in range(3):
-            before = _processor_time(met.driver)
+            before = cpu_of(met.driver)
             time.sleep(WATCH_S / 3)
-            shares.append((_processor_time(met.driver) - before) / (WATCH_S / 3) * 100)
+            shares.append((cpu_of(met.driver) - before) / (WATCH_S / 3) * 100)
         memory = met.driver.memory_info().rss / 2**20
     what = f"{members} {'training' if trains else 'idle'} workers, {len(hosts)} agents"
     return [

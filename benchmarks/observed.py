@@ -24,12 +24,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import torch
 
 import elastic_driver as elastic
 from benchmarks.common import OURS, Figure, report
-from benchmarks.systems import System, running
+from benchmarks.systems import System, cpu_of, running
 from elastic_driver import contract
 from elastic_driver.runtime.run_dir import read_endpoint
 from rendezvous.auth import read_token_file
@@ -140,20 +139,16 @@ def measure(pairs: int, seconds: float) -> list[Figure]:
     with running("elasticrun", argv, {"HOW": "observed"}) as system:
         trains = system.records_dir / "0.jsonl"
         system.until(trains.exists, "first step", READY_S)
-        agent = next(
-            child
-            for child in psutil.Process(system.process.pid).children(recursive=True)
-            if "launcher.agent" in child.cmdline()
-        )
+        agent = system.agent()
         time.sleep(seconds)
-        used, began = sum(agent.cpu_times()[:2]), time.time()
+        used, began = cpu_of(agent), time.time()
         medians: list[float] = []
         for number in range(2 * pairs + 1):
             with looked_at(system.records_dir) if number % 2 else contextlib.nullcontext():
                 started = time.time()
                 time.sleep(seconds)
                 medians.append(statistics.median(steps_of(system, started, time.time())))
-        share = (sum(agent.cpu_times()[:2]) - used) / (time.time() - began)
+        share = (cpu_of(agent) - used) / (time.time() - began)
     unseen = [(a + b) / 2 for a, b in zip(medians[::2], medians[2::2], strict=False)]
     ratios = tuple(seen / alone for seen, alone in zip(medians[1::2], unseen, strict=True))
     noise = tuple(b / a for a, b in zip(medians[::2], medians[2::2], strict=False))

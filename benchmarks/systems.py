@@ -63,6 +63,11 @@ class System:
             time.sleep(0.005)
         return value
 
+    def agent(self) -> psutil.Process:
+        """Return the process of elasticrun's agent on this machine."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if "launcher.agent" in child.cmdline())
+
     def end(self) -> None:
         """Terminate the job, then kill what is left of it."""
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -76,6 +81,11 @@ class System:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(5)
+
+
+def cpu_of(process: psutil.Process) -> float:
+    """Return the processor time of a process so far; seconds."""
+    return float(sum(process.cpu_times()[:2]))
 
 
 def free_port() -> int:
