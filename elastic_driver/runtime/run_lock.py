@@ -63,6 +63,11 @@ class RunLock:
         self._end = threading.Event()
         self._renewing: threading.Thread | None = None
 
+    @property
+    def holder(self) -> Holder | None:
+        """The process that holds the lock, or did not release it; None: the file names none."""
+        return _read(self.path)
+
     def acquire(self, url: str) -> None:
         """Take the lock. `url`: the address of the present holder, for people; may be empty.
 

@@ -164,6 +164,12 @@ def _silent(run: Endpoint, state_dir: Path) -> str:
 
 
 def _unfinished(run_id: str, state_dir: Path, driver: str) -> str:
+    with contextlib.suppress(OSError):
+        holder = RunDir(state_dir, run_id).lock.holder
+        if holder is not None and holder.lives:
+            return (
+                f"another driver of run {run_id} (process {holder.pid}) is starting; try again soon"
+            )
     where = "" if state_dir == default_state_dir(os.environ) else f"--state-dir {state_dir} "
     again = f"elasticrun --resume {where}--run-id {run_id}"
     return f"run {run_id} has no driver: {driver} has died; go on with the job: {again}"

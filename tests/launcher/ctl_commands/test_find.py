@@ -19,6 +19,7 @@ from elastic_driver.runtime.journal.mirror import Ended
 from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.tenure import DriverKey, RunKeys, encode_key
 from elastic_driver.runtime.run_dir import Endpoint
+from elastic_driver.runtime.run_lock import RunLock
 from launcher.ctl_commands.find import Target, Where, find
 from rendezvous.auth import write_token_file
 from rendezvous.errors import TokenError
@@ -109,6 +110,24 @@ def test_a_run_whose_driver_died_before_its_end_can_go_on(
         (folder / name).write_text("")
     with pytest.raises(ClusterError, match=f"has died; .*--state-dir {tmp_path} --run-id big"):
         find(Where(tmp_path, run_id="big"))
+
+
+def test_a_driver_that_starts_to_go_on_with_a_run_is_not_called_dead(
+    tmp_path: Path, nobody: str, dead_pid: int
+) -> None:
+    folder = make_run(tmp_path, "big", nobody, dead_pid)
+    (folder / "journal.db").write_text("")
+    lock = RunLock(folder / "lock", "big")
+    lock.acquire("")
+    starts = rf"another driver of run big \(process {os.getpid()}\) is starting; try again soon"
+    try:
+        with pytest.raises(ClusterError, match=starts):
+            find(Where(tmp_path, run_id="big"))
+        (folder / "endpoint.json").unlink()
+        with pytest.raises(ClusterError, match=starts):
+            find(Where(tmp_path, run_id="big"))
+    finally:
+        lock.release(remove=False)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
