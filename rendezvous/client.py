@@ -30,6 +30,7 @@ DEFAULT_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 BUSY_GROWTH, AWAY_GROWTH = 2.0, 1.25  # of the longest pause, from one attempt to the next
 _CHUNK_BYTES = 1024 * 1024
+_RANDOM = random.SystemRandom()  # the generator of `random` is the script's: it may be seeded
 # Worth a repeat: the server is over a limit or stopping, and then a successor may take over.
 _AGAIN = (429, 503)
 _STREAM, _DATA = "text/event-stream", b"data: "  # a stream of server-sent events; one event
@@ -248,7 +249,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             self._connections.read_url_file()
             # The server may just have closed an idle connection: no need to pause.
             longest = longest if reused else longest_pause(longest, is_busy=refused is not None)
-            pause = 0.0 if reused else longest * random.uniform(0.5, 1.0)
+            pause = 0.0 if reused else longest * _RANDOM.uniform(0.5, 1.0)
             if time.monotonic() + pause >= until or not (self._repeats or reused):
                 self._connections.check_not_aborted()
                 if refused is not None and not refused.is_stopping:

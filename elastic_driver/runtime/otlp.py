@@ -6,7 +6,7 @@ buckets. A run has one trace, whichever of its drivers sends a part of it. Needs
 
 import hashlib
 import logging
-import random
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -131,7 +131,7 @@ class _Ids:
 
     def generate_span_id(self) -> int:
         """Return the number of the next span."""
-        return self.job_id if self.of_job else random.getrandbits(64) or 1
+        return self.job_id if self.of_job else secrets.randbits(64) or 1
 
     def is_trace_id_random(self) -> bool:
         """Return whether the number has as many random bits as the standard asks for."""

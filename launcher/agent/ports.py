@@ -26,7 +26,7 @@ def free_ports(wanted: int, range_file: Path = _RANGE_FILE) -> tuple[int, ...]:
         low, high = map(int, range_file.read_text().split())
     # If no port lies outside the range, any port is better than none.
     candidates = [port for port in _USABLE if not low <= port <= high] or list(_USABLE)
-    random.shuffle(candidates)
+    random.SystemRandom().shuffle(candidates)
     return tuple(islice(filter(_can_bind, candidates), wanted))
 
 

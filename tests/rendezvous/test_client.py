@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import threading
 import time
@@ -466,6 +467,16 @@ class AbortedCall(threading.Thread):
             self.client.get("a")
         except AbortedError:
             self.aborted = True
+
+
+def test_a_search_for_the_server_takes_no_random_numbers_of_the_script() -> None:
+    """A worker's threads search while the script trains, which may have seeded the generator."""
+    random.seed(7)
+    before = random.getstate()
+    client = RendezvousClient(f"http://127.0.0.1:{free_port()}", TOKEN, timeout=0.3)
+    with pytest.raises(UnreachableError):
+        client.get("key")
+    assert random.getstate() == before
 
 
 def test_abort_ends_the_search_for_a_server_that_is_not_there() -> None:

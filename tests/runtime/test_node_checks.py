@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -39,6 +40,13 @@ def settings(troubles: dict[str, str] | None = None) -> CheckSettings:
     )
 
 
+def is_new(process: psutil.Process, before: set[psutil.Process]) -> bool:
+    """Whether a process and its parents are none of those before: a server of other tests forks."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return before.isdisjoint((process, *process.parents()))
+    return False
+
+
 def check(
     folder: Path,
     hosts: int,
@@ -55,8 +63,8 @@ def check(
         folder=folder,
         say=say,
     )
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert not left, "the check left processes behind"
+    left = [child for child in psutil.Process().children(recursive=True) if is_new(child, before)]
+    assert not left, f"the check left processes behind: {[child.cmdline() for child in left]}"
     assert list((folder / "check").iterdir()) == []
     return report
 
