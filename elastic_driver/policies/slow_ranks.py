@@ -26,6 +26,7 @@ from itertools import islice, pairwise
 from statistics import median
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 # The limits. A slow rank is named after about 20 steps. If a report stands for several steps, fewer
 # reports are needed, but never fewer than _REPORTS, and never fewer looks than _LOOKS.
@@ -61,7 +62,7 @@ class SlowRank(Struct, frozen=True):
     kind: Slowness
     ratio: float  # its time over the usual one, when the alarm was raised
     step: int  # the step at which it was raised
-    excess: float = 0.0  # seconds of a step beyond the usual ones, when the alarm was raised
+    excess: float = 0.0  # seconds of a step beyond the usual ones, in the steps before the alarm
 
     def share(self, step_time: float) -> float:
         """Return the part of a step of `step_time` seconds for which all ranks wait for this one.
@@ -196,12 +197,15 @@ class StragglerWatch:
             newest = self._medians(looks)
             if newest[found.rank] <= factor * usual(newest, _FACTOR):
                 return None  # a few slow steps are over, though the median is still large
-            track.alarm, track.raised = found, self._looks
+            # The window still has steps from before the rank became slow.
+            excess = newest[found.rank] - usual(newest, _FACTOR)
+            alarm = track.alarm = replace(found, excess=excess)
+            track.raised = self._looks
         else:
-            track.alarm = None
+            alarm, track.alarm = raised, None
             self.false_alarms += self._looks - track.raised <= _BRIEF
         track.agree = 0
-        return Change(raised or found, over=raised is not None)
+        return Change(alarm, over=raised is not None)
 
 
 def usual(values: Iterable[float], factor: float) -> float:

@@ -114,8 +114,7 @@ def test_a_rank_slowed_twelve_times_is_named_with_its_host_until_it_has_recovere
         report = json.loads(ctl("report", str(job.run_dir), "--json"))
         slow = report["goodput"]["seconds"]["slow"]
         print(f"slow: {slow:.2f} s, {late:.2f} s of it late; by the workers' clocks {waited:.2f} s")
-        # The ledger has the share at the moment of the alarm; on a busy machine steps vary later.
-        assert slow - late == pytest.approx(waited, rel=0.5)
+        assert slow - late == pytest.approx(waited, rel=0.25)
         assert "rank 1 on 127.0.0.2 holds the others up" in job.stderr
 
 

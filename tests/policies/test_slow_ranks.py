@@ -50,6 +50,17 @@ def test_where_reports_stand_for_several_steps_fewer_are_asked_for(each: int, wi
     assert change.slow.step - slow[0] <= within
 
 
+def test_what_an_alarm_says_of_a_step_is_that_of_the_slow_steps_alone() -> None:
+    """Not of the window, whose median may be that of steps that were slow in part."""
+    watch = StragglerWatch(HOSTS)
+    assert train(watch, range(4, 400, 4), lambda _r, _s: 0.1) == []
+    slowed = {step: 0.5 if step < 412 else 1.2 for step in range(400, 480, 4)}
+    (change,) = train(watch, range(400, 480, 4), lambda r, step: slowed[step] if r == 5 else 0.1)
+    assert change.slow.ratio == pytest.approx(5.0), "the median of the window"
+    assert change.slow.excess == pytest.approx(1.1)
+    assert change.slow.share(1.5) == pytest.approx(1.1 / 1.5)
+
+
 def test_fewer_reports_are_never_so_few_that_a_few_bad_ones_count() -> None:
     watch = StragglerWatch(HOSTS)
     slow = {400, 408, 416, 424}
