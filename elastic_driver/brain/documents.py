@@ -43,7 +43,7 @@ class Kind(Struct, frozen=True, kw_only=True):
 
 
 class Speed(Struct, frozen=True, kw_only=True):
-    """How far a world of `size` workers on `hosts` hosts has come.
+    """The progress of a world of `size` workers on `hosts` hosts.
 
     `steps` were done until `at`, by the clock of the worker that is rank 0. `rest`: the steps until
     the end. `micro_batches`: into which a step of a fixed batch is divided. `noise`: the scale of

@@ -81,7 +81,7 @@ Message: TypeAlias = BrainEvent | HostsDiscovered | DiscoveryFailed | StatusAske
 
 @dataclass(kw_only=True)
 class BrainSetup:
-    """What a Brain is made of; nothing is opened yet."""
+    """The settings and parts of a Brain; nothing is opened yet."""
 
     folder: BrainFolder
     host: str  # a numeric address
@@ -98,7 +98,7 @@ class BrainSetup:
 
 @dataclass
 class _Unkept:
-    """What waits until the state is on the disk."""
+    """The grants that wait until the state is on the disk."""
 
     grants: dict[str, Grant] = field(default_factory=dict)  # the newest of each job
     due: float | None = None  # the next attempt; None: nothing has changed

@@ -68,7 +68,7 @@ class GradientMeter:
 
 
 class _Measured:
-    """What was measured in the present world."""
+    """The norms that were measured in the present world."""
 
     weight = own = mean = 0.0
 

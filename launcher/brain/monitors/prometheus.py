@@ -19,7 +19,7 @@ _NEEDED = ("node_cpu_seconds", "node_memory_MemAvailable_bytes", "node_memory_Me
 
 
 class Figures(NamedTuple):
-    """What a node_exporter says; processor seconds since the start of the machine."""
+    """The figures of one node_exporter; processor seconds since the start of the machine."""
 
     idle: float
     all: float
