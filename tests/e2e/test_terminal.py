@@ -32,6 +32,25 @@ def until_last_row(job: RunningJob, terminal: Terminal, pattern: str) -> re.Matc
     )
 
 
+def until_shown(terminal: Terminal, line: str) -> None:
+    """Wait until the terminal has shown the last line that a job wrote."""
+    eventually(
+        lambda: any(row.endswith(line) for row in terminal.rows()),
+        within=60.0,
+        what=f"{line!r} is shown",
+        context=lambda: "\n".join(terminal.rows()),
+    )
+
+
+def whole_lines(job: RunningJob, terminal: Terminal) -> list[str]:
+    """Return the lines above the bottom; the terminal may get the last one in pieces."""
+    seen = len(terminal.lines())
+    eventually(
+        lambda: len(terminal.lines()) > seen, within=60.0, what="more lines", context=job.describe
+    )
+    return terminal.lines()[: seen - 1]
+
+
 def test_a_status_line_stays_below_the_lines_of_workers_and_goes_when_the_job_is_over(
     terminal: Terminal,
 ) -> None:
@@ -43,7 +62,7 @@ def test_a_status_line_stays_below_the_lines_of_workers_and_goes_when_the_job_is
         until_last_row(job, terminal, rf"\| step (?!{first[1]} )")
         job.kill(next(iter(job.live())))
         until_last_row(job, terminal, r"\| \d\d:\d\d:\d\d .*(lost|round [2-9])")
-        lines = [line for line in terminal.lines() if "<stdout>" in line]
+        lines = [line for line in whole_lines(job, terminal) if "<stdout>" in line]
         terminal.resize(130, 30)  # what is written before the line moves may run into it
         until_last_row(job, terminal, r"^[12].* workers? \| step")
         terminal.press(b"\x03")
@@ -56,6 +75,7 @@ def test_a_status_line_stays_below_the_lines_of_workers_and_goes_when_the_job_is
         assert len({step for step, of in seen if of == rank}) > 10
     steps = {step for step, _ in seen}  # after the kill there may be no rank 1 for some steps
     assert steps == set(range(min(steps), max(steps) + 1)), "none is lost"
+    until_shown(terminal, "elasticrun: job stopped: interrupted by Ctrl-C")
     # The terminal itself shows Ctrl-C where the cursor is.
     lines = [line.removeprefix("^C") for line in terminal.lines()]
     ended = [line for line in lines if line.startswith("elasticrun: ")]
@@ -76,6 +96,7 @@ def test_a_job_that_is_told_to_end_leaves_the_terminal_as_it_was(terminal: Termi
         until_last_row(job, terminal, r"^1 worker \| .* round 1 complete: 1 worker on 1 host")
         job.kill(job.process.pid, signal.SIGTERM)
         assert job.wait() == 143
+    until_shown(terminal, "elasticrun: job stopped: told to stop by SIGTERM")
     shown = [row for row in terminal.rows() if row]
     assert shown[-1] == "elasticrun: job stopped: told to stop by SIGTERM"
     assert terminal.state()[0] in (None, (0, 23))
