@@ -6,7 +6,6 @@ Real sshds, agents, gloo groups and an etcd of three members, which are not on t
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from tests.support.cluster import why_not as why_no_cluster
 from tests.support.cluster_job import ClusterJob, elasticrun_on, now
 from tests.support.etcd import EtcdCluster, why_not
 from tests.support.job import eventually
+from tests.support.json_lines import JsonLines
 
 pytestmark = [
     pytest.mark.slow,
@@ -71,7 +71,7 @@ class Standby:
     def events(self) -> list[dict[str, Any]]:
         """What it has logged as the driver."""
         logs = self.folder.glob("state/*/events.jsonl")
-        return [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+        return [event for log in logs for event in JsonLines(log, dict).read()]
 
     def resumed(self) -> float | None:
         """When it went on with the job (unix s)."""

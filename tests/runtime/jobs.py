@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from tests.runtime.cluster import Cluster
+from tests.support.json_lines import JsonLines
 
 
 class ChangingHosts:
@@ -47,7 +47,7 @@ class JobUnderTest:
         return found[0]
 
     def logged(self) -> list[dict[str, object]]:
-        return [json.loads(line) for line in self.run_dir.events_file.read_text().splitlines()]
+        return JsonLines(self.run_dir.events_file, dict).read()
 
 
 StartJob = Callable[..., JobUnderTest]
