@@ -195,11 +195,11 @@ class StragglerWatch:
             return None
         if raised is None:
             newest = self._medians(looks)
-            if newest[found.rank] <= factor * usual(newest, _FACTOR):
+            mine, normal = newest[found.rank], usual(newest, _FACTOR)
+            if mine <= factor * normal:
                 return None  # a few slow steps are over, though the median is still large
             # The window still has steps from before the rank became slow.
-            excess = newest[found.rank] - usual(newest, _FACTOR)
-            alarm = track.alarm = replace(found, excess=excess)
+            alarm = track.alarm = replace(found, excess=mine - normal)
             track.raised = self._looks
         else:
             alarm, track.alarm = raised, None
