@@ -6,6 +6,8 @@ import inspect
 import re
 from pathlib import Path
 
+import torch
+
 import elastic_driver.horovod.torch as hvd
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "horovod.md"
@@ -123,3 +125,14 @@ def test_the_page_lists_the_names_of_the_elastic_api() -> None:
         assert here in ("same", "different"), name
         assert why or here == "same", name
         assert hasattr(hvd.elastic, name), name
+
+
+def test_what_is_built_is_told_as_it_is() -> None:
+    usable = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    nccl = torch.cuda.nccl.version() if usable else (0, 0, 0)
+    assert hvd.nccl_built() == nccl[0] * 10000 + nccl[1] * 100 + nccl[2]
+    assert hvd.cuda_built() is (torch.version.cuda is not None)
+    assert hvd.rocm_built() is (torch.version.hip is not None)
+    assert hvd.gloo_built() is hvd.gloo_enabled() is True
+    absent = hvd.mpi_built, hvd.mpi_enabled, hvd.ddl_built, hvd.ccl_built
+    assert not any(is_there() for is_there in absent)

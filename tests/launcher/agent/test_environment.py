@@ -47,6 +47,21 @@ def test_torchruns_names_have_torchruns_meaning() -> None:
     }
 
 
+def test_horovods_names_have_horovods_meaning() -> None:
+    env = born_with()
+    assert {name: text for name, text in env.items() if name.startswith("HOROVOD_")} == {
+        "HOROVOD_HOSTNAME": "localhost",
+        "HOROVOD_RANK": "1",
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_RANK": "1",  # among the workers of the host, whatever their slots
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_CONTROLLER": "gloo",
+    }
+
+
 def test_a_worker_of_a_job_that_is_elastic_already_is_told_so() -> None:
     order = StartWorkerOrder("a.0.1", place(0, 1), 1, 0, "127.0.0.1", 1)
     for elastic, told in ((False, None), (True, "1")):
