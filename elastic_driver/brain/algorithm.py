@@ -41,8 +41,7 @@ class JobView(Struct, frozen=True, kw_only=True):
     what a sample of a larger batch teaches by `noise` (`policies.scaling.noise`; None: not known).
     `measured`: whether the speed at the present size and place is among `speeds`.
     `unchanged_for`: the seconds since its size was changed.
-    `memory`: the bytes that one worker should find; None: not known. `starved`: the most workers of
-    hosts whose processors were too few for more.
+    `memory`: the largest memory of a worker in bytes; None: not known.
     """
 
     name: str
@@ -62,7 +61,6 @@ class JobView(Struct, frozen=True, kw_only=True):
     micro_batches: int | None = None
     noise: float | None = None
     memory: int | None = None
-    starved: dict[str, int] = {}
 
 
 class HostView(Struct, frozen=True, kw_only=True):

@@ -67,10 +67,8 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
     `began` tells runs of the same job apart. `most` None: no limit. `held`: the number of workers
     that a user asked for. `carried_out`: the newest grant whose hosts the job uses; 0: none yet.
     `holding`: slots with a process of the job, by host. `lives_on`: see above. `liveness`:
-    HOST:PORT where others can connect as long as the driver lives; "": nowhere. `memory_need`: the
-    bytes that one worker should find, since one has run out of memory; 0: none has. `starved`: the
-    most workers of hosts whose processors were too few for more. `speed`: None while the job does
-    not train.
+    HOST:PORT where others can connect as long as the driver lives; "": nowhere. `speed`: None while
+    the job does not train.
     """
 
     began: _Seconds
@@ -82,8 +80,6 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
     holding: SlotsByHost = {}
     lives_on: _Seconds = 0.0
     liveness: Annotated[str, Meta(max_length=300)] = ""
-    memory_need: _Count = 0
-    starved: SlotsByHost = {}
     kind: Kind
     speed: Speed | None = None
 

@@ -82,10 +82,6 @@ class Job:
         why = []
         if _limits(report) != _limits(self.report):
             why.append("limits changed")
-        if report.memory_need > self.report.memory_need:
-            why.append("out of memory")
-        if report.starved and report.starved != self.report.starved:
-            why.append("CPU starved")
         if not self.is_live:
             why.append("job back")
         self.report, self.heard_at = report, now
@@ -171,8 +167,6 @@ class Job:
             measured=bool(self.speeds.found),
             micro_batches=None if speed is None else speed.micro_batches,
             noise=None if speed is None else speed.noise,
-            memory=report.memory_need or None,
-            starved=dict(report.starved),
         )
 
 

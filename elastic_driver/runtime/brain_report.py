@@ -74,8 +74,6 @@ class BrainReports:
             carried_out=job.limits.newest_grant,
             holding=self._holding(job, now),
             lives_on=self.lives_on,
-            memory_need=job.limits.memory_need,
-            starved=dict(job.limits.fewer),
             kind=self.kind,
             speed=speed,
         )

@@ -268,23 +268,6 @@ def test_a_host_that_is_lost_is_not_given_and_what_still_runs_there_counts(two: 
     assert two.grants["A"] == {"n1": 1, "n2": 2}
 
 
-def test_a_worker_out_of_memory_and_a_starved_host_are_reasons_for_a_plan(two: Brain) -> None:
-    asked = len(two.asked)
-    two.report("A", carried_out=two.numbers["A"], holding={"n1": 2}, memory_need=3 * 2**30)
-    (ask,) = two.asked[asked:]
-    assert ask.view.event == "out of memory"
-    assert [job.memory for job in ask.view.jobs] == [3 * 2**30, None]
-    two.send(Planned(ask.request, fair(ask.view)))
-    for starved, event in (({"n1": 1}, "CPU starved"), ({"n1": 1}, None), ({}, None)):
-        asked = len(two.asked)
-        fields: dict[str, Any] = {"memory_need": 3 * 2**30, "starved": starved}
-        two.report("A", carried_out=two.numbers["A"], holding={"n1": 2}, **fields)
-        assert [ask.view.event for ask in two.asked[asked:]] == ([event] if event else [])
-        for ask in two.asked[asked:]:
-            assert ask.view.jobs[0].starved == starved
-            two.send(Planned(ask.request, fair(ask.view)))
-
-
 # ---- plans that are refused ----------------------------------------------------------------
 
 

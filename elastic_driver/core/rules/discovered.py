@@ -192,9 +192,8 @@ class Discovered(Rule):
     def on_host_starved(self, event: HostStarved) -> None:
         """Leave a host fewer slots; raises `StaleEvent` where that cannot be, or is old."""
         host, all_slots = self.hosts.known.get(event.host), self.hosts.known.values()
-        by_itself = self.settings.auto_scale or self.limits.newest_grant
-        if not by_itself or self.capacity.target is not None:
-            raise ev.StaleEvent("neither --auto-scale nor the Brain decides the size of this job")
+        if not self.settings.auto_scale or self.capacity.target is not None:
+            raise ev.StaleEvent("the sizes of this job are not for --auto-scale to decide")
         if host is None or not 0 < event.workers < host.slots:
             raise ev.StaleEvent(f"{event.host} has not more than {event.workers} slots any more")
         left = sum(each.slots for each in all_slots) - host.slots + event.workers
@@ -203,7 +202,7 @@ class Discovered(Rule):
         self.effects.announce("host_starved", event.reason, event.host, slots=event.workers)
         self.limits.starved(event.host, event.workers)
         wanted = self.capacity.wanted
-        if self.settings.auto_scale and wanted is not None and wanted > left:
+        if wanted is not None and wanted > left:
             fewer = f"{event.host} gets {event.workers} workers at most"
             self.capacity.on_size_proposed(SizeProposed(left, fewer))
         self._take_in("its workers would wait for its processors")

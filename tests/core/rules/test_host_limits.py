@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import HostsGranted, HostStarved
+from elastic_driver.core.driver_events import HostStarved
 from tests.core.scenario import MakeScenario, Scenario
 
 WHY = "its processors were busy"
@@ -33,18 +33,6 @@ def test_a_starved_host_gets_a_worker_less_and_the_job_a_smaller_size(
     meet(s)
     assert sorted(member.place.host for member in s.world.members) == ["a", "b", "b"]
     assert s.job.capacity.wanted == 3
-    assert s.job.rounds.resets == 0, "it was asked for"
-
-
-def test_a_starved_host_of_the_brain_gets_a_worker_less(scenario: MakeScenario) -> None:
-    s = scenario(start_np=1, max_np=8)
-    s.send(HostsGranted(1, (("a", 2), ("b", 2)), WHY))
-    s.ready(*s.starting)
-    s.wait(1.0)
-    s.step(*s.members)
-    s.send(HostStarved("a", 1, WHY))
-    meet(s)
-    assert sorted(member.place.host for member in s.world.members) == ["a", "b", "b"]
     assert s.job.rounds.resets == 0, "it was asked for"
 
 
