@@ -41,7 +41,10 @@ class JobView(Struct, frozen=True, kw_only=True):
     what a sample of a larger batch teaches by `noise` (`policies.scaling.noise`; None: not known).
     `measured`: whether the speed at the present size and place is among `speeds`.
     `unchanged_for`: the seconds since its size was changed.
-    `memory`: the largest memory of a worker in bytes; None: not known.
+    `memory`: the bytes that one worker should find; None: not known. `room`: once a worker has run
+    out of memory, the most workers for which hosts have it; hosts that are missing were not tried.
+    No plan may have more. `starved`: the most workers of hosts whose processors are too few for
+    more; a plan may have more, if the job could not train else.
     """
 
     name: str
@@ -61,6 +64,8 @@ class JobView(Struct, frozen=True, kw_only=True):
     micro_batches: int | None = None
     noise: float | None = None
     memory: int | None = None
+    room: dict[str, int] = {}
+    starved: dict[str, int] = {}
 
 
 class HostView(Struct, frozen=True, kw_only=True):
@@ -112,6 +117,8 @@ def faults(view: View, plan: Plan) -> list[str]:
         for host, count in workers.items():
             if host not in slots or count < 0:
                 found.append(f"{name}: {count} workers on {host!r}")
+            elif count > (room := job.room.get(host, count)):
+                found.append(f"{name}: {count} workers on {host}, it has the memory for {room}")
             else:
                 used[host] += count
         size = sum(workers.values())

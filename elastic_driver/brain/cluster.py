@@ -8,7 +8,7 @@ A machine that comes back from a snapshot (`Cluster.restored`) plans nothing bef
 each job with slots, or the lease of that job would have ended. Pure. Times are unix seconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TypeAlias, TypeVar
 
@@ -18,6 +18,7 @@ from elastic_driver.brain.algorithm import BUILT_IN, HostView, Plan, View
 from elastic_driver.brain.documents import Grant, JobOver, JobReport
 from elastic_driver.brain.handover import claimed, next_slots
 from elastic_driver.brain.jobs import Job
+from elastic_driver.brain.limits import too_small
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     DriverProbed,
@@ -310,13 +311,17 @@ class Cluster(Restorable):
         """Return what an algorithm is to know: the slots of silent jobs are not there for it."""
         live = [job for job in self.jobs.values() if job.is_live]
         taken = claimed(job for job in self.runs() if not job.is_live)
-        hosts = []
-        for name, slots in self.hosts.items():
-            figures = self.figures.get(name) or HostView(name=name, slots=slots)
-            if (left := slots - taken.get(name, 0)) > 0:
-                hosts.append(replace(figures, slots=left))
+        free = {name: slots - taken.get(name, 0) for name, slots in self.hosts.items()}
         views = tuple(job.view(now) for job in live)
-        return View(now=now, event=event, jobs=views, hosts=tuple(hosts))
+        return View(now=now, event=event, jobs=views, hosts=self._measured(free))
+
+    def _measured(self, slots: Mapping[str, int]) -> tuple[HostView, ...]:
+        """Return the hosts with these slots, if there are any, and the figures that are known."""
+        return tuple(
+            replace(self.figures.get(name) or HostView(name=name, slots=n), slots=n)
+            for name, n in slots.items()
+            if n > 0
+        )
 
     def _adopt(self, plan: Plan) -> None:
         changed = False
@@ -359,8 +364,15 @@ class Cluster(Restorable):
 
     def _grant(self, job: Job, hosts: dict[str, int], reason: str, now: float) -> None:
         self.number += 1
-        began = job.report.began
-        job.grant(Grant(began=began, number=self.number, hosts=hosts, reason=reason), now)
+        others = claimed(other for other in self.runs() if other is not job)
+        grant = Grant(
+            began=job.report.began,
+            number=self.number,
+            hosts=hosts,
+            reason=reason,
+            too_small=too_small(job.view(now), self._measured(self.hosts), others),
+        )
+        job.grant(grant, now)
         self._out.append(PublishGrant(job.name, job.grants[-1], reason))
 
     def _tell(self, event: str, job: str, line: str) -> None:

@@ -67,8 +67,10 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
     `began` tells runs of the same job apart. `most` None: no limit. `held`: the number of workers
     that a user asked for. `carried_out`: the newest grant whose hosts the job uses; 0: none yet.
     `holding`: slots with a process of the job, by host. `lives_on`: see above. `liveness`:
-    HOST:PORT where others can connect as long as the driver lives; "": nowhere. `speed`: None while
-    the job does not train.
+    HOST:PORT where others can connect as long as the driver lives; "": nowhere. After a worker has
+    run out of memory, `memory_need` has the bytes that one should find (0: not known), and `room`
+    the most workers for which hosts have the memory. `starved`: the most workers of hosts whose
+    processors are too few for more. `speed`: None while the job does not train.
     """
 
     began: _Seconds
@@ -80,6 +82,9 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
     holding: SlotsByHost = {}
     lives_on: _Seconds = 0.0
     liveness: Annotated[str, Meta(max_length=300)] = ""
+    memory_need: _Count = 0
+    room: SlotsByHost = {}
+    starved: SlotsByHost = {}
     kind: Kind
     speed: Speed | None = None
 
@@ -95,13 +100,15 @@ class Grant(Struct, frozen=True, kw_only=True):
     """The slots that a job may use, by host, in the order in which it is to use them.
 
     No hosts: the job has to wait. `began` is that of the run it is for (0: any): another run of the
-    same job may find it, and must not use it.
+    same job may find it, and must not use it. `too_small`: the largest of the Brain's hosts with
+    its idle memory ("" and 0: not known), if they have the memory for too few of its workers.
     """
 
     began: _Seconds = 0.0
     number: Annotated[int, Meta(ge=1, le=2**53)]
     hosts: SlotsByHost
     reason: Annotated[str, Meta(max_length=1000)]
+    too_small: tuple[Annotated[str, Meta(max_length=255)], _Count] | None = None
 
 
 def lease_key(job: str) -> str:

@@ -3,8 +3,9 @@
 How fast a job is with so many workers comes from its measured sizes and the model of the step time
 (`policies.scaling.speed_model`), which is optimistic about sizes that were not tried: so they are
 tried when slots are there. A job of which nothing is measured counts as one that grows linearly.
-`shares` gives each job its number of workers, `placement` their hosts. A plan differs from what is
-there only if that makes the jobs faster by a noticeable part, or saves slots. Pure.
+`shares` gives each job its number of workers, `placement` their hosts; `space` knows which hosts
+have the memory and the processors for whom. A plan differs from what is there only if that makes
+the jobs faster by a noticeable part, or saves slots. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from math import inf
 from elastic_driver.brain.algorithm import JobView, Plan, SpeedAt, View
 from elastic_driver.brain.placement import place, place_quickly
 from elastic_driver.brain.shares import SharedJob, fair_shares, share_costs
+from elastic_driver.brain.space import Space, space_of
 from elastic_driver.policies.scaling.autoscaler import HORIZON_S, REPAYS
 from elastic_driver.policies.scaling.search import CLOSE, Search
 from elastic_driver.policies.scaling.speed_model import Layout, SpeedModel, fit
@@ -30,15 +32,14 @@ _OPTIONAL = {"size measured", "slowdown", "time passed", "job back"}  # others m
 
 def fair(view: View) -> Plan:
     """Return the plan with fair shares for all jobs."""
-    hosts = _usable(view)
-    slots = sum(hosts.values())
-    sizes = _sizes(view, hosts, slots)
+    space = _usable(view)
+    sizes = _sizes(view, space)
     now = {job.name: job.at for job in view.jobs}
-    if all(sizes[job.name] == _size(job, hosts) == job.size for job in view.jobs):
+    if all(sizes[job.name] == _size(job, space) == job.size for job in view.jobs):
         placement: Mapping[str, Mapping[str, int]] = now
     else:
-        exact = len(view.jobs) * len(hosts) <= EXACT
-        placement = (place if exact else place_quickly)(sizes, hosts, now)
+        exact = len(view.jobs) * len(space.slots) <= EXACT
+        placement = (place if exact else place_quickly)(sizes, space, now)
     workers = {job: dict(at) for job, at in placement.items() if at}
     shares = ", ".join(f"{name}: {size}" for name, size in sizes.items())
     reasons = {job.name: _reason(job, sizes[job.name]) for job in view.jobs}
@@ -47,60 +48,75 @@ def fair(view: View) -> Plan:
 
 def _reason(job: JobView, size: int) -> str:
     if not size:
-        return f"it waits for {job.least} free slots"
+        memory = "" if not job.room else " on hosts with the memory for its workers"
+        return f"it waits for {job.least} free slots{memory}"
     if job.held is not None:
         return f"a user asked for {job.held} workers"
     return f"its fair share is {size} workers"
 
 
-def _usable(view: View) -> dict[str, int]:
-    """Return the slots of each host, without hosts that others keep busy if the rest is enough."""
+def _usable(view: View) -> Space:
+    """Return the space on the hosts, without those that others keep busy if the rest is enough."""
     ours = {host for job in view.jobs for host, count in job.at.items() if count}
-    busy = {h.name for h in view.hosts if h.name not in ours and (h.cpu or 0.0) >= BUSY}
-    calm = {host.name: host.slots for host in view.hosts if host.name not in busy}
-    needed = sum(max(job.least, job.held or 0) for job in view.jobs)
-    return calm if needed <= sum(calm.values()) else {h.name: h.slots for h in view.hosts}
+    calm = [h for h in view.hosts if h.name in ours or (h.cpu or 0.0) < BUSY]
+    space = space_of(view.jobs, calm)
+    needed = {job.name: max(job.least, job.held or 0) for job in view.jobs}
+    return space if space.fits(needed) else space_of(view.jobs, view.hosts)
 
 
-def _size(job: JobView, hosts: Mapping[str, int]) -> int:
-    """Return how many of its workers are on hosts that can be used."""
-    return sum(count for host, count in job.at.items() if host in hosts)
+def _size(job: JobView, space: Space) -> int:
+    """Return how many of its workers are where there is space for them."""
+    most = space.of(job.name)
+    return sum(min(count, most.get(host, 0)) for host, count in job.at.items())
 
 
 # ---- how many workers --------------------------------------------------------------------
 
 
-def _sizes(view: View, hosts: Mapping[str, int], slots: int) -> dict[str, int]:
+def _sizes(view: View, space: Space) -> dict[str, int]:
     """Return the number of workers of each job."""
-    measured = _being_measured(view, hosts)
-    fixed = measured | _held(view.jobs, measured, slots)
-    layout, few = _hosts_needed(hosts), len(view.jobs) <= FITTED
+    possible = [job for job in view.jobs if _can_train(job, space)]
+    measured = _being_measured(view, space)
+    fixed = measured | _held(possible, measured, space)
+    few, slots = len(view.jobs) <= FITTED, sum(space.slots.values())
+    alike = _hosts_needed(space.slots)
+    layouts = {
+        job.name: _hosts_needed(space.of(job.name)) if space.is_limited(job.name) else alike
+        for job in possible
+    }
     jobs = []
-    for job in view.jobs:
-        if job.least <= slots:  # else no plan can help it
-            is_fixed = job.name in fixed
-            speeds = {fixed[job.name]: 1.0} if is_fixed else _speeds(job, layout, few)
-            jobs.append(_shared(job, speeds))
-    found = dict.fromkeys((job.name for job in view.jobs), 0) | fair_shares(jobs, slots)
+    for job in possible:
+        is_fixed = job.name in fixed
+        speeds = {fixed[job.name]: 1.0} if is_fixed else _speeds(job, layouts[job.name], few)
+        jobs.append(_shared(job, speeds))
+    found = dict.fromkeys((job.name for job in view.jobs), 0) | fair_shares(jobs, slots, space)
     kept = {job.name: job.size for job in view.jobs}
-    if _is_as_good(jobs, kept, found, slots):
+    if _is_as_good(jobs, kept, found, space):
         found = kept
-    left = slots - sum(found.values())
-    for job in view.jobs:
-        share = found[job.name]
-        if share and few and job.measured and job.name not in fixed:
-            found[job.name] = size = _searched(job, layout, share, share + left)
+    settled, left = fixed.keys() | space.given_up, slots - sum(found.values())
+    for job in possible:
+        share, layout = found[job.name], layouts[job.name]
+        if share and few and job.measured and job.name not in settled:
+            most = space.most(job.name, found, share, min(share + left, len(layout)))
+            found[job.name] = size = _searched(job, layout, share, most)
             left -= max(0, size - share)
     return found
 
 
-def _being_measured(view: View, hosts: Mapping[str, int]) -> dict[str, int]:
+def _can_train(job: JobView, space: Space) -> bool:
+    """Return whether a job could train if it were alone; else no plan can help it."""
+    if not space.fits({job.name: job.least}):
+        space.give_up_wishes(job.name)
+    return space.fits({job.name: job.least})
+
+
+def _being_measured(view: View, space: Space) -> dict[str, int]:
     """Return the sizes of the jobs that nobody disturbs now: they have just got a new size.
 
     None has that right where a job has arrived or has ended, or where a host is lost.
     """
     needed = set(view.event.split(", ")) - _OPTIONAL
-    if needed or any(_size(job, hosts) != job.size for job in view.jobs):
+    if needed or any(_size(job, space) != job.size for job in view.jobs):
         return {}
     return {
         job.name: job.size
@@ -121,27 +137,32 @@ def _shared(job: JobView, speeds: Mapping[int, float]) -> SharedJob:
     )
 
 
-def _held(jobs: Sequence[JobView], measured: Mapping[str, int], slots: int) -> dict[str, int]:
+def _held(jobs: Sequence[JobView], measured: Mapping[str, int], space: Space) -> dict[str, int]:
     """Return the sizes of the jobs that a user asked a size for.
 
-    They get all of it if there are so many slots, without ending a job that trains.
+    They get all of it if there are so many slots, without ending a job that trains. What a user
+    asks for outranks wishes.
     """
+    slots = sum(space.slots.values())
     needed = {job.name: measured.get(job.name, job.least) for job in jobs if job.size}
     found = {}
     for job in sorted(jobs, key=lambda job: job.size == 0):  # those that train come first
         if job.held is not None:
+            space.give_up_wishes(job.name)
             others = sum(needed.values()) - needed.get(job.name, 0)
             most = job.held if job.most is None else min(job.held, job.most)
-            found[job.name] = needed[job.name] = max(job.least, min(most, slots - others))
+            most = max(job.least, min(most, slots - others))
+            found[job.name] = needed[job.name] = space.most(job.name, needed, job.least, most)
     return found
 
 
 def _is_as_good(
-    jobs: Sequence[SharedJob], kept: Mapping[str, int], found: Mapping[str, int], slots: int
+    jobs: Sequence[SharedJob], kept: Mapping[str, int], found: Mapping[str, int], space: Space
 ) -> bool:
     """Return whether what is there is as good as what was found, so that nothing has to change."""
-    if sum(kept.values()) > slots or any(kept[job.name] not in job.speeds for job in jobs):
+    if not space.fits(kept) or any(kept[job.name] not in job.speeds for job in jobs):
         return False
+    slots = sum(space.slots.values())
     costs = dict(zip((job.name for job in jobs), share_costs(jobs, slots), strict=True))
     changed = [name for name in costs if kept[name] != found[name]]
     if any(not found[name] for name in changed):

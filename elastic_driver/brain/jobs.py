@@ -82,6 +82,10 @@ class Job:
         why = []
         if _limits(report) != _limits(self.report):
             why.append("limits changed")
+        if self._lacks_memory(report):
+            why.append("out of memory")
+        if report.starved != self.report.starved:
+            why.append("CPU starved" if report.starved else "limits changed")
         if not self.is_live:
             why.append("job back")
         self.report, self.heard_at = report, now
@@ -96,6 +100,14 @@ class Job:
         if report.speed is not None and (event := self.speeds.take(report.speed)):
             why.append(event)
         return why
+
+    def _lacks_memory(self, report: JobReport) -> bool:
+        """Return whether a report says that a worker has run out of memory, or finds too little."""
+        before, now, granted = self.report, report, self.granted
+        if (now.memory_need, now.room) == (before.memory_need, before.room):
+            return False
+        unusable = any(room < granted.get(host, 0) for host, room in now.room.items())
+        return unusable or now.memory_need > before.memory_need
 
     def fall_silent(self, at: float) -> None:
         """Its lease ends at this time."""
@@ -167,6 +179,9 @@ class Job:
             measured=bool(self.speeds.found),
             micro_batches=None if speed is None else speed.micro_batches,
             noise=None if speed is None else speed.noise,
+            memory=report.memory_need or None,
+            room=dict(report.room),
+            starved=dict(report.starved),
         )
 
 

@@ -18,6 +18,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
+from elastic_driver.brain.space import Space
+
 EFFORT = 200_000  # of one program: branches, times its variables
 LEAST_BRANCHES = 20
 
@@ -34,50 +36,59 @@ class _Row:
     high: float
 
 
-def place(sizes: Mapping[str, int], hosts: Mapping[str, int], now: Placement) -> Placement:
+def place(sizes: Mapping[str, int], space: Space, now: Placement) -> Placement:
     """Return where the workers of each job are to be.
 
     Args:
         sizes: the workers of each job; 0 for one that waits.
-        hosts: the slots of each usable host.
+        space: the slots of each usable host, and what limits single jobs there.
         now: where workers are; also on hosts that are lost, or of jobs that have ended.
 
-    Raises ValueError if there are more workers than slots.
+    Raises ValueError if there are more workers than slots for them.
     """
     wanted = {job: size for job, size in sizes.items() if size}
-    if sum(wanted.values()) > sum(hosts.values()):
-        total = sum(wanted.values())
-        raise ValueError(f"{total} workers do not fit into {sum(hosts.values())} slots")
-    if not wanted:
-        return {}
-    return _Program(wanted, hosts, now).solved()
+    _require_space(wanted, space)
+    return _Program(wanted, space, now).solved() if wanted else {}
 
 
-def place_quickly(sizes: Mapping[str, int], hosts: Mapping[str, int], now: Placement) -> Placement:
+def place_quickly(sizes: Mapping[str, int], space: Space, now: Placement) -> Placement:
     """Return where the workers of each job are to be, in any number of jobs and hosts.
 
     The fewest workers move here, too. The rest is a rule of thumb: a job that shrinks leaves the
     hosts where it has the fewest; one that grows stays together, on the smallest host that is
-    large enough. The arguments are those of `place`.
+    large enough. If limits of single jobs leave no slots for the last ones that way, workers go
+    anywhere. The arguments are those of `place`.
     """
-    if sum(sizes.values()) > sum(hosts.values()):
-        raise ValueError(f"{sum(sizes.values())} workers do not fit")
-    free = dict(hosts)
+    _require_space(sizes, space)
+    free = dict(space.slots)
     placement: dict[str, dict[str, int]] = {job: {} for job in sizes}
     for job, size in sizes.items():
-        at = placement[job]
-        mine = {host: min(n, hosts[host]) for host, n in now.get(job, {}).items() if host in hosts}
+        at, most = placement[job], space.of(job)
+        mine = {host: min(n, most[host]) for host, n in now.get(job, {}).items() if host in most}
         for host in sorted(mine, key=lambda host: -mine[host]):
             if kept := min(mine[host], free[host], size - sum(at.values())):
                 at[host] = kept
                 free[host] -= kept
-    for job in sorted(sizes, key=lambda job: sum(placement[job].values()) - sizes[job]):
-        at = placement[job]
+    limited_first = sorted(
+        sizes,
+        key=lambda job: (not space.is_limited(job), sum(placement[job].values()) - sizes[job]),
+    )
+    for job in limited_first:
+        at, most = placement[job], space.of(job)
         while missing := sizes[job] - sum(at.values()):
-            host = max(free, key=lambda h: (h in at and free[h] > 0, _fit(free[h], missing)))
-            at[host] = at.get(host, 0) + (taken := min(missing, free[host]))
+            room = {host: min(n, most[host] - at.get(host, 0)) for host, n in free.items()}
+            host = max(room, key=lambda h: (h in at and room[h] > 0, _fit(room[h], missing)))
+            if not (taken := min(missing, room[host])):
+                return space.somewhere(sizes)
+            at[host] = at.get(host, 0) + taken
             free[host] -= taken
     return {job: at for job, at in placement.items() if at}
+
+
+def _require_space(sizes: Mapping[str, int], space: Space) -> None:
+    if not space.fits(sizes):
+        wanted, slots = sum(sizes.values()), sum(space.slots.values())
+        raise ValueError(f"{wanted} workers do not fit into {slots} slots")
 
 
 def _fit(free: int, missing: int) -> tuple[bool, int]:
@@ -93,13 +104,14 @@ class _Program:
     wide and uses h, `crowd` the number of wide jobs on h beyond the first.
     """
 
-    def __init__(self, sizes: Mapping[str, int], hosts: Mapping[str, int], now: Placement) -> None:
-        self._sizes, self._hosts = sizes, hosts
+    def __init__(self, sizes: Mapping[str, int], space: Space, now: Placement) -> None:
+        self._sizes, self._hosts = sizes, space.slots
         self._low: list[float] = []
         self._high: list[float] = []
         self._rows: list[_Row] = []
-        self._pairs = list(product(sizes, hosts))
-        most = {(j, h): min(sizes[j], hosts[h]) for j, h in self._pairs}
+        self._pairs = list(product(sizes, self._hosts))
+        limits = {job: space.of(job) for job in sizes}
+        most = {(j, h): min(sizes[j], limits[j][h]) for j, h in self._pairs}
         self._at = {pair: self._variable(most[pair]) for pair in self._pairs}
         self._kept = {
             (j, h): self._variable(min(most[j, h], now.get(j, {}).get(h, 0)))

@@ -29,6 +29,12 @@ class Prior(NamedTuple):
     memory: int | None
     speeds: tuple[SpeedAt, ...]
 
+    @property
+    def memory_reason(self) -> str:
+        """Why a worker is expected to need this memory."""
+        factor = f"{MEMORY_FACTOR:g} times the largest peak of {self.jobs} similar jobs"
+        return f"{(self.memory or 0) / 2**20:.0f} MiB, {factor}"
+
 
 def prior_of(records: Sequence[Record]) -> Prior | None:
     """Return what the records of similar jobs say, None if there is none of them.

@@ -17,13 +17,20 @@ Pure. Times are seconds, speeds are work per second in a unit of the job's own.
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 from math import inf, isfinite
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from elastic_driver.brain.space import Space
+
 LEAST_FACTOR = 0.01  # of a change; a job that has to change is still worth something
+EFFORT = 100  # shares that are looked at for the best that fit, where space is limited
 _EQUAL = 1e-12  # sums that differ by less than this share of them are equal
+
+_Costs: TypeAlias = Mapping[str, Mapping[int, float]]  # of each size of each job
 
 
 @dataclass(frozen=True)
@@ -81,20 +88,25 @@ class SharedJob:
         return self.speeds[size] * max(LEAST_FACTOR, factor)
 
 
-def fair_shares(jobs: Sequence[SharedJob], slots: int) -> dict[str, int]:
+def fair_shares(
+    jobs: Sequence[SharedJob], slots: int, space: Space | None = None
+) -> dict[str, int]:
     """Return the number of workers of each job; 0 for those that wait. `jobs` in order of arrival.
 
     No job gets slots that make it no faster. Of equally good shares, those are taken that give
-    more to the jobs that came first.
+    more to the jobs that came first. `space`: where jobs may have workers, if that differs. If the
+    best shares do not fit there, the best of those that do are taken.
     """
     found = dict.fromkeys((job.name for job in jobs), 0)
     if len(found) < len(jobs):
         raise ValueError("two jobs have the same name")
-    admitted = _admitted(jobs, slots)
-    costs = [_worthwhile(costs) for costs in share_costs(admitted, slots)]
-    for job, size in zip(admitted, _cheapest(costs, slots), strict=True):
-        found[job.name] = size
-    return found
+    space = Space({"": slots}) if space is None else space
+    admitted = _admitted(jobs, space)
+    costs = {
+        job.name: _worthwhile(costs, job.least if job.name in space.given_up else slots)
+        for job, costs in zip(admitted, share_costs(admitted, slots), strict=True)
+    }
+    return found | _cheapest_that_fit(costs, slots, space)
 
 
 def share_costs(jobs: Sequence[SharedJob], slots: int) -> list[dict[int, float]]:
@@ -111,26 +123,68 @@ def share_costs(jobs: Sequence[SharedJob], slots: int) -> list[dict[int, float]]
     return costs
 
 
-def _admitted(jobs: Sequence[SharedJob], slots: int) -> list[SharedJob]:
+def _admitted(jobs: Sequence[SharedJob], space: Space) -> list[SharedJob]:
     """Return the jobs that get workers, in order of arrival."""
-    free, names = slots, set()
+    needs: dict[str, int] = {}
     for job in sorted(jobs, key=lambda job: job.size == 0):  # stable: those that train come first
-        if job.least <= free:
-            free -= job.least
-            names.add(job.name)
+        with_it = needs | {job.name: job.least}
+        if not space.fits(with_it):
+            space.give_up_wishes(job.name)
+        if space.fits(with_it):
+            needs = with_it
         elif not job.size:
             break
-    return [job for job in jobs if job.name in names]
+    return [job for job in jobs if job.name in needs]
 
 
-def _worthwhile(costs: Mapping[int, float]) -> dict[int, float]:
-    """Return the sizes that cost less than every smaller one."""
+def _worthwhile(costs: Mapping[int, float], most: int) -> dict[int, float]:
+    """Return the sizes up to `most` that cost less than every smaller one."""
     kept: dict[int, float] = {}
     cheapest = inf
-    for size in sorted(costs):
+    for size in sorted(size for size in costs if size <= most):
         if costs[size] < cheapest * (1 - _EQUAL):
             kept[size] = cheapest = costs[size]
     return kept
+
+
+def _cheapest_that_fit(costs: _Costs, slots: int, space: Space) -> dict[str, int]:
+    """Return the size of each job, so that there is space for all and the sum of costs is least.
+
+    If jobs lack space beside each other, one of them has to have fewer workers: each is tried, and
+    the cheapest shares so far are looked at first. After `EFFORT` looks only the job is tried that
+    loses least by it.
+    """
+    order, tried = count(), set[tuple[int, ...]]()
+
+    def way(options: _Costs) -> tuple[float, int, _Costs, dict[str, int]]:
+        sizes = dict(zip(options, _cheapest(list(options.values()), slots), strict=True))
+        return sum(options[job][size] for job, size in sizes.items()), next(order), options, sizes
+
+    ways = [way(costs)]
+    while True:
+        _, looks, options, sizes = heappop(ways)
+        crowd = space.crowd(sizes)
+        if not crowd:
+            return sizes
+        losses = {job: _loss(options[job], sizes[job]) for job in sizes if job in crowd}
+        smaller = [job for job, loss in losses.items() if loss < inf]
+        if looks >= EFFORT:
+            ways.clear()
+            tried.clear()
+            smaller = [min(smaller, key=losses.__getitem__)]
+        for job in smaller:
+            fewer = {size: cost for size, cost in options[job].items() if size < sizes[job]}
+            left = {**options, job: fewer}
+            key = tuple(map(len, left.values()))
+            if key not in tried:
+                tried.add(key)
+                heappush(ways, way(left))
+
+
+def _loss(costs: Mapping[int, float], size: int) -> float:
+    """Return what each worker brings that the next smaller size has not; inf: there is none."""
+    smaller = max((n for n in costs if n < size), default=None)
+    return inf if smaller is None else (costs[smaller] - costs[size]) / (size - smaller)
 
 
 def _cheapest(costs: Sequence[Mapping[int, float]], slots: int) -> list[int]:

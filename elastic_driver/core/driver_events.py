@@ -51,13 +51,16 @@ class HostsGranted(Event, frozen=True, tag="hosts_granted"):
     """The Brain lets the job use these slots of hosts, and no others; no hosts: it has to wait.
 
     Each grant has a higher `number` than those before it, which it replaces. `began`: by which the
-    Brain tells this run from others of its name, for the drivers that go on with it.
+    Brain tells this run from others of its name, for the drivers that go on with it. `too_small`:
+    the largest of the Brain's hosts with its idle memory in bytes ("" and 0: not known), if they
+    have the memory for too few workers.
     """
 
     number: int
     hosts: tuple[tuple[str, int], ...]
     reason: str
     began: float = 0.0
+    too_small: tuple[str, int] | None = None
 
 
 class DiscoveryFailed(Event, frozen=True, tag="discovery_failed"):
@@ -186,8 +189,15 @@ class SizeProposed(Event, frozen=True, tag="size_proposed"):
     reason: Reason
 
 
+class MemoryExpected(Event, frozen=True, tag="memory_expected"):
+    """A worker probably needs so many bytes, as those of similar jobs did; 0: that is not known."""
+
+    need: int
+    reason: Reason
+
+
 class HostStarved(Event, frozen=True, tag="host_starved"):
-    """Workers wait for a host's processors; `--auto-scale` wants at most `workers` there."""
+    """Workers wait for a host's processors; it is to have at most `workers`."""
 
     host: str
     workers: int

@@ -207,6 +207,8 @@ class Job(JobParts):
                 self.discovered.on_plan_applied(event)
             case seen.SizeProposed():
                 self.capacity.on_size_proposed(event)
+            case seen.MemoryExpected():
+                self.discovered.on_memory_expected(event)
             case seen.HostStarved():
                 self.discovered.on_host_starved(event)
             case seen.StopRequested():

@@ -43,6 +43,7 @@ OtherEvent: TypeAlias = (
     | seen.LeaseExpired
     | seen.ProgressReported
     | seen.SizeProposed
+    | seen.MemoryExpected
     | seen.HostStarved
     | seen.RankSlow
     | seen.RankRecovered

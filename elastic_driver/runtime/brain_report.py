@@ -74,6 +74,9 @@ class BrainReports:
             carried_out=job.limits.newest_grant,
             holding=self._holding(job, now),
             lives_on=self.lives_on,
+            memory_need=job.limits.memory_need,
+            room=job.limits.memory_room(),
+            starved=dict(job.limits.fewer),
             kind=self.kind,
             speed=speed,
         )
@@ -82,7 +85,7 @@ class BrainReports:
     def event_of(self, grant: Grant) -> HostsGranted:
         """Return the event of a grant for the job's machine."""
         hosts = tuple(grant.hosts.items())
-        return HostsGranted(grant.number, hosts, grant.reason, self.began)
+        return HostsGranted(grant.number, hosts, grant.reason, self.began, grant.too_small)
 
     def end(self, exit_code: int | None) -> None:
         """End the link; tell the Brain that the job is over, if its processes are gone.

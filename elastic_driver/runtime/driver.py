@@ -21,7 +21,7 @@ from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import JobKey
 from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.driver_events import StopRequested
+from elastic_driver.core.driver_events import MemoryExpected, StopRequested
 from elastic_driver.core.job import Job
 from elastic_driver.core.job_events import JobEvent
 from elastic_driver.core.measured import History, Measured
@@ -133,8 +133,7 @@ class ElasticDriver:
     def _find_hosts(self, source: HostDiscovery) -> None:
         """Have the Brain, or else this source, say which hosts the job may use."""
         brain, interval = self._setup.brain, self._setup.options.discovery_interval
-        if brain is not None and self._loop is not None:
-            self._loop.brain = brain
+        if brain is not None:
             brain.link.attach(lambda grant: self._mailbox.put(brain.event_of(grant)))
             return
         thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
@@ -157,7 +156,9 @@ class ElasticDriver:
             self._loop.statistics = self._statistics.take
 
     def _take_prior(self, prior: Prior) -> None:
-        """Tell the search of the best size what similar jobs have measured."""
+        """Tell the job, and the search of its best size, what similar jobs have measured."""
+        if prior.memory is not None:
+            self._mailbox.put(MemoryExpected(prior.memory, prior.memory_reason))
         if prior.speeds:
             times = tuple((each.size, each.hosts, each.step_time) for each in prior.speeds)
             self._mailbox.put(PriorFound(jobs=prior.jobs, step_times=times))
@@ -311,6 +312,7 @@ class ElasticDriver:
             journal=resources.journal,
             clock=resources.clock,
             resumed=setup.resumed,
+            brain=setup.brain,
             debug=setup.options.debug,
         )
 

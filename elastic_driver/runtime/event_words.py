@@ -30,6 +30,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "worker_leaving": (Level.NORMAL, "worker {worker} has to go"),
     "drain_cancelled": (Level.NORMAL, "host {host} may be used again"),
     "host_drained": (Level.NORMAL, "host {host} is empty"),
+    "memory_expected": (Level.NORMAL, "similar jobs say what memory a worker needs"),
     "host_starved": (Level.NORMAL, "host {host} has fewer processors than its workers need"),
     "host_resurrected": (Level.NORMAL, "host {host} may be used again"),
     "discovery_failed": (Level.QUIET, "discovery failed, the last known hosts stay"),

@@ -141,12 +141,13 @@ class DriverLoop:
             self.executor.read(keys, lambda found: self.mailbox.put(mail.UsageRead(found)))
         else:
             self._keep_sample(job, now, measurements.job)
-        seen = speed_seen(job, watch) if "scaling" in self._machines else None
+        seen = speed_seen(job, watch) if "starvation" in self._machines else None
         loads = None if seen is None else loads_seen(job, measurements.document())
         # A search that thinks for long, or a busy machine, puts off no look.
         measurements.looked(now, time.thread_time() - began)
         if seen is not None and loads is not None:
-            self._decide("scaling", seen)
+            if "scaling" in self._machines:
+                self._decide("scaling", seen)
             self._decide("starvation", loads)
 
     def _take_usage(self, read: mail.UsageRead) -> None:
@@ -359,9 +360,10 @@ class DriverLoop:
         self._journal_states()
 
     def _begin_scaling(self, job: Job) -> None:
-        """Have the number of workers searched, if the job was started so."""
+        """Have the number of workers searched, or hosts with too many found, as the job wants."""
         if job.settings.auto_scale:
             self._machines["scaling"] = new_auto_scaler()
+        if job.settings.auto_scale or self.brain is not None:
             self._machines["starvation"] = Starvation()
 
     def _begin_check(self, hosts: Hosts, answer: CheckAnswer) -> None:

@@ -52,6 +52,7 @@ _EVENTS: dict[type, str] = {
     ev.ScaleRequested: "the number of workers was requested: {e.num_proc}",
     ev.PlanApplied: "the user applied {e}",
     seen.SizeProposed: "{e.num_proc} workers are proposed: {e.reason}",
+    seen.MemoryExpected: "a worker is expected to need {e.need} bytes: {e.reason}",
     seen.HostStarved: "{e.workers} workers at most are proposed for {e.host}: {e.reason}",
     seen.StopRequested: "the end of the job was requested: {e.reason}",
     seen.Tick: "time has passed",

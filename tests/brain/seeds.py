@@ -38,6 +38,8 @@ class Outcome:
     hosts: int = 0
     cut: int = 0
     late: int = 0
+    memory: int = 0
+    starved: int = 0
 
 
 def curve_of(random: Random, best: float) -> Curve:
@@ -127,6 +129,8 @@ class Faults:
             self.kill_brain,
             self.user,
             self.begin_again,
+            self.run_out_of_memory,
+            self.starve,
         ]
         self.random.choice(doings)()
         self.world.after(self.random.expovariate(0.2), self.strike)
@@ -147,6 +151,31 @@ class Faults:
         host = self.random.choice(sorted(self.all_hosts))
         self.world.hosts[host] = self.all_hosts[host]
         self.world.brain(HostsFound(self.world.host_views()))
+
+    def run_out_of_memory(self) -> None:
+        """A worker ends: its host has the memory for fewer, and another one perhaps for none."""
+        if (job := self._any_job()) is None or not job.using:
+            return
+        random = self.random
+        host = random.choice(sorted(job.using))
+        job.memory_need = max(job.memory_need, random.randint(1, 4) * 2**30)
+        job.room = job.room | {host: job.using[host] - 1}
+        other = random.choice(sorted(self.all_hosts))
+        if random.random() < 0.5:
+            job.room.setdefault(other, random.randint(0, 2))
+        self.out.memory += 1
+        self.world.report(job)
+
+    def starve(self) -> None:
+        """The processors of a host are too few for the workers of a job."""
+        if (job := self._any_job()) is None:
+            return
+        crowded = [host for host, count in job.using.items() if count > 1]
+        if crowded:
+            host = self.random.choice(sorted(crowded))
+            job.starved = job.starved | {host: job.using[host] - 1}
+            self.out.starved += 1
+            self.world.report(job)
 
     def _any_job(self) -> SimJob | None:
         jobs = [job for job in self.world.jobs.values() if job.driver_lives]
@@ -242,19 +271,28 @@ class Faults:
     def _check_quiet(self) -> None:
         """Each job that fits trains, none has less than it needs, and no slot is wasted."""
         world = self.world
-        total = sum(world.hosts.values())
-        free = total - sum(world.in_use().values())
+        used = world.in_use()
+        free = {host: slots - used.get(host, 0) for host, slots in world.hosts.items()}
         in_order = [world.jobs[name] for name in world.cluster.jobs if name in world.jobs]
-        waiting = [job for job in in_order if not job.size and job.least <= total]
+        waiting = [
+            job for job in in_order if not job.size and job.least <= room_for(job, world.hosts)
+        ]
         # The first of them that does not fit lets no other overtake it.
-        if waiting and waiting[0].least <= free:
+        if waiting and waiting[0].least <= room_for(waiting[0], free):
             raise AssertionError(f"{waiting[0].name} waits, {free} slots are free")
         for name, job in world.jobs.items():
+            if any(count > job.room.get(host, count) for host, count in job.using.items()):
+                raise AssertionError(f"{name} uses {job.using}, it has the memory for {job.room}")
             if job.size and job.size < job.least:
                 raise AssertionError(f"{name} has {job.size} slots, it needs {job.least}")
             known = world.cluster.jobs.get(name)
             if known is None or (job.using != known.granted):
                 raise AssertionError(f"{name} uses {job.using}, the Brain says {known}")
+
+
+def room_for(job: SimJob, slots: dict[str, int]) -> int:
+    """Return how many of these slots a job can use, by what it knows of the memory of hosts."""
+    return sum(min(count, job.room.get(host, count)) for host, count in slots.items())
 
 
 def replace_name(job: SimJob) -> SimJob:

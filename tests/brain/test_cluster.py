@@ -33,6 +33,7 @@ from elastic_driver.core.driver_events import Tick
 from tests.brain.world import World
 
 LIVES_ON_S = 10.0
+GIB = 2**30
 FALLING = [0, 1, 1.8, 2.4, 2.2, 2.0, 1.7, 1.4, 1.2]
 
 
@@ -266,6 +267,95 @@ def test_a_host_that_is_lost_is_not_given_and_what_still_runs_there_counts(two: 
     assert two.grants["A"] == {"n1": 1}, "B has processes on n2"
     two.carried_out("B")
     assert two.grants["A"] == {"n1": 1, "n2": 2}
+
+
+# ---- memory and processors -----------------------------------------------------------------
+
+
+def lacking(brain: Brain, job: str, **fields: Any) -> list[AskAlgorithm]:
+    """The job reports what its workers lack; the built-in algorithm answers. What was asked?"""
+    before = len(brain.asked)
+    fields = {"carried_out": brain.numbers[job], "holding": brain.grants[job], **fields}
+    brain.report(job, **fields)
+    asked = brain.asked[before:]
+    for ask in asked:
+        brain.send(Planned(ask.request, fair(ask.view)))
+    return asked
+
+
+def test_a_worker_out_of_memory_is_a_reason_for_a_plan_once(two: Brain) -> None:
+    short: dict[str, Any] = {"memory_need": 3 * GIB, "room": {"n1": 1}}
+    (ask,) = lacking(two, "A", **short)
+    assert ask.view.event == "out of memory"
+    assert [(job.memory, job.room) for job in ask.view.jobs] == [(3 * GIB, {"n1": 1}), (None, {})]
+    assert two.cluster.jobs["A"].target == {"n1": 1, "n2": 1}, "B gets the slot on n1"
+    assert lacking(two, "A", **short) == []
+    more = short | {"room": {"n1": 1, "n9": 7}}
+    assert lacking(two, "A", **more) == [], "another host has been measured, and is large enough"
+    (ask,) = lacking(two, "A", **(more | {"memory_need": 4 * GIB}))
+    assert ask.view.event == "out of memory"
+
+
+def test_a_granted_host_that_proves_too_small_is_a_reason_for_a_plan(two: Brain) -> None:
+    short: dict[str, Any] = {"memory_need": 3 * GIB, "room": {"n9": 0}}
+    lacking(two, "A", **short)
+    (ask,) = lacking(two, "A", **(short | {"room": {"n9": 0, "n1": 1}}))
+    assert ask.view.event == "out of memory"
+
+
+def test_a_starved_host_is_a_reason_for_a_plan_once(two: Brain) -> None:
+    (ask,) = lacking(two, "A", starved={"n1": 1})
+    assert ask.view.event == "CPU starved"
+    assert [job.starved for job in ask.view.jobs] == [{"n1": 1}, {}]
+    assert two.cluster.jobs["A"].target == {"n1": 1, "n2": 1}, "B gets the slot on n1"
+    assert lacking(two, "A", starved={"n1": 1}) == []
+    (ask,) = lacking(two, "A")
+    assert ask.view.event == "limits changed", "a user has let it go"
+
+
+def test_a_job_moves_to_the_host_that_has_the_memory_for_it(two: Brain) -> None:
+    """Another job gives up a slot there, and gets the one that is too small."""
+    figures = {"n1": 1 * GIB, "n2": 8 * GIB}
+    measured = (HostView(name=n, slots=2, memory_free=free) for n, free in figures.items())
+    two.send(HostsMeasured(tuple(measured)))
+    lacking(two, "A", least=2, memory_need=3 * GIB, room={"n1": 1})
+    assert two.grants == {"A": {"n1": 2}, "B": {"n2": 1}}, "B has not let go yet"
+    two.carried_out("B")
+    assert two.grants["A"] == {"n1": 1, "n2": 1}
+    assert two.cluster.jobs["B"].target == {"n1": 1, "n2": 1}
+
+
+def test_a_job_is_told_that_no_host_is_large_enough(two: Brain) -> None:
+    two.plans = [{"A": {"n1": 2}}]
+    two.send(JobEnded("B", JobOver(began=1.0, exit_code=0)))
+    measured = (HostView(name=n, slots=2, memory_free=free * GIB) for n, free in (("n2", 2),))
+    two.send(HostsMeasured(tuple(measured)))
+    lacking(two, "A", memory_need=3 * GIB, room={"n1": 0})
+    assert two.grants["A"] == {}
+    assert two.cluster.jobs["A"].grants[-1].too_small == ("n2", 2 * GIB)
+
+
+def test_a_job_waits_for_a_host_that_is_large_enough_when_others_leave_it(two: Brain) -> None:
+    measured = (HostView(name=n, slots=2, memory_free=free * GIB) for n, free in (("n2", 2),))
+    two.send(HostsMeasured(tuple(measured)))
+    lacking(two, "A", memory_need=3 * GIB, room={"n1": 0})
+    assert two.grants["A"] == {}
+    assert two.cluster.jobs["A"].grants[-1].too_small is None, "B uses n2"
+
+
+def test_a_plan_with_too_many_workers_for_the_memory_is_refused(two: Brain) -> None:
+    two.cluster.use("mine")
+    two.plans = [{"A": {"n1": 2}, "B": {"n2": 2}}]
+    before = len(two.asked)
+    two.report(
+        "A",
+        carried_out=two.numbers["A"],
+        holding={"n1": 2},
+        memory_need=3 * GIB,
+        room={"n1": 1},
+    )
+    assert [ask.algorithm for ask in two.asked[before:]] == ["mine", ""]
+    assert "A: 2 workers on n1, it has the memory for 1; the built-in one" in two.told[-1].line
 
 
 # ---- plans that are refused ----------------------------------------------------------------

@@ -128,6 +128,75 @@ def test_hosts_that_others_keep_busy_are_avoided_while_there_are_enough() -> Non
     assert fair(ours).workers == {"A": {"n1": 4}}, "it is our workers that keep it busy"
 
 
+def with_memory(asked: View, **gib: int) -> View:
+    """The view with the idle memory of hosts."""
+    found = (
+        replace(host, memory_free=gib[host.name] * 2**30) if host.name in gib else host
+        for host in asked.hosts
+    )
+    return replace(asked, hosts=tuple(found))
+
+
+def test_a_job_that_ran_out_of_memory_goes_where_its_workers_have_it() -> None:
+    """Its present host has room for one of two; the slot there is for another job."""
+    ran_out = job("A", least=2, most=2, size=2, at={"n1": 2}, memory=3 * 2**30, room={"n1": 1})
+    other = job("B", size=4, at={"n2": 2, "n3": 2})
+    asked = view(ran_out, other, event="out of memory")
+    plan = fair(with_memory(asked, n2=1, n3=1, n4=2, n5=3))
+    assert plan.workers["A"] == {"n1": 1, "n5": 1}
+    assert sum(plan.workers["B"].values()) == 6, "it can use what A cannot"
+
+
+def test_a_job_that_no_host_has_the_memory_for_waits_and_keeps_nobody_waiting() -> None:
+    ran_out = job("A", least=2, size=2, at={"n1": 2}, memory=3 * 2**30, room={"n1": 0})
+    asked = with_memory(view(ran_out, job("B")), n2=1, n3=1, n4=2, n5=2)
+    plan = fair(asked)
+    assert {name: sum(at.values()) for name, at in plan.workers.items()} == {"B": 8}
+    expected = "it waits for 2 free slots on hosts with the memory for its workers"
+    assert plan.reasons["A"] == expected
+
+
+def test_a_new_job_begins_where_there_is_the_memory_that_similar_jobs_took() -> None:
+    large = job("A", memory=3 * 2**30)
+    asked = with_memory(view(large), n1=1, n2=2, n3=4, n4=4, n5=1)
+    assert fair(asked).workers == {"A": {"n3": 1, "n4": 1}}
+    needs_more = replace(asked, jobs=(replace(large, least=5),))
+    assert sizes(needs_more) == {"A": 5}, "it may be wrong"
+
+
+def test_a_starved_host_gets_fewer_workers_and_another_one_more() -> None:
+    speeds = {1: 1.0, 2: 2.0, 4: 4.0}
+    starved = job(
+        "A", speeds, most=4, size=4, at={"n1": 2, "n2": 2}, measured=True, starved={"n1": 1}
+    )
+    plan = fair(view(starved, event="CPU starved"))
+    assert plan.workers["A"]["n1"] == 1
+    assert plan.workers["A"]["n2"] == 2
+    assert sum(plan.workers["A"].values()) == 4
+    alone = fair(view(starved, event="CPU starved", hosts={"n1": 2, "n2": 2}))
+    assert alone.workers["A"] == {"n1": 1, "n2": 2}
+    with_another = fair(view(starved, job("B"), hosts={"n1": 2, "n2": 2}))
+    assert with_another.workers["A"].get("n1", 0) <= 1
+    assert sum(map(len, with_another.workers.values())) >= 2
+    assert sum(sum(at.values()) for at in with_another.workers.values()) == 4
+
+
+def test_a_starved_host_is_used_in_full_by_a_job_that_needs_it_or_a_user() -> None:
+    asked = job("A", least=4, size=4, at={"n1": 2, "n2": 2}, starved={"n1": 1})
+    there = {"n1": 2, "n2": 2}
+    assert fair(view(asked, hosts=there)).workers == {"A": there}
+    held = replace(asked, least=1, held=4)
+    assert fair(view(held, hosts=there)).workers == {"A": there}
+
+
+def test_a_job_grows_no_further_than_it_has_space() -> None:
+    """Its search tries sizes for which the hosts have the memory."""
+    speeds = {1: 1.0, 2: 2.0}
+    growing = job("A", speeds, size=2, at={"n1": 2}, measured=True, room={"n2": 1, "n3": 0})
+    asked = view(growing, event="size measured", hosts={"n1": 2, "n2": 2, "n3": 2})
+    assert fair(asked).workers == {"A": {"n1": 2, "n2": 1}}
+
+
 def test_a_lost_host_moves_its_workers_and_nobody_else() -> None:
     jobs = (
         job("A", size=2, at={"n1": 2}, most=2),
@@ -160,11 +229,34 @@ def test_random_views_have_plans_within_their_bounds(first: int) -> None:
                 assert training > sum(host.slots for host in asked.hosts), f"{seed}: {each.name}"
 
 
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_random_views_with_limits_have_plans_within_them(first: int) -> None:
+    for seed in range(first, first + 20):
+        random = Random(seed)
+        asked = limited(
+            random_view(random, jobs=random.randint(1, 8), hosts=random.randint(1, 6)), random
+        )
+        plan = fair(asked)
+        assert faults(asked, plan) == [], seed
+        assert fair(asked) == plan, "the same view gives the same plan"
+        free = {host.name: host.memory_free for host in asked.hosts}
+        for each in (each for each in asked.jobs if each.room):
+            for host, count in plan.workers.get(each.name, {}).items():
+                most = each.room.get(host)
+                if most is None and each.memory and (idle := free[host]) is not None:
+                    most = each.at.get(host, 0) + idle // each.memory
+                assert most is None or count <= most, f"{seed}: {each.name} on {host}"
+
+
+@pytest.mark.parametrize("limits", [False, True])
 @pytest.mark.parametrize(("jobs", "hosts"), [(FITTED, 4), (FITTED, 40), (100, 200)])
-def test_a_plan_for_many_jobs_on_many_hosts_is_made_in_time(jobs: int, hosts: int) -> None:
+def test_a_plan_for_many_jobs_on_many_hosts_is_made_in_time(
+    jobs: int, hosts: int, limits: bool
+) -> None:
     asked = random_view(Random(1), jobs=jobs, hosts=hosts)
     known = tuple(replace(each, measured=True, held=None) for each in asked.jobs)
     asked = replace(asked, jobs=known)
+    asked = limited(asked, Random(2)) if limits else asked
     began = time.monotonic()
     plan: Plan = fair(asked)
     assert time.monotonic() - began < LIMIT_S
@@ -205,3 +297,26 @@ def random_view(random: Random, jobs: int, hosts: int) -> View:
         )
     event = random.choice(["job arrived", "size measured", "time passed", "slots freed, slowdown"])
     return view(*found, event=event, hosts=slots)
+
+
+def limited(asked: View, random: Random) -> View:
+    """The view with jobs that ran out of memory, starved hosts, and idle memory."""
+    names = [host.name for host in asked.hosts]
+
+    def some(most: int) -> dict[str, int]:
+        return {host: random.randint(0, most) for host in names if random.random() < 0.4}
+
+    jobs = tuple(
+        replace(
+            each,
+            memory=random.choice([None, 2**30, 4 * 2**30]),
+            room=random.choice([{}, {}, some(3)]),
+            starved=random.choice([{}, {}, some(2)]),
+        )
+        for each in asked.jobs
+    )
+    hosts = tuple(
+        replace(host, memory_free=random.choice([None, random.randint(0, 16) * 2**30]))
+        for host in asked.hosts
+    )
+    return replace(asked, jobs=jobs, hosts=hosts)

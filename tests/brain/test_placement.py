@@ -5,10 +5,25 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
-from elastic_driver.brain.placement import Placement, place, place_quickly
+from elastic_driver.brain import placement
+from elastic_driver.brain.placement import Placement
+from elastic_driver.brain.space import Space
+
+
+def place(
+    sizes: Mapping[str, int], hosts: Mapping[str, int], now: Placement, **limits: Any
+) -> Placement:
+    return placement.place(sizes, Space(hosts, **limits), now)
+
+
+def place_quickly(
+    sizes: Mapping[str, int], hosts: Mapping[str, int], now: Placement, **limits: Any
+) -> Placement:
+    return placement.place_quickly(sizes, Space(hosts, **limits), now)
 
 
 def test_workers_that_train_stay_where_they_are() -> None:
@@ -70,9 +85,15 @@ def every_split(size: int, slots: list[int]) -> Iterator[tuple[int, ...]]:
             yield split
 
 
-def every_placement(sizes: Mapping[str, int], hosts: Mapping[str, int]) -> Iterator[Placement]:
+def every_placement(
+    sizes: Mapping[str, int],
+    hosts: Mapping[str, int],
+    firm: Mapping[str, Mapping[str, int]] | None = None,
+) -> Iterator[Placement]:
     slots = list(hosts.values())
-    for splits in itertools.product(*(every_split(size, slots) for size in sizes.values())):
+    most = {job: {**hosts, **(firm or {}).get(job, {})} for job in sizes}
+    every = (every_split(size, list(most[job].values())) for job, size in sizes.items())
+    for splits in itertools.product(*every):
         used = [sum(column) for column in zip(*splits, strict=True)]
         if all(each <= most for each, most in zip(used, slots, strict=True)):
             yield {
@@ -110,6 +131,31 @@ def test_random_placements_are_as_good_as_the_best_of_all(part: int) -> None:
         assert {job: sum(there.values()) for job, there in found.items()} == sizes
         best = min(aims(each, now) for each in every_placement(sizes, hosts))
         assert aims(found, now) == best, (sizes, hosts, now)
+
+
+def test_random_placements_under_limits_are_as_good_as_the_best_of_all() -> None:
+    placed = 0
+    for case in range(200):
+        chance = random.Random(case)
+        hosts = {f"n{n}": chance.randint(1, 3) for n in range(chance.randint(2, 4))}
+        sizes = {job: chance.randint(1, 3) for job in "ABC"[: chance.randint(1, 3)]}
+        firm = {
+            job: {host: chance.randint(0, most) for host, most in hosts.items()}
+            for job in sizes
+            if chance.random() < 0.6
+        }
+        now = random_placement(chance, hosts)
+        every = list(every_placement(sizes, hosts, firm))
+        if not every:
+            with pytest.raises(ValueError, match="do not fit"):
+                place(sizes, hosts, now, firm=firm)
+            continue
+        placed += 1
+        found = place(sizes, hosts, now, firm=firm)
+        assert found in every
+        assert aims(found, now) == min(aims(each, now) for each in every), (sizes, hosts, now)
+        assert place_quickly(sizes, hosts, now, firm=firm) in every
+    assert placed > 80
 
 
 def random_placement(chance: random.Random, hosts: Mapping[str, int]) -> Placement:

@@ -8,7 +8,8 @@ from fractions import Fraction
 
 import pytest
 
-from elastic_driver.brain.shares import SharedJob, fair_shares
+from elastic_driver.brain.shares import EFFORT, SharedJob, fair_shares, share_costs
+from elastic_driver.brain.space import Space
 
 
 def linear(name: str, most: int = 8, least: int = 1, **more: float) -> SharedJob:
@@ -159,3 +160,73 @@ def test_a_hundred_jobs_on_a_thousand_slots_are_shared_within_the_limit_of_an_al
         for n in range(100)
     ]
     assert sum(fair_shares(jobs, 1000).values()) == 1000
+
+
+# ---- limits that differ from job to job --------------------------------------------------------
+
+
+def test_a_job_gets_no_slots_where_it_has_no_space_and_others_get_them() -> None:
+    space = Space({"n1": 4, "n2": 4}, firm={"A": {"n1": 0}})
+    jobs = [linear("A"), linear("B")]
+    assert fair_shares(jobs, 8, space) == {"A": 4, "B": 4}
+    assert fair_shares([linear("A", weight=3.0), linear("B")], 8, space) == {"A": 4, "B": 4}
+
+
+def test_a_job_without_space_keeps_no_other_waiting() -> None:
+    space = Space({"n1": 2, "n2": 2}, firm={"A": {"n1": 0, "n2": 1}})
+    jobs = [linear("A", least=2, size=2), linear("B")]
+    assert fair_shares(jobs, 4, space) == {"A": 0, "B": 4}
+
+
+def test_a_wish_is_given_up_for_the_smallest_size_and_for_no_more() -> None:
+    wishes = {"A": {"n1": 1}}
+    jobs = [linear("A", least=3), linear("B")]
+    assert fair_shares(jobs, 6, Space({"n1": 4, "n2": 2}, wishes=wishes)) == {"A": 3, "B": 3}
+    assert fair_shares(jobs, 5, Space({"n1": 4, "n2": 1}, wishes=wishes)) == {"A": 3, "B": 2}
+    assert fair_shares(jobs[:1], 5, Space({"n1": 4, "n2": 1}, wishes=wishes)) == {"A": 3}
+
+
+def limited(chance: random.Random, jobs: list[SharedJob]) -> Space:
+    slots = {f"n{n}": chance.randint(1, 3) for n in range(chance.randint(2, 4))}
+    firm = {
+        job.name: {host: chance.randint(0, 2) for host in slots if chance.random() < 0.4}
+        for job in jobs
+        if chance.random() < 0.7
+    }
+    return Space(slots, firm)
+
+
+def test_random_shares_under_limits_are_the_best_of_all_that_fit() -> None:
+    in_the_way = 0
+    for seed in range(400):
+        chance = random.Random(seed)
+        jobs = [random_job(chance, name) for name in "ABCD"[: chance.randint(2, 4)]]
+        space = limited(chance, jobs)
+        slots = sum(space.slots.values())
+        found = fair_shares(jobs, slots, space)
+        assert space.fits(found), seed
+        admitted = [job for job in jobs if found[job.name]]
+        costs = share_costs(admitted, slots)
+        total = sum(cost[found[job.name]] for job, cost in zip(admitted, costs, strict=True))
+        best = min(
+            (
+                sum(cost[size] for cost, size in zip(costs, sizes, strict=True))
+                for sizes in itertools.product(*(job.speeds for job in admitted))
+                if space.fits({job.name: n for job, n in zip(admitted, sizes, strict=True)})
+            ),
+            default=0.0,
+        )
+        assert total <= best * (1 + 1e-9), seed
+        in_the_way += not space.fits(fair_shares(admitted, slots))
+    assert in_the_way > 15
+
+
+def test_many_jobs_in_too_little_space_get_shares_that_fit() -> None:
+    """More than `EFFORT` shares would have to be looked at for the best ones."""
+    jobs = [linear(f"j{n}", most=16) for n in range(30)]
+    slots = {f"n{n}": 8 for n in range(30)}
+    small = {job.name: dict.fromkeys(list(slots)[10:], 0) for job in jobs[:20]}
+    found = fair_shares(jobs, 240, space := Space(slots, small))
+    assert space.fits(found)
+    assert sum(found[job.name] for job in jobs[:20]) == 80 > EFFORT / 2
+    assert sum(found.values()) == 240

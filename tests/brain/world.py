@@ -54,6 +54,9 @@ class SimJob:
     most: int | None = None
     held: int | None = None
     weight: float = 1.0
+    memory_need: int = 0  # a worker has run out of memory
+    room: dict[str, int] = field(default_factory=dict)
+    starved: dict[str, int] = field(default_factory=dict)
     grant: Grant | None = None
     using: dict[str, int] = field(default_factory=dict)  # slots of the newest grant it knows
     holding: dict[str, int] = field(default_factory=dict)  # slots with a process
@@ -100,6 +103,9 @@ class SimJob:
             holding=dict(self.holding),
             liveness=f"{self.name}:{self.began}",
             lives_on=LIVES_ON_S,
+            memory_need=self.memory_need,
+            room=dict(self.room),
+            starved=dict(self.starved),
             kind=Kind(name=self.name, command=""),
             speed=speed,
         )

@@ -61,7 +61,8 @@ def test_a_job_begins_where_a_finished_one_of_its_name_was_best(tmp_path: Path) 
 
     speeds = [SpeedAt(size=n, hosts=1, step_time=t) for n, t in ((1, 0.025), (2, 0.026), (3, 0.06))]
     kind = Kind(name="digits", command="python train.py")
-    finished = Record(kind, speeds=tuple(speeds), ended=2.0, exit_code=0)
+    memory = 100 * 2**20  # there is more on any machine
+    finished = Record(kind, speeds=tuple(speeds), memory=memory, ended=2.0, exit_code=0)
     database = Database(Address(file=str(tmp_path / "stats.db")))
     database.remember(JobKey("digits", 1.0), finished)
     line = "--run-id", "digits", "--stats-db", f"sqlite:///{tmp_path}/stats.db", "-H", "localhost:3"
@@ -70,6 +71,9 @@ def test_a_job_begins_where_a_finished_one_of_its_name_was_best(tmp_path: Path) 
         proposed = job.until(lambda: job.events("size_proposed"), "the first move")[0]
         assert proposed["wanted"] == 2
         assert "best in similar jobs (1 of them)" in proposed["reason"]
+        (told,) = job.events("memory_expected")
+        assert told["need"] == 1.5 * memory
+        assert told["reason"] == "150 MiB, 1.5 times the largest peak of 1 similar jobs"
         job.until_size(2)
         job.process.terminate()
         assert job.wait(60) == 143, job.describe()

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.checks import CheckSettings, NodeChecks
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
@@ -50,6 +51,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
         node_check: CheckReport | None = None,
         store: Callable[[RunDir], JournalStore] | None = None,
         telemetry: TelemetrySettings | None = None,
+        brain: BrainReports | None = None,
         **settings: object,
     ) -> JobUnderTest:
         values: dict[str, object] = {"start_np": sum(s for _, s in hosts), "stop_grace": 1.0}
@@ -70,6 +72,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
                 checks=checks,
                 store=None if store is None else store(run_dir),
                 telemetry=telemetry,
+                brain=brain,
             )
         )
         jobs.append(JobUnderTest(driver, cluster, source, run_dir, stderr))

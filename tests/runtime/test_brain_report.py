@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_driver.brain.documents import JobReport, Kind
 from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import HostsGranted
+from elastic_driver.core.driver_events import HostsGranted, HostStarved
 from elastic_driver.policies.stragglers import Stragglers
 from elastic_driver.runtime.brain_link import BrainLink
 from elastic_driver.runtime.brain_report import BrainReports
@@ -53,6 +53,21 @@ def test_a_report_has_the_limits_the_grant_and_the_slots_in_use(scenario: MakeSc
         assert job.look().held == 2
         job.reports.end(None)
         assert brain.over == []
+
+
+def test_a_report_says_what_a_worker_lacked(scenario: MakeScenario) -> None:
+    s = trained(scenario(start_np=1, max_np=4), a=2, b=1)
+    with played_brain() as brain:
+        job = Reported(s, brain)
+        report = job.look()
+        assert (report.memory_need, report.room, report.starved) == (0, {}, {})
+        s.send(HostStarved("a", 1, "its processors are too few"))
+        assert job.look().starved == {"a": 1}
+        lacked = ev.OutOfMemory(2 * 2**30, 2**20)
+        s.send(ev.WorkerExited(s.members[-1], -9, "", out_of_memory=lacked))
+        report = job.look()
+        assert (report.memory_need, report.room) == (3 * 2**30, {"b": 0})
+        job.reports.end(None)
 
 
 def test_a_worker_that_is_to_leave_holds_its_slot_until_its_process_is_gone(

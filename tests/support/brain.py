@@ -18,6 +18,7 @@ from elastic_driver.brain.documents import Grant, JobOver, JobReport, grant_key
 from rendezvous.auth import Caller, job_token, jobs_token, write_token_file
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Set
+from tests.support.cluster import Cluster
 from tests.support.job import ROOT, eventually
 
 TOKEN = "the Brain's own"
@@ -163,3 +164,26 @@ def elasticbrain(folder: Path, *args: str) -> Iterator[RunningBrain]:
         with contextlib.suppress(ProcessLookupError):
             brain.process.send_signal(signal.SIGCONT)
         brain.kill()
+
+
+@contextlib.contextmanager
+def elasticbrain_on(cluster: Cluster, *args: str) -> Iterator[tuple[str, ...]]:
+    """Run `elasticbrain serve` on the head of a cluster; yield the options of its jobs there."""
+    folder, out = cluster.folder / "brain", cluster.folder / "brain.out"
+    argv = [sys.executable, "-m", "launcher.brain.command", "serve", *args]
+    argv += ["--state-dir", str(folder), "--bind", "127.0.0.1:0"]
+    environ = {"PYTHONPATH": str(ROOT), "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    process = cluster.start("head", argv, out=out, err=out, env=environ)
+
+    def url() -> str | None:
+        assert process.poll() is None, out.read_text()
+        with contextlib.suppress(OSError, ValueError):
+            return (folder / "endpoint").read_text().split()[1]
+        return None
+
+    try:
+        found = eventually(url, within=60, what="the Brain serves", context=out.read_text)
+        yield "--brain", found, "--brain-token-file", str(folder / "job.token")
+    finally:
+        process.kill()
+        process.wait(10)

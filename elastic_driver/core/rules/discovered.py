@@ -26,6 +26,7 @@ from elastic_driver.core.driver_events import (
     HostsDiscovered,
     HostsGranted,
     HostStarved,
+    MemoryExpected,
     SizeProposed,
 )
 from elastic_driver.core.rules import units
@@ -34,6 +35,7 @@ from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.errors import ExitCode
 
+TOO_SMALL = "it has too little memory for a worker"
 GATHER_S = 2.0  # for more hosts to join before the first check, once there are enough
 
 
@@ -169,14 +171,24 @@ class Discovered(Rule):
             self.limit_memory()
         elif self.limits.plan is not None:
             self._take_in(f"no worker of plan {self.limits.plan.number} fits there")
+        elif self.limits.expected and self._take_in(TOO_SMALL):
+            self.capacity.hosts_limited()
 
     def limit_memory(self) -> None:
         """Leave hosts the slots for which they have the memory."""
-        self._take_in("it has too little memory for a worker")
+        self._take_in(TOO_SMALL)
+
+    def on_memory_expected(self, event: MemoryExpected) -> None:
+        """Leave hosts the slots for which they probably have the memory."""
+        if self.limits.expected != event.need:
+            self.limits.expect(event.need)
+            self.effects.announce("memory_expected", event.reason, need=event.need)
+            if self._take_in(TOO_SMALL):
+                self.capacity.hosts_limited()
 
     def on_plan_applied(self, event: ev.PlanApplied) -> None:
         """Carry out a plan; raises `StaleEvent` for one that cannot be."""
-        left = sum(slots for _, slots in self.limits.slots(event))
+        left = sum(slots for _, slots in self.limits.slots(event, self.capacity.least))
         self.capacity.on_plan_applied(event, left)
         wanted = self.capacity.wanted
         self.effects.announce("plan_applied", str(event), number=event.number, wanted=wanted)
@@ -188,19 +200,29 @@ class Discovered(Rule):
         if event.num_proc is None:
             self.limits.forget_starved()
             self._limit(None)
+        else:
+            self._take_in(TOO_SMALL)  # the user's number outranks wishes
 
     def on_host_starved(self, event: HostStarved) -> None:
-        """Leave a host fewer slots; raises `StaleEvent` where that cannot be, or is old."""
+        """Leave a host fewer slots; raises `StaleEvent` where that cannot be, or is old.
+
+        The Brain knows where other slots are, so the next grant does it in its jobs.
+        """
         host, all_slots = self.hosts.known.get(event.host), self.hosts.known.values()
-        if not self.settings.auto_scale or self.capacity.target is not None:
-            raise ev.StaleEvent("the sizes of this job are not for --auto-scale to decide")
+        has_brain, least = self.limits.newest_grant > 0, self.capacity.least
+        if not (self.settings.auto_scale or has_brain) or self.capacity.target is not None:
+            raise ev.StaleEvent("neither --auto-scale nor the Brain decides the size of this job")
         if host is None or not 0 < event.workers < host.slots:
             raise ev.StaleEvent(f"{event.host} has not more than {event.workers} slots any more")
+        if self.limits.fewer.get(event.host) == event.workers:
+            raise ev.StaleEvent(f"it is known that {event.host} can do with {event.workers} only")
         left = sum(each.slots for each in all_slots) - host.slots + event.workers
-        if left < self.capacity.least:
-            raise ev.StaleEvent(f"{left} slots would be left, the job needs {self.capacity.least}")
+        if left < least and not has_brain:
+            raise ev.StaleEvent(f"{left} slots would be left, the job needs {least}")
         self.effects.announce("host_starved", event.reason, event.host, slots=event.workers)
         self.limits.starved(event.host, event.workers)
+        if has_brain:
+            return
         wanted = self.capacity.wanted
         if wanted is not None and wanted > left:
             fewer = f"{event.host} gets {event.workers} workers at most"
@@ -216,7 +238,8 @@ class Discovered(Rule):
 
     def _take_in(self, why_removed: str) -> bool:
         """Record the slots there are now, announce changes, and return whether there are any."""
-        changes = self.hosts.discovered(self.limits.slots(self.limits.plan))
+        least = max(self.capacity.least, self.capacity.target or 0)
+        changes = self.hosts.discovered(self.limits.slots(self.limits.plan, least))
         if not any(changes):
             return False
         self.capacity.note_change()

@@ -3,6 +3,9 @@
 A plan may limit the workers of each host by number, and by the processors and the memory that each
 worker needs. Agents report what their host has; until then only the number counts. After a worker
 has run out of memory, a host gets no more workers than there is memory for. Memory is bytes.
+
+Two limits are wishes, which do not keep a job from having the fewest workers that it needs: those
+of hosts whose processors are too few, and of the memory that similar jobs took.
 """
 
 from collections.abc import Iterator
@@ -23,6 +26,8 @@ class HostLimits:
     equipment: dict[str, tuple[int, int]] = field(default_factory=dict)  # processors, memory
     memory_need: int = 0  # of one more worker; 0: not known
     room: dict[str, int] = field(default_factory=dict)  # the most workers that have the memory
+    expected: int = 0  # the memory of a worker, as similar jobs say; 0: not known
+    too_small: tuple[str, int] | None = None  # see `HostsGranted`
     fewer: dict[str, int] = field(default_factory=dict)  # the most that do not wait for processors
 
     def discovered(self, hosts: tuple[tuple[str, int], ...]) -> None:
@@ -38,6 +43,7 @@ class HostLimits:
                 f"grant {grant.number} is stale: grant {self.newest_grant} was carried out"
             )
         self.newest_grant, self.found, self.began = grant.number, grant.hosts, grant.began
+        self.too_small = grant.too_small
 
     def equipped(self, host: str, cpus: int, memory: int) -> None:
         """Record what an agent has said of its host; 0: it does not know."""
@@ -52,7 +58,18 @@ class HostLimits:
 
     def short_of_memory(self, need: int, room: dict[str, int]) -> None:
         """Let one more worker need so much memory, and these hosts have room for so many."""
-        self.memory_need, self.room = need, room
+        self.memory_need, self.room, self.too_small = need, room, None
+
+    def expect(self, need: int) -> None:
+        """Let a worker probably need so much memory; 0: that is not known."""
+        self.expected = need
+
+    def memory_room(self) -> dict[str, int]:
+        """Return the most workers that have the memory, of each host of which that is known."""
+        if not (need := self.memory_need):
+            return dict(self.room)
+        equipped = {host: memory for host, (_, memory) in self.equipment.items() if memory}
+        return {host: memory // need for host, memory in equipped.items()} | self.room
 
     def starved(self, host: str, most: int) -> None:
         """Let a host have at most so many workers, because they wait for its processors."""
@@ -62,12 +79,23 @@ class HostLimits:
         """Let hosts have as many workers again as before they were starved."""
         self.fewer = {}
 
-    def slots(self, plan: ev.PlanApplied | None) -> tuple[tuple[str, int], ...]:
-        """Return the hosts with the slots that this plan leaves them."""
-        return tuple((host, min(self._bounds(host, slots, plan))) for host, slots in self.found)
+    def slots(self, plan: ev.PlanApplied | None, least: int) -> tuple[tuple[str, int], ...]:
+        """Return the hosts with the slots that this plan leaves them.
+
+        `least`: where wishes would leave fewer slots, they are passed over.
+        """
+        firm = {host: min(self._bounds(host, slots, plan)) for host, slots in self.found}
+        found = {host: min((slots, *self._wishes(host))) for host, slots in firm.items()}
+        return tuple((found if sum(found.values()) >= least else firm).items())
+
+    def _wishes(self, host: str) -> Iterator[int]:
+        if host in self.fewer:
+            yield self.fewer[host]
+        memory = self.equipment.get(host, (0, 0))[1]
+        if self.expected and memory and not self.memory_need:
+            yield memory // self.expected
 
     def _bounds(self, host: str, slots: int, plan: ev.PlanApplied | None) -> Iterator[int]:
-        yield self.fewer.get(host, slots)
         yield slots
         cpus, memory = self.equipment.get(host, (0, 0))
         if host in self.room:

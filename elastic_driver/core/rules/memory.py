@@ -5,7 +5,10 @@ may be another host; then its own one keeps the workers that it has. If all work
 out together, one of them is started again there, and has the memory alone. No host is put in
 cool-down for it. The job ends if fewer workers than it needs have the memory. If a GPU's memory was
 short, hosts are no larger or smaller for it: the worker is started again as after any other
-failure, and the budget of restarts ends a job that fails again and again. Memory is bytes.
+failure, and the budget of restarts ends a job that fails again and again.
+
+The Brain may have larger hosts. Its job waits for them for `--elastic-timeout`, unless the Brain
+says that it has none. Memory is bytes, times are monotonic seconds.
 """
 
 from dataclasses import dataclass, field
@@ -32,6 +35,7 @@ class Memory(Rule):
     idle: dict[str, int] = field(default_factory=dict)  # by host, as agents measured it last
     failure: Failure | None = None  # of the last worker that ran out, until the job trains again
     peak: int | None = None  # of that worker
+    _since: float = 0.0  # when it ran out
     _round: int = 0  # the newest round that the job cannot go on with for it
     _ran_out: dict[str, int] = field(default_factory=dict)  # host → workers ever started then
     _shared: set[str] = field(default_factory=set)  # hosts of several, until the job trains again
@@ -51,7 +55,7 @@ class Memory(Rule):
             what = "the memory of its GPU was too small; give it a smaller batch or another GPU"
             self.effects.announce("out_of_memory", what, worker, peak=found.peak)
             return
-        self.failure, self.peak = losses[-1].failure, found.peak
+        self.failure, self.peak, self._since = losses[-1].failure, found.peak, now
         self._round = self.rounds.current.number if losses[-1].member else 0
         if found.idle is not None:
             self.idle[worker.host] = found.idle
@@ -108,31 +112,43 @@ class Memory(Rule):
 
         Once the job trains again, it waits for hosts as it always does.
         """
-        failure, need, current = self.failure, self.limits.memory_need, self.rounds.current
+        failure, current, least = self.failure, self.rounds.current, self.capacity.least
         if failure is None or self.outcome.finishing:
             return
-        slots = [n for _, n in self.limits.slots(self.limits.plan) if n > 0]
-        if sum(slots) >= self.capacity.least and len(slots) >= units.width(self.settings):
+        slots = [n for _, n in self.limits.slots(self.limits.plan, least) if n > 0]
+        if sum(slots) >= least and len(slots) >= units.width(self.settings):
             if current.state is COMPLETE and current.number > self._round:
                 self.failure = None
                 self._shared.clear()
-            return
+        elif not self._brain_may_help(now):
+            self.outcome.finish_with(failure, self._reason(failure))
+
+    def _brain_may_help(self, now: float) -> bool:
+        """Return whether the job waits for a grant with larger hosts."""
+        if not self.limits.newest_grant or self.limits.too_small:
+            return False
+        waiting = "the Brain is to grant a host with the memory for a worker"
+        return not self.effects.due_or_set_alarm(
+            self._since + self.settings.elastic_timeout, now, waiting
+        )
+
+    def _reason(self, failure: Failure) -> str:
+        """Return why the job ends: what its worker needed, and the largest host."""
+        need = self.limits.memory_need
         who = f"rank {failure.rank} on host {failure.host} ran out of memory"
         hint = "use hosts with more memory, fewer workers (--min-np), or a smaller batch"
         if not need:
-            self.outcome.finish_with(failure, f"{who}, and no other host has a free slot; {hint}")
-            return
-        known = {host: memory for host, (_, memory) in self.limits.equipment.items() if memory}
+            return f"{who}, and no other host has a free slot; {hint}"
+        known = dict([self.limits.too_small] if self.limits.too_small else [])
+        known |= {host: memory for host, (_, memory) in self.limits.equipment.items() if memory}
         known |= self.idle
         largest = max(known, key=known.__getitem__, default=failure.host)
         least, has = in_words(need), in_words(known.get(largest, 0))
         at = f"{who} at {in_words(self.peak or 0)}"
         if known.get(largest, 0) >= need:
             hint = "is the memory of a process limited (ulimit -v)?"
-            why = f"{at}, again, though {largest} has {has} idle; {hint}"
-        else:
-            why = f"{at}, and no host has {least} idle: the largest, {largest}, has {has}; {hint}"
-        self.outcome.finish_with(failure, why)
+            return f"{at}, again, though {largest} has {has} idle; {hint}"
+        return f"{at}, and no host has {least} idle: the largest, {largest}, has {has}; {hint}"
 
 
 def in_words(size: int) -> str:

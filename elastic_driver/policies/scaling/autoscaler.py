@@ -13,7 +13,7 @@ from math import inf
 from typing import TypeAlias
 
 from elastic_driver.core.decisions import Announce, Detail
-from elastic_driver.core.driver_events import SizeProposed, Tick
+from elastic_driver.core.driver_events import MemoryExpected, SizeProposed, Tick
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.gauge import DRIFT, Gauge
@@ -229,7 +229,7 @@ class AutoScaler(Restorable):
         ratio, prior, self._prior = measured / theirs, self._of_layout(layout), {}
         if abs(ratio - 1) > WRONG:
             why = f"a step at size {event.size} takes {measured:.3g} s, it took {theirs:.3g} s"
-            return [Announce("prior_dropped", why)]
+            return [Announce("prior_dropped", why), SendEvent(MemoryExpected(0, why), why)]
         for (size, _hosts), took in prior.items():
             search.rates.setdefault(size, layout.work(size) / (took * ratio))
         return []

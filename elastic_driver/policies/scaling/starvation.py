@@ -1,4 +1,4 @@
-"""The machine that finds hosts with more workers than processors (`--auto-scale`).
+"""The machine that finds hosts with more workers than processors (`--auto-scale`, `--brain`).
 
 All ranks wait for the slowest one in each step. If the workers of a host wait for its processors,
 and so compute longer than those of other hosts, one worker fewer there may make the job faster. It

@@ -1,11 +1,11 @@
-"""Hosts whose workers wait for processors get fewer, where `--auto-scale` decides."""
+"""Hosts with too few processors, or too little memory by what is known, get fewer workers."""
 
 from __future__ import annotations
 
 import pytest
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import HostStarved
+from elastic_driver.core.driver_events import HostsGranted, HostStarved, MemoryExpected
 from tests.core.scenario import MakeScenario, Scenario
 
 WHY = "its processors were busy"
@@ -33,6 +33,26 @@ def test_a_starved_host_gets_a_worker_less_and_the_job_a_smaller_size(
     meet(s)
     assert sorted(member.place.host for member in s.world.members) == ["a", "b", "b"]
     assert s.job.capacity.wanted == 3
+    assert s.job.rounds.resets == 0, "it was asked for"
+
+
+def test_a_starved_host_of_the_brain_gets_a_worker_less(scenario: MakeScenario) -> None:
+    """The next grant takes it: the Brain knows where other slots are."""
+    s = scenario(start_np=1, max_np=8)
+    s.send(HostsGranted(1, (("a", 2), ("b", 2)), WHY))
+    s.ready(*s.starting)
+    s.wait(1.0)
+    s.step(*s.members)
+    s.send(HostStarved("a", 1, WHY))
+    s.wait(60.0)
+    assert s.round == (1, "complete")
+    s.send(HostStarved("a", 1, WHY))
+    assert len(s.announced("host_starved")) == 1, "it is known"
+    s.send(HostsGranted(2, (("a", 1), ("b", 2), ("c", 1)), WHY))
+    meet(s)
+    s.ready(*s.starting)
+    meet(s)
+    assert sorted(member.place.host for member in s.world.members) == ["a", "b", "b", "c"]
     assert s.job.rounds.resets == 0, "it was asked for"
 
 
@@ -78,3 +98,74 @@ def test_a_user_s_size_outranks_it_and_its_release_gives_the_slots_back(
     assert s.job.hosts.known["b"].slots == 2
     s.send(ev.ScaleRequested(None))
     assert s.job.hosts.known["a"].slots == 2
+
+
+def test_a_user_s_size_is_reached_on_a_starved_host_if_there_is_no_other(
+    scenario: MakeScenario,
+) -> None:
+    s = trained(scenario)
+    s.send(HostStarved("a", 1, WHY))
+    meet(s)
+    s.send(ev.ScaleRequested(4))
+    assert s.job.hosts.known["a"].slots == 2
+
+
+def test_a_starved_host_is_used_in_full_if_the_job_could_not_train_else(
+    scenario: MakeScenario,
+) -> None:
+    s = trained(scenario, min_np=2)
+    s.send(HostStarved("a", 1, WHY))
+    meet(s)
+    s.hosts(a=2)
+    assert s.job.hosts.known["a"].slots == 2
+    s.hosts(a=2, b=2)
+    assert s.job.hosts.known["a"].slots == 1
+
+
+# ---- the memory that similar jobs took -----------------------------------------------------
+
+
+def test_a_host_gets_the_workers_for_which_it_has_the_memory_that_similar_jobs_took(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, auto_scale=True, agents=False)
+    s.hosts(a=4, b=4)
+    for number, (host, memory) in enumerate((("a", 2000), ("b", 9000)), start=7):
+        s.send(ev.AgentReady(host, 1, number, "x", (5000, 5001), memory=memory))
+    s.send(MemoryExpected(1000, WHY))
+    assert {name: host.slots for name, host in s.job.hosts.known.items()} == {"a": 2, "b": 4}
+    (told,) = s.announced("memory_expected")
+    assert (told.reason, told.detail) == (WHY, {"need": 1000})
+    s.send(MemoryExpected(0, "their speeds differ"))
+    assert s.job.hosts.known["a"].slots == 4
+
+
+def test_a_host_that_comes_later_is_limited_by_it_too(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, auto_scale=True, agents=False)
+    s.send(MemoryExpected(1000, WHY))
+    s.hosts(a=4)
+    s.send(ev.AgentReady("a", 1, 7, "x", (5000, 5001), memory=3999))
+    assert s.job.hosts.known["a"].slots == 3
+
+
+def test_the_memory_of_similar_jobs_keeps_no_job_from_its_start(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=2, auto_scale=True, agents=False)
+    s.hosts(a=2)
+    s.send(ev.AgentReady("a", 1, 7, "x", (5000, 5001), memory=500))
+    s.send(MemoryExpected(1000, WHY))
+    assert s.job.hosts.known["a"].slots == 2
+
+
+def test_what_a_worker_of_the_job_needed_outranks_what_those_of_similar_jobs_took(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, auto_scale=True, agents=False)
+    s.hosts(a=1, b=2)
+    s.agent_up("a")
+    s.send(ev.AgentReady("b", 1, 8, "x", (5000, 5001), memory=4000))
+    s.send(MemoryExpected(4000, WHY))
+    assert s.job.hosts.known["b"].slots == 1
+    s.ready(*s.starting)
+    s.wait(1.0)
+    s.send(ev.WorkerExited(s.members[0], -9, "", out_of_memory=ev.OutOfMemory(1000, 5000)))
+    assert s.job.hosts.known["b"].slots == 2

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import HostsMeasured
+from elastic_driver.core.driver_events import HostsGranted, HostsMeasured
 from elastic_driver.core.rules.memory import in_words
 from tests.core.scenario import MakeScenario, Scenario
 
@@ -306,3 +306,72 @@ def test_the_limits_outlive_the_driver(scenario: MakeScenario) -> None:
 @pytest.mark.parametrize(("size", "words"), [(950 * MIB, "950 MiB"), (2**36, "64 GiB")])
 def test_sizes_are_in_words(size: int, words: str) -> None:
     assert in_words(size) == words
+
+
+# ---- under the Brain, which may have larger hosts -------------------------------------------
+
+
+def under_brain(scenario: MakeScenario, **settings: object) -> Scenario:
+    s = scenario(**{"start_np": 2, "min_np": 2, "max_np": 2, "agents": False, **settings})
+    s.send(HostsGranted(1, (("a", 1), ("b", 1)), "the test says so"))
+    s.agent_up("a")
+    s.agent_up("b")
+    s.ready(*s.starting)
+    s.wait(1.0)
+    s.step(*s.members)
+    return s
+
+
+def test_a_job_of_the_brain_waits_for_a_larger_host(scenario: MakeScenario) -> None:
+    s = under_brain(scenario)
+    measured(s, a=900, b=900)
+    ran_out(s, s.members[0], 1000, idle=900)
+    assert s.end is None
+    assert s.job.limits.memory_room() == {"a": 0, "b": 1}
+    s.ready(*s.in_state("running"), version=1)
+    s.wait(2.0)
+    s.send(HostsGranted(2, (("b", 1), ("c", 1)), "c has the memory"))
+    s.agent_up("c")
+    s.ready(*s.starting)
+    s.wait(1.0)
+    s.step(*s.members, step=2)
+    assert where(s) == ["b", "c"]
+    assert s.end is None
+
+
+def test_a_job_ends_when_the_brain_has_no_host_that_is_large_enough(
+    scenario: MakeScenario,
+) -> None:
+    s = under_brain(scenario)
+    measured(s, a=900, b=900)
+    ran_out(s, s.members[0], 1000, idle=900)
+    s.send(HostsGranted(2, (), "it waits", too_small=("n9", 1400 * MIB)))
+    assert s.end is not None
+    assert s.end.reason.startswith(
+        "rank 0 on host a ran out of memory at 1000 MiB, "
+        "and no host has 1500 MiB idle: the largest, n9, has 1400 MiB;"
+    )
+
+
+def test_a_job_waits_for_the_brain_no_longer_than_it_waits_for_other_hosts(
+    scenario: MakeScenario,
+) -> None:
+    s = under_brain(scenario, elastic_timeout=60.0)
+    measured(s, a=900, b=900)
+    ran_out(s, s.members[0], 1000, idle=900)
+    s.ready(*s.in_state("running"), version=1)
+    s.wait(59.0)
+    assert s.end is None
+    s.wait(1.5)
+    assert s.end is not None
+    assert s.end.reason.startswith("rank 0 on host a ran out of memory at 1000 MiB, ")
+
+
+def test_a_host_of_the_brain_that_proves_too_small_is_reported(scenario: MakeScenario) -> None:
+    s = under_brain(scenario)
+    measured(s, a=900, b=900)
+    ran_out(s, s.members[0], 1000, idle=900)
+    s.send(HostsGranted(2, (("b", 1), ("c", 1)), "nobody has measured c"))
+    s.send(ev.AgentReady("c", 1, 9, "10.0.0.3", (5000,), memory=1200 * MIB))
+    assert s.job.limits.memory_room() == {"a": 0, "b": 1, "c": 0}
+    assert s.end is None

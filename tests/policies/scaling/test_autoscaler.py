@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.driver_events import SizeProposed, Tick
+from elastic_driver.core.driver_events import MemoryExpected, SizeProposed, Tick
 from elastic_driver.core.snapshots import unpack
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.autoscaler import GIVE_UP_S, AutoScaler
@@ -39,6 +39,7 @@ class SimulatedJob:
     round: int = 1
     machine: AutoScaler = field(default_factory=AutoScaler)
     proposals: list[SizeProposed] = field(default_factory=list)
+    expected: list[int] = field(default_factory=list)  # the memory that similar jobs took
     announced: list[Announce] = field(default_factory=list)
     chance: random.Random = field(default_factory=lambda: random.Random(1))
 
@@ -85,6 +86,9 @@ class SimulatedJob:
                 self.announced.append(decision)
                 continue
             assert isinstance(decision, SendEvent)
+            if isinstance(decision.event, MemoryExpected):
+                self.expected.append(decision.event.need)
+                continue
             assert isinstance(decision.event, SizeProposed)
             self.proposals.append(decision.event)
             self.go_to(decision.event.num_proc)
@@ -348,6 +352,7 @@ def test_what_similar_jobs_have_measured_is_dropped_if_it_is_wrong(factor: float
     job.run(30)
     assert job.proposals[0].num_proc == 8
     assert job.announced[0].event == "prior_dropped"
+    assert job.expected == [0], "their memory says nothing, either"
     job.until_found()
     assert job.wanted == 3
 
