@@ -49,6 +49,8 @@ run "a node check names the host with the slow link" \
     "$PYTHON" -m tests.runtime.check_trial --link 100,300 --times "$TIMES"
 # shellcheck disable=SC2086 - one word for each fault
 run "every fault of a host" "$PYTHON" -m tests.cluster.trials $FAULTS --times "$TIMES"
+run "a worker leaves a host with too few processors" \
+    "$PYTHON" -m tests.cluster.starved_host --times "$TIMES"
 run "$DRIVERS drivers killed, workers beside them, no step lost" \
     "$PYTHON" -m tests.e2e.driver_kills --drivers "$DRIVERS" --workers 3
 run "$MINUTES minutes of load and bad links cost no host" \
