@@ -42,9 +42,10 @@ class JobView(Struct, frozen=True, kw_only=True):
     `measured`: whether the speed at the present size and place is among `speeds`.
     `unchanged_for`: the seconds since its size was changed.
     `memory`: the bytes that one worker should find; None: not known. `room`: once a worker has run
-    out of memory, the most workers for which hosts have it; hosts that are missing were not tried.
-    No plan may have more. `starved`: the most workers of hosts whose processors are too few for
-    more; a plan may have more, if the job could not train else.
+    out of memory, the most workers for which hosts have it. `planned`: the most workers of hosts by
+    a user's plan. No plan of ours may have more; hosts that are missing were not tried. `starved`:
+    the most workers of hosts whose processors are too few for more; a plan may have more, if the
+    job could not train else.
     """
 
     name: str
@@ -65,19 +66,22 @@ class JobView(Struct, frozen=True, kw_only=True):
     noise: float | None = None
     memory: int | None = None
     room: dict[str, int] = {}
+    planned: dict[str, int] = {}
     starved: dict[str, int] = {}
 
 
 class HostView(Struct, frozen=True, kw_only=True):
     """A host of the Brain. `cpu`: the part of its processors in use; `memory_free` is in bytes.
 
-    Figures older than 30 s are absent, as are those that nobody measures.
+    `idle`: its slots without a worker of anybody, as they were measured. Figures older than 30 s
+    are absent, as are those that nobody measures.
     """
 
     name: str
     slots: int
     cpu: float | None = None
     memory_free: int | None = None
+    idle: int | None = None
 
 
 class View(Struct, frozen=True, kw_only=True):
@@ -117,8 +121,8 @@ def faults(view: View, plan: Plan) -> list[str]:
         for host, count in workers.items():
             if host not in slots or count < 0:
                 found.append(f"{name}: {count} workers on {host!r}")
-            elif count > (room := job.room.get(host, count)):
-                found.append(f"{name}: {count} workers on {host}, it has the memory for {room}")
+            elif count > (most := min(job.room.get(host, count), job.planned.get(host, count))):
+                found.append(f"{name}: {count} workers on {host}, allowed are {most}")
             else:
                 used[host] += count
         size = sum(workers.values())

@@ -70,7 +70,8 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
     HOST:PORT where others can connect as long as the driver lives; "": nowhere. After a worker has
     run out of memory, `memory_need` has the bytes that one should find (0: not known), and `room`
     the most workers for which hosts have the memory. `starved`: the most workers of hosts whose
-    processors are too few for more. `speed`: None while the job does not train.
+    processors are too few for more. `planned`: the most workers of hosts by a user's plan. `speed`:
+    None while the job does not train.
     """
 
     began: _Seconds
@@ -85,6 +86,7 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
     memory_need: _Count = 0
     room: SlotsByHost = {}
     starved: SlotsByHost = {}
+    planned: SlotsByHost = {}
     kind: Kind
     speed: Speed | None = None
 

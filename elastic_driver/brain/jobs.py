@@ -80,12 +80,13 @@ class Job:
     def hear(self, report: JobReport, now: float) -> list[str]:
         """Take in a report; return why a plan is needed."""
         why = []
-        if _limits(report) != _limits(self.report):
+        released = self.report.starved and not report.starved  # by a user
+        if released or _limits(report) != _limits(self.report):
             why.append("limits changed")
         if self._lacks_memory(report):
             why.append("out of memory")
-        if report.starved != self.report.starved:
-            why.append("CPU starved" if report.starved else "limits changed")
+        if report.starved and report.starved != self.report.starved:
+            why.append("CPU starved")
         if not self.is_live:
             why.append("job back")
         self.report, self.heard_at = report, now
@@ -181,9 +182,11 @@ class Job:
             noise=None if speed is None else speed.noise,
             memory=report.memory_need or None,
             room=dict(report.room),
+            planned=dict(report.planned),
             starved=dict(report.starved),
         )
 
 
 def _limits(report: JobReport) -> tuple[object, ...]:
-    return report.least, report.most, report.held, report.weight
+    """Return what a user can change."""
+    return report.least, report.most, report.held, report.weight, report.planned

@@ -1,13 +1,21 @@
-"""How many workers of a job a host has the memory and the processors for.
+"""How many workers of a job a host may have, by its memory, its processors and a user's plan.
 
-The memory is a firm limit for a job of which a worker has run out of it. A host with less memory
-than similar jobs took, or with too few processors for more workers, is only to be spared: such a
-wish does not count if the job could not train else. Pure. Memory is bytes.
+The plan is a firm limit, and so is the memory for a job of which a worker has run out of it. A host
+with less memory than similar jobs took, or with too few processors for more workers, is only to be
+spared: such a wish does not count if the job could not train else. Pure. Memory is bytes.
 """
 
 from collections.abc import Mapping, Sequence
 
 from elastic_driver.brain.algorithm import HostView, JobView
+
+
+def firm_limits(job: JobView, hosts: Sequence[HostView]) -> dict[str, int]:
+    """Return the most workers by host that a job may have."""
+    found = memory_limits(job, hosts)
+    for host, most in job.planned.items():
+        found[host] = min(most, found.get(host, most))
+    return found
 
 
 def memory_limits(job: JobView, hosts: Sequence[HostView]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from scipy.sparse import csr_array  # type: ignore[import-untyped]
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
 
 from elastic_driver.brain.algorithm import HostView, JobView
-from elastic_driver.brain.limits import memory_limits, wishes
+from elastic_driver.brain.limits import firm_limits, wishes
 
 Sizes = Mapping[str, int]  # the number of workers of each job
 
@@ -119,6 +119,6 @@ def space_of(jobs: Sequence[JobView], hosts: Sequence[HostView]) -> Space:
     """Return the space of these hosts for these jobs."""
     return Space(
         {host.name: host.slots for host in hosts},
-        firm={job.name: memory_limits(job, hosts) for job in jobs},
+        firm={job.name: firm_limits(job, hosts) for job in jobs},
         wishes={job.name: wishes(job, hosts) for job in jobs},
     )

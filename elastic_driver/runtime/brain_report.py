@@ -8,7 +8,7 @@ ended by themselves. Times are seconds.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, Speed
+from elastic_driver.brain.documents import MOST_WORKERS, Grant, JobOver, JobReport, Kind, Speed
 from elastic_driver.core.driver_events import HostsGranted
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.workers import OCCUPYING
@@ -75,8 +75,9 @@ class BrainReports:
             holding=self._holding(job, now),
             lives_on=self.lives_on,
             memory_need=job.limits.memory_need,
-            room=job.limits.memory_room(),
+            room=_bounded(job.limits.memory_room()),
             starved=dict(job.limits.fewer),
+            planned=_bounded(job.limits.planned()),
             kind=self.kind,
             speed=speed,
         )
@@ -112,3 +113,8 @@ class BrainReports:
             else:
                 holding[host] = max(slots, holding.get(host, 0))
         return holding
+
+
+def _bounded(workers: dict[str, int]) -> dict[str, int]:
+    """Return the numbers of workers as a report may have them: a worker may need very little."""
+    return {host: min(most, MOST_WORKERS) for host, most in workers.items()}

@@ -55,6 +55,8 @@ class HostFigures:
             self._failing = False
             self._say("--stats-db is read again")
         return tuple(
-            HostView(name=n.name, slots=n.slots or 0, cpu=n.cpu, memory_free=n.memory_free)
+            HostView(
+                name=n.name, slots=n.slots or 0, cpu=n.cpu, memory_free=n.memory_free, idle=n.idle
+            )
             for n in nodes
         )

@@ -313,6 +313,14 @@ def test_a_starved_host_is_a_reason_for_a_plan_once(two: Brain) -> None:
     assert ask.view.event == "limits changed", "a user has let it go"
 
 
+def test_slots_that_a_user_s_plan_leaves_unused_go_to_another_job(two: Brain) -> None:
+    (ask,) = lacking(two, "A", planned={"n1": 1}, most=1)
+    assert ask.view.event == "limits changed"
+    assert two.grants == {"A": {"n1": 1}, "B": {"n2": 2}}, "A has not let go yet"
+    two.carried_out("A")
+    assert two.grants["B"] == {"n1": 1, "n2": 2}
+
+
 def test_a_job_moves_to_the_host_that_has_the_memory_for_it(two: Brain) -> None:
     """Another job gives up a slot there, and gets the one that is too small."""
     figures = {"n1": 1 * GIB, "n2": 8 * GIB}
@@ -355,7 +363,7 @@ def test_a_plan_with_too_many_workers_for_the_memory_is_refused(two: Brain) -> N
         room={"n1": 1},
     )
     assert [ask.algorithm for ask in two.asked[before:]] == ["mine", ""]
-    assert "A: 2 workers on n1, it has the memory for 1; the built-in one" in two.told[-1].line
+    assert "A: 2 workers on n1, allowed are 1; the built-in one" in two.told[-1].line
 
 
 # ---- plans that are refused ----------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.brain import space
+from elastic_driver.brain import limits
 from elastic_driver.brain.jobs import Job
 from tests.brain.seeds import run_seed
 
@@ -58,7 +58,7 @@ def test_a_brain_that_takes_a_silent_driver_for_dead_is_found_out(
 def test_a_brain_that_gives_hosts_without_the_memory_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(space, "memory_limits", lambda _job, _hosts: {})
+    monkeypatch.setattr(limits, "memory_limits", lambda _job, _hosts: {})
     with pytest.raises(AssertionError, match=r"it has the memory for|waits"):
         _run_all(range(40))
 

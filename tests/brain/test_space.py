@@ -125,6 +125,14 @@ def test_the_memory_of_similar_jobs_and_starved_hosts_are_wishes() -> None:
     assert space.of("A") == {"n1": 4, "n2": 4, "n3": 4}
 
 
+def test_the_plan_of_a_user_is_a_firm_limit() -> None:
+    limited = job(memory=3 * GIB, room={"n1": 2}, planned={"n1": 3, "n2": 1}, starved={"n2": 0})
+    space = space_of([limited], hosts(n1=4, n2=4, n3=4))
+    assert space.of("A") == {"n1": 2, "n2": 0, "n3": 4}
+    space.give_up_wishes("A")
+    assert space.of("A") == {"n1": 2, "n2": 1, "n3": 4}
+
+
 @pytest.mark.parametrize(
     ("room", "others", "largest"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_driver.brain.documents import JobReport, Kind
+from elastic_driver.brain.documents import MOST_WORKERS, JobReport, Kind
 from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import HostsGranted, HostStarved
 from elastic_driver.policies.stragglers import Stragglers
@@ -67,6 +67,30 @@ def test_a_report_says_what_a_worker_lacked(scenario: MakeScenario) -> None:
         s.send(ev.WorkerExited(s.members[-1], -9, "", out_of_memory=lacked))
         report = job.look()
         assert (report.memory_need, report.room) == (3 * 2**30, {"b": 0})
+        job.reports.end(None)
+
+
+def test_a_report_says_what_a_user_s_plan_allows(scenario: MakeScenario) -> None:
+    s = trained(scenario(start_np=1, max_np=4), a=2, b=1)
+    with played_brain() as brain:
+        job = Reported(s, brain)
+        assert job.look().planned == {}
+        s.send(ev.PlanApplied(number=1, slots_per_host=1))
+        assert job.look().planned == {"a": 1, "b": 1}
+        s.send(ev.ScaleRequested(None))
+        assert job.look().planned == {}
+        job.reports.end(None)
+
+
+def test_a_worker_that_needs_next_to_nothing_makes_no_report_that_is_refused(
+    scenario: MakeScenario,
+) -> None:
+    s = trained(scenario(start_np=1, max_np=4), a=2, b=1)
+    s.job.limits.equipped("a", 8, 2**50)
+    with played_brain() as brain:
+        job = Reported(s, brain)
+        s.send(ev.WorkerExited(s.members[-1], -9, "", out_of_memory=ev.OutOfMemory(2, 2**20)))
+        assert job.look().room["a"] == MOST_WORKERS
         job.reports.end(None)
 
 

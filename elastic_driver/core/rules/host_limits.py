@@ -95,15 +95,25 @@ class HostLimits:
         if self.expected and memory and not self.memory_need:
             yield memory // self.expected
 
+    def planned(self) -> dict[str, int]:
+        """Return the most workers that the present plan allows, of each host that it limits."""
+        known = dict.fromkeys((*dict(self.found), *self.equipment))
+        found = {host: [*self._planned(host, self.plan)] for host in known}
+        return {host: min(bounds) for host, bounds in found.items() if bounds}
+
     def _bounds(self, host: str, slots: int, plan: ev.PlanApplied | None) -> Iterator[int]:
         yield slots
-        cpus, memory = self.equipment.get(host, (0, 0))
+        memory = self.equipment.get(host, (0, 0))[1]
         if host in self.room:
             yield self.room[host]
         elif self.memory_need and memory:
             yield memory // self.memory_need
+        yield from self._planned(host, plan)
+
+    def _planned(self, host: str, plan: ev.PlanApplied | None) -> Iterator[int]:
         if plan is None:
             return
+        cpus, memory = self.equipment.get(host, (0, 0))
         if plan.slots_per_host is not None:
             yield plan.slots_per_host
         if plan.cpu_per_worker is not None and cpus:
