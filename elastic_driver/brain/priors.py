@@ -32,8 +32,8 @@ class Prior(NamedTuple):
     @property
     def memory_reason(self) -> str:
         """Why a worker is expected to need this memory."""
-        factor = f"{MEMORY_FACTOR:g} times the largest peak of {self.jobs} similar jobs"
-        return f"{(self.memory or 0) / 2**20:.0f} MiB, {factor}"
+        what = f"{MEMORY_FACTOR:g} times the largest peak of similar jobs ({self.jobs} of them)"
+        return f"{(self.memory or 0) / 2**20:.0f} MiB, {what}"
 
 
 def prior_of(records: Sequence[Record]) -> Prior | None:

@@ -73,7 +73,7 @@ def test_a_job_begins_where_a_finished_one_of_its_name_was_best(tmp_path: Path) 
         assert "best in similar jobs (1 of them)" in proposed["reason"]
         (told,) = job.events("memory_expected")
         assert told["need"] == 1.5 * memory
-        assert told["reason"] == "150 MiB, 1.5 times the largest peak of 1 similar jobs"
+        assert told["reason"] == "150 MiB, 1.5 times the largest peak of similar jobs (1 of them)"
         job.until_size(2)
         job.process.terminate()
         assert job.wait(60) == 143, job.describe()
