@@ -90,6 +90,7 @@ def seldom(random: Random) -> list[ev.Event]:
             worker, -9, "", out_of_memory=ev.OutOfMemory(random.choice([None, 8, 2**29]), 2**29)
         ),
         seen.HostStarved(host, random.randint(0, 2), WHY),
+        seen.MemoryExpected(random.choice([0, 8, 2**29]), WHY),
         ev.StacksRequested(random.choice(["", WHY])),
         seen.DriverResumed(random.randint(1, 2), random.choice(["", WHY]), random.random() < 0.5),
         *(returned(random, host, term) for term in (1, 2)),

@@ -121,7 +121,7 @@ class Memory(Rule):
                 self.failure = None
                 self._shared.clear()
         elif not self._brain_may_help(now):
-            self.outcome.finish_with(failure, self._reason(failure))
+            self.outcome.finish_with(failure, self._why_it_ends(failure))
 
     def _brain_may_help(self, now: float) -> bool:
         """Return whether the job waits for a grant with larger hosts."""
@@ -132,14 +132,15 @@ class Memory(Rule):
             self._since + self.settings.elastic_timeout, now, waiting
         )
 
-    def _reason(self, failure: Failure) -> str:
+    def _why_it_ends(self, failure: Failure) -> str:
         """Return why the job ends: what its worker needed, and the largest host."""
         need = self.limits.memory_need
         who = f"rank {failure.rank} on host {failure.host} ran out of memory"
         hint = "use hosts with more memory, fewer workers (--min-np), or a smaller batch"
         if not need:
             return f"{who}, and no other host has a free slot; {hint}"
-        known = dict([self.limits.too_small] if self.limits.too_small else [])
+        largest_there = self.limits.too_small or ("", 0)
+        known = dict([largest_there] if largest_there[0] else [])
         known |= {host: memory for host, (_, memory) in self.limits.equipment.items() if memory}
         known |= self.idle
         largest = max(known, key=known.__getitem__, default=failure.host)
