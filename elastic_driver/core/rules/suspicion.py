@@ -4,13 +4,15 @@ One piece of evidence proves nothing: a proxy may close connections, a link may 
 machine may be slow. So an agent that is suspected is probed. Its host is lost if
 
 - the agent is suspected and its host answers that the process is gone, or
-- the agent is silent and the probe is not answered either, or
+- the agent is silent, the probe is not answered either, and another host answers one, so that it is
+  not this machine that is cut off, or
 - no probe can reach this host at all (a firewall), and two kinds of evidence agree.
 
 An agent that answers is only observed until its next heartbeat. Without any of these the agent's
 lease ends after `heartbeat_timeout` (`agents`). Times are monotonic seconds.
 """
 
+import itertools
 import re
 from dataclasses import dataclass, field
 
@@ -25,6 +27,7 @@ from elastic_driver.core.rules.workers import Worker
 PROBE_S = 0.6  # for an answer; several attempts are made in this time, as packets may be lost
 FIRST_PROBE_S = 2.0  # for the first answer of an agent that has just come up
 AGAIN_S = 0.5  # between two probes of an agent that sends no heartbeat
+WITNESSES = 3  # other hosts that are asked whether this machine is cut off; one answer will do
 CONFIRM_S = 0.1  # between two kinds of evidence and a verdict, if no probe can help
 _PEER = re.compile(r"\[([0-9A-Fa-f.:]+)\]:")  # as gloo's errors name a peer
 
@@ -38,6 +41,7 @@ class Suspect:
     probe: int = 0  # the number of the probe that is not answered yet; 0: none
     probe_at: float | None = None  # the time of the next probe
     asked_cut_off: bool = False  # the probe began while no host was heard: its failure says nothing
+    verdict: str = ""  # it is lost, if a witness answers
     confirmed_at: float | None = None  # the time at which two kinds of evidence are a verdict
 
 
@@ -51,6 +55,7 @@ class Suspicion(Rule):
     reachable: dict[str, int] = field(default_factory=dict)  # host → incarnation that answered
     at: dict[str, set[str]] = field(default_factory=dict)  # hosts whose agent had this address
     probes: int = 0  # numbers given
+    _witnesses: set[int] = field(default_factory=set)  # numbers of probes that have no result yet
     # Agents that answered a driver on another host. They count as reachable by probes if any other
     # agent answers this one.
     _answered_before: dict[str, int] = field(default_factory=dict)
@@ -96,6 +101,8 @@ class Suspicion(Rule):
 
     def on_probed(self, event: AgentProbed, now: float) -> None:
         """Draw the consequence of a probe's result."""
+        if event.number in self._witnesses:
+            self._hear_witness(event, now)
         agent, suspect = self._up(event), self.suspects.get(event.host)
         if event.result == "answered":
             self.reachable[event.host] = event.incarnation
@@ -116,7 +123,31 @@ class Suspicion(Rule):
         elif suspect.asked_cut_off:
             suspect.probe_at = now
         else:
-            self._lose(agent, suspect, f"no answer to a probe {took}", now)
+            suspect.verdict = f"no answer to a probe {took}"
+            if self._ask_witnesses():
+                suspect.probe_at = now + AGAIN_S
+            else:
+                self._lose(agent, suspect, suspect.verdict, now)
+
+    def _ask_witnesses(self) -> bool:
+        """Probe hosts that are not suspected, if none is probed; return whether there are any."""
+        others = (agent for host, agent in self.fleet.agents.items() if host not in self.suspects)
+        reachable = (a for a in others if a.is_up and a.probe_port and self._reachable(a))
+        if not self._witnesses:
+            for agent in itertools.islice(reachable, WITNESSES):
+                self._witnesses.add(self._ask(agent, PROBE_S, "is this machine cut off?"))
+        return bool(self._witnesses)
+
+    def _hear_witness(self, event: AgentProbed, now: float) -> None:
+        """Give up the hosts that do not answer, if this one does: this machine is not cut off."""
+        self._witnesses.discard(event.number)
+        if event.result == "silent":
+            return
+        self._witnesses.clear()  # one answer will do
+        for host, suspect in tuple(self.suspects.items()):
+            agent = self.fleet.agents.get(host)
+            if suspect.verdict and agent is not None and agent.is_up:
+                self._lose(agent, suspect, suspect.verdict, now)
 
     def advance(self, now: float) -> None:
         """Probe again, and give up hosts against which two kinds of evidence agree."""
@@ -152,7 +183,7 @@ class Suspicion(Rule):
             self._agree(suspect, now)
 
     def _probe(self, agent: HostAgent, suspect: Suspect) -> None:
-        suspect.probe_at = None
+        suspect.probe_at, suspect.verdict = None, ""
         if agent.probe_port:
             reasons = "; ".join(suspect.evidence.values()) or "it sends no heartbeat"
             suspect.probe = self._ask(agent, PROBE_S, reasons)
@@ -166,7 +197,7 @@ class Suspicion(Rule):
 
     def _answered(self, agent: HostAgent, suspect: Suspect, now: float) -> None:
         """Clear an agent that answers; if it was silent, probe it until its next heartbeat."""
-        suspect.confirmed_at = None
+        suspect.confirmed_at, suspect.verdict = None, ""
         if "silent" in suspect.evidence:
             suspect.evidence = {"silent": suspect.evidence["silent"]}
             suspect.probe_at = now + AGAIN_S

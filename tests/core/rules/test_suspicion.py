@@ -10,7 +10,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import KillAgent, ProbeAgent
 from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected
 from elastic_driver.core.job_events import EventBatch
-from elastic_driver.core.rules.suspicion import AGAIN_S, CONFIRM_S, PROBE_S
+from elastic_driver.core.rules.suspicion import AGAIN_S, CONFIRM_S, PROBE_S, WITNESSES
 from tests.core.scenario import Scenario
 
 
@@ -34,6 +34,18 @@ def probes(s: Scenario, host: str) -> list[ProbeAgent]:
 def answer(s: Scenario, host: str, result: str = "answered", seconds: float = 0.001) -> None:
     number = probes(s, host)[-1].number
     s.send(AgentProbed(host, 1, number, result, seconds))  # type: ignore[arg-type]
+
+
+def witnesses(s: Scenario) -> list[ProbeAgent]:
+    """The probes of the hosts that were asked last whether the driver's machine is cut off."""
+    asked = [probe for probe in s.all(ProbeAgent) if probe.reason == "is this machine cut off?"]
+    return asked[-WITNESSES:]
+
+
+def one_answers(s: Scenario, result: str = "answered") -> None:
+    """The last of those hosts answers, or another result is known."""
+    last = witnesses(s)[-1]
+    s.send(AgentProbed(last.host, 1, last.number, result, 0.001))  # type: ignore[arg-type]
 
 
 def suspect(s: Scenario, host: str, evidence: str) -> None:
@@ -62,6 +74,8 @@ def test_a_silent_host_that_answers_no_probe_is_lost() -> None:
     s = trains()
     suspect(s, "b", "silent")
     answer(s, "b", "silent", PROBE_S)
+    assert lost(s) == []
+    one_answers(s)
     assert lost(s) == ["b"]
     assert s.notice.silent  # nothing else ends the collectives of the others
 
@@ -90,6 +104,7 @@ def test_a_closed_connection_and_an_unanswered_probe_wait_for_silence() -> None:
     assert len(probes(s, "b")) == 3  # the first, the one for the evidence, and another
     suspect(s, "b", "silent")
     answer(s, "b", "silent", PROBE_S)
+    one_answers(s)
     assert lost(s) == ["b"]
 
 
@@ -121,7 +136,51 @@ def test_if_every_host_is_silent_the_driver_may_be_the_one_that_is_cut_off() -> 
     assert lost(s) == []
     for host in "bc":
         answer(s, host, "silent", PROBE_S)
+    one_answers(s)
     assert lost(s) == ["b", "c"]
+
+
+def test_hosts_whose_silence_is_noticed_later_do_not_prove_that_the_driver_is_connected() -> None:
+    """The driver's machine is cut off; heartbeats of some hosts are expected sooner than others."""
+    s = trains(hosts="abcd")
+    for host in "ab":
+        suspect(s, host, "silent")
+    for host in "ab":
+        answer(s, host, "silent", PROBE_S)
+    assert [probe.host for probe in witnesses(s)] == ["c", "d"], "once for all"
+    for host in "cd":
+        suspect(s, host, "silent")
+    for probe in witnesses(s):
+        s.send(AgentProbed(probe.host, 1, probe.number, "silent", PROBE_S))
+    s.wait(AGAIN_S)
+    for host in "abcd":
+        answer(s, host, "silent", PROBE_S)
+    assert lost(s) == []
+    for host in "abcd":
+        s.send(AgentHeard(host, 1))
+    s.wait(60.0)
+    assert lost(s) == []
+
+
+def test_a_probe_that_began_again_outdates_the_one_before() -> None:
+    s = trains()
+    suspect(s, "b", "silent")
+    answer(s, "b", "silent", PROBE_S)
+    s.wait(AGAIN_S)
+    one_answers(s)
+    assert lost(s) == [], "b is asked again"
+    answer(s, "b", "silent", PROBE_S)
+    one_answers(s, "refused")
+    assert lost(s) == ["b"], "the machine of a witness answers, though its agent is gone"
+
+
+def test_where_no_witness_can_be_asked_a_silent_host_that_answers_no_probe_is_lost() -> None:
+    s = trains(probed=False)
+    answer(s, "b")
+    suspect(s, "b", "silent")
+    answer(s, "b", "silent", PROBE_S)
+    assert witnesses(s) == []
+    assert lost(s) == ["b"]
 
 
 def test_a_probe_that_began_while_the_driver_was_cut_off_costs_no_host() -> None:
@@ -148,8 +207,10 @@ def test_half_of_the_hosts_are_lost_in_one_round() -> None:
         suspect(s, host, "silent")
     answer(s, "c", "silent", PROBE_S)
     s.ready("a.0.1", "b.0.1", version=1)
+    one_answers(s)
     assert s.round == (1, "closing")  # not complete: d is not decided yet
     answer(s, "d", "silent", PROBE_S)
+    one_answers(s)
     assert s.world.round == 2
     assert [member.place.host for member in s.world.members] == ["a", "b"]
 
@@ -219,5 +280,6 @@ def test_the_verdicts_of_many_hosts_are_reached_together() -> None:
     assert [probe.host for probe in asked] == late
     began = time.process_time()
     s.send(EventBatch(tuple(AgentProbed(p.host, 1, p.number, "silent", 0.6) for p in asked)))
+    one_answers(s)
     assert lost(s) == late
     assert time.process_time() - began < 1.0  # with the invariants; 5 ms each one by one
