@@ -187,6 +187,19 @@ def test_a_hundred_changes_of_the_world_leak_neither_memory_nor_threads_nor_desc
             eventually(lambda w=worker: has_settled(w), f"{worker} holds no more than before")
 
 
+def test_a_world_can_be_left_while_a_thread_of_gloo_still_ends_its_last_callback(
+    tmp_path: Path,
+) -> None:
+    """A group whose last reference that thread had would wait for it, and end the process."""
+    with Coordinator(tmp_path, training.ends_callbacks_late) as job:
+        workers = job.start(2)
+        for number in range(1, 5):
+            both = f"both train in round {number}"
+            eventually(lambda n=number: job.stepped(n) == set(workers), both)
+            job.publish(Notice(number, None, "a change"))
+        eventually(lambda: job.stepped(5) == set(workers), "both train in the last round")
+
+
 def test_the_group_of_init_is_a_whole_torch_process_group(tmp_path: Path) -> None:
     with Coordinator(tmp_path, training.uses_torch_directly) as job:
         workers = job.start(3)

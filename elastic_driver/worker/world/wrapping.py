@@ -89,8 +89,8 @@ class _GradientMean:
     def communicate(self, _state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         if self.of_script is not None:
             return self._waits.guarded(self.of_script(bucket), lambda tensor: tensor)
-        gradients = bucket.buffer()
-        measured = None if self._meter is None else self._meter.begin(bucket)
+        gradients, meter = bucket.buffer(), self._meter
+        measured = None if meter is None else meter.begin(bucket)
         # In this way torch's reducer divides where there is no hook.
         if gradients.is_sparse:
             gradients.div_(self._size)
@@ -99,9 +99,11 @@ class _GradientMean:
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None  # noqa: S101 - it is asynchronous
 
+        # A thread of gloo calls it, and forgets it later. It must not have the last reference to
+        # the group then, whose end waits for this thread: it does not hold `self`.
         def mean(_: object) -> torch.Tensor:
-            if self._meter is not None and measured is not None:
-                self._meter.end(measured, gradients)
+            if meter is not None and measured is not None:
+                meter.end(measured, gradients)
             return gradients
 
         return self._waits.guarded(work.get_future(), mean)
