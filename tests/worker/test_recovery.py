@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -187,11 +188,14 @@ def test_a_hundred_changes_of_the_world_leak_neither_memory_nor_threads_nor_desc
             eventually(lambda w=worker: has_settled(w), f"{worker} holds no more than before")
 
 
+@pytest.mark.parametrize(
+    "script", [training.ends_callbacks_late, training.has_a_hook_that_holds_the_group]
+)
 def test_a_world_can_be_left_while_a_thread_of_gloo_still_ends_its_last_callback(
-    tmp_path: Path,
+    tmp_path: Path, script: Callable[[str], None]
 ) -> None:
     """A group whose last reference that thread had would wait for it, and end the process."""
-    with Coordinator(tmp_path, training.ends_callbacks_late) as job:
+    with Coordinator(tmp_path, script) as job:
         workers = job.start(2)
         for number in range(1, 5):
             both = f"both train in round {number}"

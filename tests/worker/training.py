@@ -192,6 +192,36 @@ def ends_callbacks_late(path: str) -> None:
     resumes_for_ever(path)
 
 
+def has_a_hook_that_holds_the_group(path: str) -> None:
+    """A communication hook of the script's own; gloo's threads are slow to forget it."""
+    job, record = Everything(width=8), Recorder(path)
+
+    class Kept:
+        def __init__(self, group: Any) -> None:
+            self.group = group
+
+        def __del__(self) -> None:
+            time.sleep(0.2)  # on gloo's thread; then its reference to the group goes
+
+    def hook(_state: object, bucket: Any) -> Any:
+        kept = Kept(dist.group.WORLD)
+        work = dist.all_reduce(bucket.buffer(), group=kept.group, async_op=True)
+        return work.get_future().then(lambda future, _kept=kept: future.value()[0])
+
+    hook.__annotations__.clear()  # torch compares them with types, and here they are strings
+
+    @elastic.run
+    def train(state: Any) -> None:
+        ddp = elastic.wrap(state.model)
+        ddp.register_comm_hook(None, hook)
+        record.note(entered=elastic.round_id())
+        while True:
+            job.train_a_step(ddp)
+            state.commit()
+
+    train(job.state)
+
+
 def dies_while_joining(path: str) -> None:
     """A member that is READY, is given a place, and dies before it connects."""
     from elastic_driver.core.state_version import StateVersion

@@ -40,6 +40,7 @@ BACKEND = "elastic_gloo"
 COLLECTIVE_TIMEOUT_S = 1800.0  # torch's default; the lease of a hung peer expires long before
 CONNECT_TIMEOUT_S = 120.0  # of the construction; an abandoned thread lives no longer
 LINGER_S = 1.0  # the longest wait for peers to receive our data, before the device is cut off
+CALLBACKS_S = 1.0  # the longest wait for gloo's threads to forget a script's callbacks
 FIRST_POLL_S, LONGEST_POLL_S = 0.005, 1.0  # between two looks whether gloo's operations have ended
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "::1"})
 GroupCreator = Callable[[Store, int, int, timedelta], Any]
@@ -131,12 +132,17 @@ class RoundGroup:
         then it holds them, also while the interpreter ends, whose main thread would hang in that
         destructor. A thread that is inside the destructor would abort the interpreter's end, so it
         must be joined before.
+
+        A callback of the script on one of gloo's threads may hold torch's group, and that thread
+        cannot wait for itself. So our reference is dropped when no other is left, or a moment later
+        than such callbacks last.
         """
         self.connections.shut_writes()
         tear_down_wrappers()
         self.host_groups.clear()
         last, self.backend, self.subgroups = [self.backend, *self.subgroups], None, []
         _Handover.create = None  # it holds the group
+        torchs = [] if self.half is not None or not dist.is_initialized() else [dist.group.WORLD]
         if self.half is not None and dist.is_initialized():
             self.half.device.forget()
         elif dist.is_initialized():
@@ -147,6 +153,11 @@ class RoundGroup:
             while not ended():
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_POLL_S)
+            until = time.monotonic() + CALLBACKS_S
+            # The list, and the argument.
+            while torchs and sys.getrefcount(torchs[0]) > 2 and time.monotonic() < until:
+                time.sleep(FIRST_POLL_S)
+            torchs.clear()
             last.clear()
 
         ending = threading.Thread(target=end, name="elastic-old-group", daemon=True)

@@ -64,6 +64,11 @@ class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torc
         if self._mean is not None:
             super().register_comm_hook(None, self._mean.communicate)
 
+    def forget_group(self) -> None:
+        """Drop the process group: this wrapper is of no use any more."""
+        if self._mean is not None:
+            self._mean.group = None
+
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Register a communication hook of the script, as torch does."""
         if self._mean is None:
@@ -82,7 +87,8 @@ class _GradientMean:
     """
 
     def __init__(self, waits: CollectiveWaits, group: Any) -> None:
-        self._waits, self._group, self._size = waits, group, dist.get_world_size(group)
+        self._waits, self._size = waits, dist.get_world_size(group)
+        self.group = group  # None: the wrapper was taken down
         self._meter = new_meter(self._size)
         self.of_script: Callable[[Any], Future[torch.Tensor]] | None = None
 
@@ -96,7 +102,7 @@ class _GradientMean:
             gradients.div_(self._size)
         else:
             gradients.mul_(1.0 / self._size)
-        work = dist.all_reduce(gradients, group=self._group, async_op=True)
+        work = dist.all_reduce(gradients, group=self.group, async_op=True)
         assert work is not None  # noqa: S101 - it is asynchronous
 
         # A thread of gloo calls it, and forgets it later. It must not have the last reference to
@@ -137,5 +143,7 @@ def tear_down_wrappers() -> None:
     for ddp in list(_wrapped):
         ddp.reducer = ddp.logger = None  # the last references: the destructor removes the hooks
         ddp.process_group = None
+        if isinstance(ddp, ElasticDataParallel):
+            ddp.forget_group()
     _wrapped.clear()
     _in_sync.clear()
