@@ -65,6 +65,7 @@ class Suspicion(Rule):
         if moved:
             self._answered_before, self.reachable = {**self._answered_before, **self.reachable}, {}
         self.suspects.clear()
+        self._witnesses.clear()  # their answers went to the driver that has died
         for agent in self.fleet.awaited.values():
             silent: dict[Evidence, str] = {"silent": "it has not returned to the resumed driver"}
             suspect = self.suspects[agent.host] = Suspect(now, silent)

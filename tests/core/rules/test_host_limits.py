@@ -125,13 +125,24 @@ def test_a_starved_host_is_used_in_full_if_the_job_could_not_train_else(
 # ---- the memory that similar jobs took -----------------------------------------------------
 
 
+def searching(scenario: MakeScenario, slots: dict[str, int], **settings: object) -> Scenario:
+    """A job with `--auto-scale` that has found these hosts; no agent is up."""
+    s = scenario(**{"start_np": 2, "auto_scale": True, "agents": False, **settings})
+    s.hosts(**slots)
+    return s
+
+
+def up(s: Scenario, host: str, memory: int, number: int = 7) -> None:
+    """The agent of a host with so much memory comes up."""
+    s.send(ev.AgentReady(host, 1, number, "x", (5000, 5001), memory=memory))
+
+
 def test_a_host_gets_the_workers_for_which_it_has_the_memory_that_similar_jobs_took(
     scenario: MakeScenario,
 ) -> None:
-    s = scenario(start_np=2, auto_scale=True, agents=False)
-    s.hosts(a=4, b=4)
-    for number, (host, memory) in enumerate((("a", 2000), ("b", 9000)), start=7):
-        s.send(ev.AgentReady(host, 1, number, "x", (5000, 5001), memory=memory))
+    s = searching(scenario, {"a": 4, "b": 4})
+    up(s, "a", 2000)
+    up(s, "b", 9000, number=8)
     s.send(MemoryExpected(1000, WHY))
     assert {name: host.slots for name, host in s.job.hosts.known.items()} == {"a": 2, "b": 4}
     (told,) = s.announced("memory_expected")
@@ -141,17 +152,15 @@ def test_a_host_gets_the_workers_for_which_it_has_the_memory_that_similar_jobs_t
 
 
 def test_a_host_that_comes_later_is_limited_by_it_too(scenario: MakeScenario) -> None:
-    s = scenario(start_np=2, auto_scale=True, agents=False)
+    s = searching(scenario, {"a": 4})
     s.send(MemoryExpected(1000, WHY))
-    s.hosts(a=4)
-    s.send(ev.AgentReady("a", 1, 7, "x", (5000, 5001), memory=3999))
+    up(s, "a", 3999)
     assert s.job.hosts.known["a"].slots == 3
 
 
 def test_the_memory_of_similar_jobs_keeps_no_job_from_its_start(scenario: MakeScenario) -> None:
-    s = scenario(start_np=2, min_np=2, auto_scale=True, agents=False)
-    s.hosts(a=2)
-    s.send(ev.AgentReady("a", 1, 7, "x", (5000, 5001), memory=500))
+    s = searching(scenario, {"a": 2}, min_np=2)
+    up(s, "a", 500)
     s.send(MemoryExpected(1000, WHY))
     assert s.job.hosts.known["a"].slots == 2
 
@@ -159,10 +168,9 @@ def test_the_memory_of_similar_jobs_keeps_no_job_from_its_start(scenario: MakeSc
 def test_what_a_worker_of_the_job_needed_outranks_what_those_of_similar_jobs_took(
     scenario: MakeScenario,
 ) -> None:
-    s = scenario(start_np=2, auto_scale=True, agents=False)
-    s.hosts(a=1, b=2)
+    s = searching(scenario, {"a": 1, "b": 2})
     s.agent_up("a")
-    s.send(ev.AgentReady("b", 1, 8, "x", (5000, 5001), memory=4000))
+    up(s, "b", 4000, number=8)
     s.send(MemoryExpected(4000, WHY))
     assert s.job.hosts.known["b"].slots == 1
     s.ready(*s.starting)

@@ -174,6 +174,15 @@ def test_a_probe_that_began_again_outdates_the_one_before() -> None:
     assert lost(s) == ["b"], "the machine of a witness answers, though its agent is gone"
 
 
+def test_a_driver_that_resumes_waits_for_no_witness_of_the_one_that_died() -> None:
+    s = trains()
+    suspect(s, "b", "silent")
+    answer(s, "b", "silent", PROBE_S)
+    assert len(s.job.suspicion._witnesses) == 2
+    s.resume()
+    assert s.job.suspicion._witnesses == set(), "else no other would ever be asked"
+
+
 def test_where_no_witness_can_be_asked_a_silent_host_that_answers_no_probe_is_lost() -> None:
     s = trains(probed=False)
     answer(s, "b")
