@@ -27,23 +27,25 @@ class StateVersion(NamedTuple):
 def source_of(states: Sequence[StateVersion]) -> int | None:
     """Return the rank whose state all ranks go on with; `states` are in the order of ranks.
 
-    Among trained states, clean ones come first, then the one with the most steps, then the lowest
-    rank. If no rank has trained, it is the lowest rank that is clean; None if no rank is clean.
+    Only clean states count: one between two commits is nobody's. The one with the most steps wins,
+    then the lowest rank. If no rank has trained, it is the lowest clean rank. None if the state was
+    trained and no rank has it whole, or no rank is clean.
     """
-    trained = [rank for rank, state in enumerate(states) if state.trained]
-    clean = [rank for rank in trained or range(len(states)) if states[rank].clean]
-    if not trained:
-        return clean[0] if clean else None
-    return max(clean or trained, key=lambda rank: (states[rank].steps, -rank))
+    clean = [rank for rank, state in enumerate(states) if state.clean]
+    trained = [rank for rank in clean if states[rank].trained]
+    if trained:
+        return max(trained, key=lambda rank: (states[rank].steps, -rank))
+    lost = any(state.trained for state in states)
+    return clean[0] if clean and not lost else None
 
 
 def receivers_of(states: Sequence[StateVersion], source: int) -> frozenset[int]:
     """Return the ranks that take over the state of `source`.
 
-    A rank keeps its own state if it and the source are clean and have as many steps. If no rank has
-    trained, all others receive, because each has drawn its own first values.
+    A rank keeps its own state if it is clean and has as many steps. If no rank has trained, all
+    others receive, because each has drawn its own first values.
     """
     sent = states[source]
-    if not (sent.trained and sent.clean):
+    if not sent.trained:
         return frozenset(range(len(states))) - {source}
     return frozenset(rank for rank, state in enumerate(states) if state != sent) - {source}

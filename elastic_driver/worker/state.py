@@ -1,18 +1,21 @@
 """The state of a job: model, optimizer, and every value that a script trains with.
 
-In synchronous data parallelism every rank holds the same state at a step boundary, so a commit
-copies no parameter and no optimizer tensor. It only counts: a hook in `optimizer.step()` records
-whether the tensors are unchanged since the last commit (*clean*) or not (*dirty*). After a
-failure the clean rank with the highest version sends its state to every rank that differs. Small
-things (buffers, learning rates, schedulers, scalers, sampler positions, random generators, plain
-attributes) are copied at a commit and put back by `restore()`.
+In synchronous data parallelism every rank holds the same state at a step boundary, so a commit copies
+hardly anything. It walks what the script has given (`state_sync.tree`), notes every tensor by object,
+memory and version, and copies small things and whatever changes outside of an optimizer's step
+(`state_sync.leaves`). After a failure a rank is *clean* if all that was not copied is unchanged. The
+clean rank with the highest version sends its state to every rank that differs. Where no rank is clean,
+the newest checkpoint is used, or the job ends: a step that is half done is never gone on from.
 
-A script makes one state; `run` drives it. `version` counts committed steps, of all rounds together.
-With a `checkpoint_dir` the state is kept on disk as well (`keeper`), in case every holder is lost.
+`version` counts committed steps, of all rounds together. With a `checkpoint_dir` the state is kept on
+disk as well (`keeper`), in case every holder is lost. A script may have several states: each has a
+version and a clean mark of its own, and `run` makes all of them the same on every rank.
 """
 
+import itertools
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,40 +32,50 @@ from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
 from elastic_driver.worker.compute_clock import ComputeClock, clock_for
 from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress
-from elastic_driver.worker.state_sync import sharing
-from elastic_driver.worker.state_sync.parts import (
+from elastic_driver.worker.positions import (
     Advancing,
     Counted,
     CountsSamples,
-    StatePart,
-    StepCounter,
     count_parameters,
     division_of,
-    part_for,
 )
+from elastic_driver.worker.state_sync import sharing
+from elastic_driver.worker.state_sync.marks import Marks
+from elastic_driver.worker.state_sync.meeting import gather
+from elastic_driver.worker.state_sync.parts import StatePart, part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
-from elastic_driver.worker.state_sync.values import copied
+from elastic_driver.worker.state_sync.steps import Steps
+from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.gradient_norms import gradient_norms
-from elastic_driver.worker.world.wrapping import mark_in_sync
+from elastic_driver.worker.world.wrapping import mark_in_sync, passes_are_local
 
 __all__ = ["Advancing", "ObjectState", "State", "TorchState"]
 
 UNTRAINED = -1  # the version of a state that was neither trained nor received
+MEGABYTE = 1e6
+SAID_BYTES = 1_000_000  # copies of so many bytes at each commit are worth a line
+_numbers = itertools.count()
+_states: "weakref.WeakValueDictionary[int, State]" = weakref.WeakValueDictionary()
+
+
+def all_states() -> list["State"]:
+    """Return the states of this process, in the order in which they were made."""
+    return [state for _, state in sorted(_states.items())]
 
 
 class State:
     """The base of all states: attributes, a version, and their synchronisation between ranks.
 
-    Every keyword argument becomes an attribute. Objects with `state_dict()` and
-    `load_state_dict()` are kept through these; all others by value, mutable ones copied. Names
-    that start with an underscore belong to the class.
+    Every keyword argument becomes an attribute. Modules, optimizers and objects with `state_dict()`
+    and `load_state_dict()` are kept as such, also inside of lists and dictionaries; numbers, strings,
+    containers of them, tensors, NumPy values, dataclasses and the like by content, and they stay the
+    script's own objects. Names that start with an underscore belong to the class.
 
     Args:
-        snapshot: copy all tensors at each commit. For steps that are not one call of one optimizer
-            (several optimizers, closures) and must never be half done after a failure. Always on
-            for a module without an optimizer, because no hook then shows that the module changes.
+        snapshot: copy all tensors at each commit, also those that only an optimizer's step changes.
+            Not needed: what has to be copied is found out while training.
         checkpoint_dir: a folder for the durable checkpoints of this state alone, the same on every
             host; a job whose workers hold no trained state starts from the newest one in it.
         every: committed steps from one checkpoint to the next.
@@ -83,18 +96,26 @@ class State:
         **attributes: Any,
     ) -> None:
         self._values: dict[str, Any] = {}
-        self._parts: dict[str, StatePart] = {}
-        self._kept_values: dict[str, Any] = {}
+        self._steps = Steps()
+        self._tree = Tree(self._values, self._steps, self._part_for)
+        self._tree.gradients.is_local = passes_are_local
+        self._tree.leaves.copy_all = snapshot
+        self._steps.on_step = self._stepped
         self._kept_random: dict[str, Any] | None = None
         self._random = RandomStates()
-        self._counter = StepCounter()
         self._clock = ComputeClock()
         self._callbacks: list[Callable[[], None]] = []
         self._progress = TrainingProgress()  # the membership's, once this state is in a world
+        self._marks = Marks()
         self._round = 0  # the round this state was last synchronised in
         self._version = UNTRAINED
         self._torn = False  # the sender was lost while its tensors arrived
-        self._wants_snapshot = self._snapshot = snapshot
+        self._local: frozenset[str] = frozenset()
+        self._sources: list[Any] = []
+        self._arranged = -1  # the tree's count of changes when `_arrange` was called last
+        self._counted = Counted()
+        self._parameters: int | None = None
+        self._said_copies = False
         if checkpoint_dir is None and (every, keep) != (None, None):
             raise UsageError("every= and keep= are of checkpoints: give checkpoint_dir= as well")
         self._checkpoints: Checkpoints | None = None
@@ -104,6 +125,8 @@ class State:
             if name.startswith("_") or hasattr(type(self), name):
                 raise UsageError(f"a state has a {name!r} of its own; choose another name")
             self._values[name] = value
+        self._number = next(_numbers)
+        _states[self._number] = self
         self._arrange()
 
     # ---- attributes ----------------------------------------------------------------------
@@ -123,24 +146,28 @@ class State:
             return
         before = self._values.get(name)
         self._values[name] = value
-        if before is not value and (name in self._parts or hasattr(value, "state_dict")):
+        if before is not value and hasattr(value, "state_dict"):
             self._arrange()
 
+    def _part_for(self, name: str, thing: Any) -> StatePart | None:
+        """Return the part that keeps an object; None for a plain value."""
+        return part_for(name, thing)
+
     def _arrange(self) -> None:
-        """Decide how each attribute is kept; again whenever an object is replaced."""
-        found = {name: part_for(name, value) for name, value in self._values.items()}
-        self._parts = {name: part for name, part in found.items() if part is not None}
+        """Follow the objects of now: their steps, samples and parameters are measured."""
         optimizers = self._all(Optimizer)
-        self._counter.watch(optimizers, self._all(Advancing))
         self._sources = self._all(CountsSamples)
         self._counted = self._count()
         self._parameters = count_parameters(self._all(Module))
         self._clock = clock_for(optimizers, self._clock)
-        self._snapshot = self._wants_snapshot or bool(self._all(Module) and not optimizers)
 
     def _all(self, kind: Any) -> list[Any]:
         """Return the attributes of a kind."""
         return [value for value in self._values.values() if isinstance(value, kind)]
+
+    def _stepped(self) -> None:
+        self._tree.gradients.used()
+        self._progress.optimizer_steps += 1
 
     # ---- called by users ------------------------------------------------------------------
 
@@ -151,21 +178,30 @@ class State:
 
     @property
     def clean(self) -> bool:
-        """True if the tensors are, or by `restore()` become, exactly those of `version`."""
-        return not self._torn and (self._snapshot or self._counter.at_rest())
+        """True if the state is, or by `restore()` becomes, exactly that of `version`."""
+        return not self._torn and self._tree.is_clean()
+
+    def local(self, *names: str) -> None:
+        """Leave attributes, or what is inside of them, out of the comparison between ranks.
+
+        For what a script keeps apart on each rank on purpose: `state.local("losses")`. It is kept,
+        put back, and sent to newcomers all the same.
+        """
+        self._local |= frozenset(names)
 
     def commit(self) -> None:
         """Mark a step boundary: no step until here will be lost or done again.
 
-        Sends no message and copies no parameter, except this rank's share of them where a
-        checkpoint is due. Raises `HostsUpdatedInterrupt`, after the same step on every rank, when
-        the world is about to change.
+        Sends no message, and copies only what changes outside of an optimizer's step, and this
+        rank's share of all where a checkpoint is due. Raises `HostsUpdatedInterrupt`, after the same
+        step on every rank, when the world is about to change, and `UsageError` for what cannot be
+        kept, with its name.
         """
         if self._version == UNTRAINED and current.is_initialized() and current.size() > 1:
-            say(
-                "this state is committed, but was never synchronised, so newcomers will not have "
-                "it: of several states @elastic.run keeps the first; call the others' sync() at "
-                "the top of the function, or put their attributes into the first"
+            raise UsageError(
+                "this state is committed, but was never made the same on all ranks: make it before "
+                "the function under @elastic.run is called, on every rank, or call its sync() at the "
+                "top of that function"
             )
         began = time.perf_counter()
         self.save()
@@ -176,7 +212,10 @@ class State:
         if (computed := self._clock.finish_step()) is not None:
             progress.samples.record(self._version, computed)
         self._measure(computed, committing)
-        if progress.committed(self._version):
+        leaves = progress.committed(self._version)
+        self._marks.committed(self._tree, self._version, self._local)
+        self._say_copies()
+        if leaves:
             raise HostsUpdatedInterrupt(progress.leave_reason)
 
     def _measure(self, cost: StepCost | None, committing: float) -> None:
@@ -199,6 +238,20 @@ class State:
         counts = [source.counted for source in self._sources]
         return Counted(sum(each.samples for each in counts), sum(each.waited for each in counts))
 
+    def _say_copies(self) -> None:
+        """Say once, when it is learned, what each commit copies."""
+        leaves = self._tree.leaves
+        if self._said_copies or leaves.learning or leaves.copy_all:
+            return
+        self._said_copies = True
+        size = leaves.copied_bytes
+        if size >= SAID_BYTES and current.is_initialized() and current.rank() == 0:
+            name, why = next(iter(leaves.moving.items()), ("", ""))
+            say(
+                f"each commit copies {size / MEGABYTE:.1f} MB in {len(leaves.moving)} tensors that "
+                f"do not only change in an optimizer's step ({name}: {why})"
+            )
+
     def check_host_updates(self) -> None:
         """Raise `HostsUpdatedInterrupt` if the world changes at this step boundary.
 
@@ -208,86 +261,106 @@ class State:
             raise HostsUpdatedInterrupt(self._progress.leave_reason)
 
     def save(self) -> None:
-        """Copy all that `restore()` puts back; `commit()` calls this."""
-        # A gradient scaler may have skipped the step: its batch is used up all the same.
-        if self._counter.steps == 0 and any(part.has_skipped() for part in self._parts.values()):
-            self._counter.advance()
-        if self._snapshot:
-            self._counter.settle()
-        parts = self._parts
-        for part in parts.values():
-            part.keep(self._snapshot)
-        self._kept_values = {n: copied(v) for n, v in self._values.items() if n not in parts}
+        """Copy all that `restore()` puts back; `commit()` calls this.
+
+        Samplers and batches move here: what the loop has received until now counts as trained.
+        Raises `UsageError`, with its name, for what cannot be kept.
+        """
+        if self._tree.leaves.copy_all or not self._steps.finished:
+            self._steps.settle()  # no optimizer's step has waited for what the ranks exchanged
+        for position in self._all(Advancing):
+            position.advance()
+        self._keep()
+
+    def _keep(self, *, from_others: bool = False) -> None:
+        tree = self._tree
+        tree.keep(from_others=from_others)
+        if tree.changes != self._arranged:
+            self._arranged = tree.changes
+            self._arrange()
         self._kept_random = self._random.take()
-        self._counter.restart()
 
     def restore(self) -> None:
-        """Go back to the last commit, and drop gradients.
+        """Go back to the last commit; gradients that do not belong to it are dropped.
 
-        If the tensors have changed since then, and there is no snapshot of them, nothing is put
-        back: the next `sync()` brings a clean state from another rank, or takes the furthest one.
+        If something has changed since then that was not copied, nothing is put back: the next
+        `sync()` brings a clean state from another rank.
         """
-        for optimizer in self._all(Optimizer):
-            optimizer.zero_grad(set_to_none=True)
         if self._kept_random is None or not self.clean:
+            for optimizer in self._all(Optimizer):
+                optimizer.zero_grad(set_to_none=True)
             return
-        for part in self._parts.values():
-            part.roll_back(self._snapshot)
-        self._values.update({name: copied(value) for name, value in self._kept_values.items()})
+        self._tree.roll_back()
         self._random.put(self._kept_random)
-        self._counter.restart()
+        self._arrange()
 
     def sync(self) -> None:
         """Make this state the same on every rank.
 
-        Collective. Only the first call of a round does this. The members reported their versions
-        when the round was formed: the source follows from these (`core.state_version`), only ranks
-        that differ receive, and where none differs nothing is sent. Afterwards the state counts as
-        committed. Raises `UsageError` for attributes that cannot be sent and for models that
-        differ, `StateLostError` where no rank has a whole state left.
+        Collective. Only the first call of a round does this, and `run` calls it for all states. The
+        ranks tell each other their versions: the source follows from these (`core.state_version`),
+        only ranks that differ receive, and where none differs nothing is sent. Afterwards the state
+        counts as committed. Raises `UsageError` for attributes that cannot be sent and for models
+        that differ, `StateLostError` where no rank has a whole state left.
         """
         member = session.start()
         if member.group is None or member.world is None or member.world.round == self._round:
             return
-        self._progress, self._counter.settle = member.progress, member.settle
-        world = member.world
-        # The members reported the version of their first state, and nothing of any other state.
-        afresh = None if member.last_ready_described(self) else self._progress.version
-        reloads = self._checkpoints is not None
-        agreement = sharing.agree(world, reloads=reloads, afresh=afresh)
-        lost = agreement.fresh and not all(m.clean for m in world.members)
-        if lost and afresh is None and not reloads:
-            # Silence would hide the loss of the model.
-            say("a worker died while it sent the only state; training starts afresh")
-        self._carry_out(agreement, world)
-        self._round = world.round
-        self._progress.synced_at = time.monotonic()
-        self._clock.restart()
+        rows = gather([*self.state_version()], member.world.size)
+        self.sync_with([StateVersion(steps, bool(clean)) for steps, clean in rows], member.world)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Call these, in order, after every change of the world, for example to adapt a rate."""
+        """Call these, in order, after every change of the world, for example to adapt a rate.
+
+        Survivors call them before the state is sent, so newcomers get what they have changed.
+        """
         self._callbacks.extend(callbacks)
 
     # ---- called by `run` ------------------------------------------------------------------
 
-    def state_version(self) -> StateVersion:
-        """Return the version to report when this worker is READY for the next round.
+    @property
+    def number(self) -> int:
+        """The place of this state among those that this process has made, from 0."""
+        return self._number
 
-        A dirty state also counts the optimizer steps since its commit, so that among dirty states
-        the furthest is found. A step that was interrupted half-way does not count.
-        """
+    @property
+    def synced_round(self) -> int:
+        """The round in which this state was last made the same on all ranks; 0: in none."""
+        return self._round
+
+    def state_version(self) -> StateVersion:
+        """Return the version to report when this worker is READY for the next round."""
         if self._torn or self._version == UNTRAINED:
             return StateVersion(UNTRAINED, clean=not self._torn)
-        if self.clean or self._counter.unfinished:
-            return StateVersion(self._version, self.clean)
-        return StateVersion(self._version + self._counter.steps, clean=False)
+        return StateVersion(self._version, self.clean)
 
     def on_reset(self) -> None:
-        """Reset positions and call the callbacks: the world has changed, and `sync()` is done."""
+        """Reset positions and call the callbacks: the world has changed."""
         for position in self._all(Advancing):
             position.reset()
         for callback in self._callbacks:
             callback()
+
+    def sync_with(self, states: Sequence[StateVersion], world: World) -> None:
+        """Make this state the same on every rank; `states` are what the ranks have, by rank.
+
+        Collective, in the same order of states on every rank.
+        """
+        member = session.start()
+        self._progress, self._steps.settle = member.progress, member.settle
+        reloads = self._checkpoints is not None
+        agreement = sharing.agree(
+            states,
+            world.round,
+            reloads=reloads,
+            least=max(self._progress.version, 0),
+            repair=getattr(world, "repair", False),
+        )
+        self._carry_out(agreement, world)
+        self._round = world.round
+        self._progress.synced_at = time.monotonic()
+        self._marks.entered(self._progress, world.size)
+        self._clock.restart()
 
     def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
         """Begin to write this rank's share of the last commit; return the checkpoint's folder.
@@ -328,13 +401,14 @@ class State:
         rank, state = current.rank(), self._live()
         is_source = rank == agreement.source
         resumed = None
+        self._tree.walk()  # what cannot be kept is an error now, on every rank
         if agreement.fresh:
-            # An attribute that cannot be sent is an error now, not only after the first failure.
-            sharing.make_envelope(sharing.split(state), state.parts, state.random.portable())
+            sharing.split(state)
             if is_source:
                 resumed = self._reload(state)
         if agreement.receivers and is_source:
-            sharing.send(state, agreement, resumed)
+            if problem := sharing.send(state, agreement, resumed):
+                say(f"the state cannot be sent to other workers: {problem}")
         elif rank in agreement.receivers:
             self._torn = True
             newcomer = not agreement.fresh and self._version == UNTRAINED
@@ -342,35 +416,29 @@ class State:
             self._torn = False
         elif agreement.takes_all:
             sharing.stand_by(agreement)
-        if is_source and not agreement.exact:
-            say(
-                f"round {world.round}: no worker was at a commit; going on from rank {rank}, "
-                f"which was furthest (step {agreement.version}); commit after each optimizer step, "
-                "or use snapshot=True, to be exact here too"
-            )
         self._version = self._progress.version = agreement.version if resumed is None else resumed
-        self._counter.restart()
-        self.save()
+        self._keep(from_others=True)
         for module in self._all(Module):
             mark_in_sync(module)
         if self._checkpoints is not None:
             self._checkpoints.entered(world, rank)
 
     def _live(self) -> sharing.LiveState:
-        return sharing.LiveState(self._parts, self._values, self._random)
+        return sharing.LiveState(self._tree, self._random)
 
     def _reload(self, state: sharing.LiveState) -> int | None:
         """Load a checkpoint if this state is not whole; return its step, None if none was loaded.
 
-        Raises `StateLostError` where the state is torn and there is no checkpoint.
+        Raises `StateLostError` where the state was trained and there is no checkpoint.
         """
-        if self._checkpoints is None or not (self._torn or self._version == UNTRAINED):
+        whole = self.state_version()
+        if self._checkpoints is None or (whole.trained and whole.clean):
             return None
         resumed = self._checkpoints.load_newest(state)
-        if resumed is None and self._torn:
+        if resumed is None and (self._torn or whole.trained):
             raise sharing.StateLostError(
-                "the last worker with the whole state died while sending it, before the first "
-                "checkpoint; start the job again"
+                "no worker holds the state of the last commit any more, and there is no checkpoint "
+                "yet; start the job again"
             )
         self._torn = False
         return resumed
@@ -385,6 +453,6 @@ class TorchState(State):
 
         state = TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, step=0)
 
-    Any keyword is allowed, and any number of objects of each kind. The steps of the first
-    optimizer move the samplers. Arguments and errors are those of `State`.
+    Any keyword is allowed, and any number of objects of each kind. Samplers move with the commits.
+    Arguments and errors are those of `State`.
     """

@@ -6,84 +6,108 @@ it already, where all ranks take part. One document is sent first (the names of 
 every plain value), then all tensors, into the receivers' own.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 from msgspec import Struct
 from torch import Tensor
 
-from elastic_driver.core.documents import World
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
-from elastic_driver.errors import ElasticError, UsageError
+from elastic_driver.errors import ElasticError, ExitCode, UsageError
+from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.parts import Outgoing, StatePart
 from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.transfer import Route, carry_bytes, carry_tensors
-from elastic_driver.worker.state_sync.values import TensorSpec, apart, join, packed, unpacked
+from elastic_driver.worker.state_sync.tree import Tree
+from elastic_driver.worker.state_sync.values import TensorSpec
+
+VALUES, GRADIENTS = "values", "gradients"
 
 # ---- the newest state --------------------------------------------------------------------
 
 
 class StateLostError(ElasticError):
-    """Every worker that held the whole state is gone."""
+    """No worker holds the whole state any more."""
+
+    exit_code = ExitCode.UNAVAILABLE
 
 
 class Agreement(Route, frozen=True):
     """The way of the newest state to the ranks that lack it; empty if every rank has it already.
 
     `version` is the number of committed steps that every state stands for afterwards. `fresh`:
-    no rank has trained yet, and training starts from the source's first values. `exact` is False
-    where no clean state was left and the source's, between two commits, is used as it is.
+    no rank has trained yet, and training starts from the source's first values.
     """
 
     version: int
     fresh: bool
-    exact: bool
 
 
-def agree(world: World, *, reloads: bool = False, afresh: int | None = None) -> Agreement:
-    """Apply the rule of `core.state_version` to the members of `world`. Pure.
+def agree(
+    states: Sequence[StateVersion],
+    round_id: int,
+    *,
+    reloads: bool = False,
+    least: int = 0,
+    repair: bool = False,
+) -> Agreement:
+    """Apply the rule of `core.state_version` to the states of a world, by rank. Pure.
 
-    All ranks hold the same document, so all get the same answer without a message, and a round in
+    All ranks know the same states, so all get the same answer without a message, and a round in
     which no rank has to receive moves no tensors.
 
     Args:
-        world: the members and the version of each one's state.
-        reloads: the source can load a checkpoint, so it need not have a whole state itself.
-        afresh: treat every rank as untrained, and count from this number of committed steps: the
-            members have reported another state.
+        states: what each rank has brought into the round.
+        round_id: for errors.
+        reloads: the source can load a checkpoint, so no rank needs to have a whole state.
+        least: the committed steps from which an untrained state counts.
+        repair: the ranks hold different states: all others receive from the source.
 
-    Raises `StateLostError` where no rank has a whole state: the last one died while sending it.
+    Raises `StateLostError` where the state was trained and no rank has it as it was committed.
     """
-    states = [StateVersion(member.version, member.clean) for member in world.members]
     source = source_of(states)
-    fresh = afresh is not None or source is None or not states[source].trained
-    if fresh:
-        states = [StateVersion(-1, state.clean or reloads) for state in states]
-        source = source_of(states)
+    trained = any(state.trained or not state.clean for state in states)
+    fresh = source is None or not states[source].trained
+    if trained and fresh:
+        if not reloads:
+            raise StateLostError(
+                f"round {round_id}: no worker holds the state of the last commit any more: a "
+                "failure came in the middle of a step on all of them, or the last one with the "
+                "whole state is gone; give the state a checkpoint_dir to survive this "
+                "(docs/checkpoints.md), and start the job again"
+            )
+        source = 0
     if source is None:
-        raise StateLostError(
-            f"round {world.round}: the last worker with the whole state died while sending it; "
-            "give the state a checkpoint_dir to survive this"
-        )
-    newest, receivers = states[source], receivers_of(states, source)
-    version = max(newest.steps, afresh or 0)
-    return Agreement(source, receivers, version, fresh, exact=newest.clean)
+        source = 0
+    others = frozenset(range(len(states))) - {source}
+    receivers = others if fresh or repair else receivers_of(states, source)
+    return Agreement(source, receivers, max(states[source].steps, least, 0), fresh)
 
 
 # ---- the state as a message --------------------------------------------------------------
 
 
 class LiveState(Struct, frozen=True):
-    """A state as it is: `values` are all attributes, `parts` handle some of them."""
+    """A state as it is, and the random generators that belong to it."""
 
-    parts: dict[str, StatePart]
-    values: dict[str, Any]
+    tree: Tree
     random: RandomStates
+
+    @property
+    def parts(self) -> dict[str, StatePart]:
+        """The parts by path."""
+        return self.tree.parts
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All attributes by name."""
+        return self.tree.values
 
 
 class PackedValue(Struct, frozen=True):
-    """One attribute: a document for the safe unpickler only, and the specs of its tensors."""
+    """One part of the state, or all its plain values: a document, and the specs of its tensors."""
 
     document: bytes
     specs: tuple[TensorSpec, ...]
@@ -93,23 +117,34 @@ class Envelope(Struct, frozen=True):
     """All of a state but its tensors, which follow in the order of the specs, `parts` first.
 
     Checkpoints store it too. `resumed`: the sender has read this state from a checkpoint, of this
-    many committed steps.
+    many committed steps. `problem`: the sender could not pack its state, and why.
     """
 
     parts: dict[str, PackedValue]
     plain: dict[str, PackedValue]
     random: bytes
     resumed: int | None = None
+    durable: dict[str, bytes] = {}
+    problem: str = ""
 
 
 def split(state: LiveState) -> dict[str, Outgoing]:
-    """Take the live tensors out of each attribute: first of the parts, then of plain values.
+    """Take the live tensors out of each part, then out of plain values and kept gradients.
 
-    A tensor's name is the attribute and its path in there, as `torch.distributed.checkpoint` would
-    name it: `model.0.weight`, `optimizer.state.0.exp_avg`.
+    The documents are plain data, and share nothing with the state. A tensor's name is the attribute
+    and its path in there, as `torch.distributed.checkpoint` would name it: `model.0.weight`,
+    `optimizer.state.0.exp_avg`.
     """
+    tree = state.tree
     contents = {name: part.outgoing() for name, part in state.parts.items()}
-    return contents | {n: apart(v, n) for n, v in state.values.items() if n not in state.parts}
+    numbers = {id(part.thing): number for number, part in enumerate(tree.parts.values())}
+    writer = Writer(numbers)
+    plain = {n: writer.write(v, n) for n, v in state.values.items() if n not in state.parts}
+    contents[VALUES] = plain, writer.tensors
+    gradients = tree.kept_gradients()
+    named = [(f"{GRADIENTS}.{name}", tensor) for name, tensor in gradients]
+    contents[GRADIENTS] = [name for name, _ in gradients], named
+    return contents
 
 
 def make_envelope(
@@ -117,18 +152,39 @@ def make_envelope(
     parts: Collection[str],
     random: dict[str, Any],
     resumed: int | None = None,
+    durable: dict[str, bytes] | None = None,
 ) -> Envelope:
-    """Return the envelope of a split state, with these states of the random generators.
-
-    Raises `UsageError`, naming the attribute, where one could not be read safely.
-    """
+    """Return the envelope of a split state, with these states of the random generators."""
     packed_parts: dict[str, PackedValue] = {}
     plain: dict[str, PackedValue] = {}
     for name, (document, tensors) in contents.items():
         specs = tuple(TensorSpec.of(tensor) for _, tensor in tensors)
-        kind, target = ("state of", packed_parts) if name in parts else ("attribute", plain)
-        target[name] = PackedValue(packed(document, f"the {kind} {name!r}"), specs)
-    return Envelope(packed_parts, plain, packed(random, "the random state"), resumed)
+        target = packed_parts if name in parts else plain
+        target[name] = PackedValue(msgspec.msgpack.encode(document), specs)
+    return Envelope(packed_parts, plain, pack_random(random), resumed, durable or {})
+
+
+def pack_random(states: dict[str, Any]) -> bytes:
+    """Return the states of the random generators as bytes."""
+    writer = Writer()
+    written = writer.write(states, "the random state")
+    tensors = [
+        (tuple(t.shape), bytes(t.cpu().contiguous().view(torch.uint8).tolist()))
+        for _, t in writer.tensors
+    ]
+    dtypes = [str(t.dtype).removeprefix("torch.") for _, t in writer.tensors]
+    return msgspec.msgpack.encode([written, tensors, dtypes])
+
+
+def unpack_random(data: bytes) -> dict[str, Any]:
+    """Return what `pack_random` packed."""
+    written, tensors, dtypes = msgspec.msgpack.decode(data)
+    found = [
+        torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(shape)
+        for (shape, content), dtype in zip(tensors, dtypes, strict=True)
+    ]
+    states: dict[str, Any] = Reader(found, what="the random state").read(written)
+    return states
 
 
 def unpack(data: bytes) -> Envelope:
@@ -137,46 +193,86 @@ def unpack(data: bytes) -> Envelope:
 
 
 def take_over(
-    state: LiveState, envelope: Envelope, fill: Callable[[list[Tensor]], None], with_random: bool
+    state: LiveState,
+    envelope: Envelope,
+    fill: Callable[[list[Tensor]], None],
+    with_random: bool,
+    *,
+    same_script: bool = True,
 ) -> None:
     """Load the contents of an envelope into a state.
 
-    `fill` writes the tensors of the sender into the given ones, which are in the same order. Raises
-    `UsageError` where this script's state has other parts, or they are built differently.
+    `fill` writes the tensors of the sender into the given ones, which are in the same order.
+    `same_script`: the sender lives and runs this script, so it may have values that this process
+    has not made yet. Raises `UsageError` where this script's state has other parts or values, or
+    they are built differently.
     """
-    if list(envelope.parts) != list(state.parts):
+    state.tree.walk()
+    parts = {n: (msgspec.msgpack.decode(v.document), v.specs) for n, v in envelope.parts.items()}
+    plain = {n: (msgspec.msgpack.decode(v.document), v.specs) for n, v in envelope.plain.items()}
+    _require_names(state, list(parts), plain[VALUES][0], same_script=same_script)
+    arrived = [
+        (state.parts[name], document, state.parts[name].places(document, specs))
+        for name, (document, specs) in parts.items()
+    ]
+    values, specs = plain[VALUES]
+    wrapped = ["dict", None, [*values, *values.values()]]
+    lives = {name: state.values.get(name) for name in values}
+    value_places = places(wrapped, specs, lives)
+    names, specs = plain[GRADIENTS]
+    gradients = [spec.allocate() for spec in specs]
+    fill([t for *_, own in arrived for t in own] + value_places + gradients)
+    for part, document, own in arrived:
+        part.accept(document, own)
+    things = [part.thing for part in state.parts.values()]
+    by_sender = [state.parts[name].thing for name in parts]
+    reader = Reader(value_places, by_sender, what="the state")
+    for name, written in values.items():
+        state.values[name] = reader.read(written, state.values.get(name))
+    del things
+    state.tree.walk()
+    state.tree.receive_gradients(list(zip(names, gradients, strict=True)))
+    if with_random:
+        state.random.put(unpack_random(envelope.random))
+
+
+def _require_names(
+    state: LiveState, parts: Sequence[str], values: Mapping[str, Any], *, same_script: bool
+) -> None:
+    if set(parts) != set(state.parts):
         raise UsageError(
             f"this worker's state has the parts {', '.join(state.parts) or '(none)'}, the "
-            f"trained one {', '.join(envelope.parts) or '(none)'}; run the same script on "
-            "every worker"
+            f"trained one {', '.join(parts) or '(none)'}; run the same script on every worker"
         )
-    arrived = []
-    for name, value in (envelope.parts | envelope.plain).items():
-        document, part = unpacked(value.document), state.parts.get(name)
-        if part is not None:
-            places = part.places(document, value.specs)
-        else:
-            places = [spec.allocate() for spec in value.specs]
-        arrived.append((name, part, document, places))
-    fill([tensor for *_, places in arrived for tensor in places])
-    for name, part, document, places in arrived:
-        if part is not None:
-            part.accept(document, places)
-        else:
-            state.values[name] = join(document, places)
-    if with_random:
-        state.random.put(unpacked(envelope.random))
+    mine = [name for name in state.values if name not in state.parts]
+    missing = [name for name in mine if name not in values]
+    more = [name for name in values if name not in state.values and not same_script]
+    if missing or more:
+        raise UsageError(
+            f"the trained state has no value {missing[0]!r}, which this script's state has"
+            if missing
+            else f"the trained state has a value {more[0]!r}, which this script's state lacks"
+        )
 
 
 # ---- the transfer ------------------------------------------------------------------------
 
 
-def send(state: LiveState, route: Route, resumed: int | None = None) -> None:
-    """Send the whole state from this rank; `resumed`: see `Envelope`."""
-    contents = split(state)
-    envelope = make_envelope(contents, state.parts, state.random.portable(), resumed)
+def send(state: LiveState, route: Route, resumed: int | None = None) -> str:
+    """Send the whole state from this rank; `resumed`: see `Envelope`.
+
+    Returns "", or why it cannot be packed: then the receivers learn that, and this rank goes on.
+    """
+    try:
+        contents = split(state)
+        envelope = make_envelope(contents, state.parts, state.random.portable(), resumed)
+    except (UsageError, TypeError, ValueError, RuntimeError) as error:
+        problem = f"{error}"[:1000]
+        carry_bytes(msgspec.msgpack.encode(Envelope({}, {}, b"", problem=problem)), route)
+        return problem
     carry_bytes(msgspec.msgpack.encode(envelope), route)
     carry_tensors([tensor for _, own in contents.values() for _, tensor in own], route)
+    return ""
 
 
 def stand_by(route: Route) -> None:
@@ -190,9 +286,12 @@ def stand_by(route: Route) -> None:
 def receive(state: LiveState, route: Route, newcomer: bool) -> int | None:
     """Take over the state of the route's source; a newcomer its random generators as well.
 
-    Returns the envelope's `resumed`. Raises `UsageError` as `take_over` does.
+    Returns the envelope's `resumed`. Raises `UsageError` as `take_over` does, and where the sender
+    could not pack its state.
     """
     envelope = unpack(carry_bytes(None, route))
+    if envelope.problem:
+        raise UsageError(f"rank {route.source} cannot send its state: {envelope.problem}")
     with_random = newcomer or envelope.resumed is not None
     take_over(state, envelope, lambda tensors: carry_tensors(tensors, route), with_random)
     return envelope.resumed

@@ -1,14 +1,22 @@
-"""Plain values: copies for a commit, and the form in which they are sent and stored.
+"""The kinds of plain values that a state can keep and send: tables of types.
 
-`commit()` keeps plain attributes, schedulers and scalers as `copied` returns them. For sending,
-`apart` takes the tensors out of a value, and `packed` turns the rest into bytes that torch's safe
-unpickler (`weights_only=True`) reads: plain values, containers and tensors, but no code.
+A plain value is a tree: numbers, strings, dates, paths, enums, NumPy values, tensors, and containers
+of them. `taking` copies such values for a commit, `message` sends them. What is in no table
+cannot be kept, and `UnkeptError` names it.
 """
 
-import copy
-import io
-import pickle
-from collections.abc import Sequence
+import dataclasses
+import decimal
+import enum
+import fractions
+import pathlib
+import sys
+import types
+import uuid
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from datetime import date, datetime, time, timedelta, timezone
 from typing import Any, NamedTuple
 
 import torch
@@ -16,29 +24,285 @@ from torch import Tensor
 
 from elastic_driver.errors import UsageError
 
-IMMUTABLE = frozenset({int, float, bool, str, bytes, complex, type(None), type, range, slice})
 # The dtype (torch's name for it) and the shape of a tensor.
 TensorKind = tuple[str, tuple[int, ...]]
+SIMPLE = frozenset({int, float, bool, str, bytes, type(None)})
+LARGEST = 2**63  # of whole numbers that msgpack carries
+_FACTORIES: dict[str, Any] = {
+    each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool, Counter, deque)
+}
+_RANDOM = (  # module, class, how its state is read and written
+    ("random", "Random", "getstate", "setstate"),
+    ("numpy.random", "RandomState", "get_state", "set_state"),
+)
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of `value` that no later change of `value` reaches.
+class UnkeptError(UsageError):
+    """A value of the state cannot be kept and sent; `path` names it."""
 
-    Numbers, strings and containers of them take a few tenths of a microsecond; everything else
-    goes to the slower `copy.deepcopy`. Not for parameters or optimizer state.
-    """
+    def __init__(self, path: str, problem: str, hint: str) -> None:
+        super().__init__(f"{path} {problem}; {hint}")
+        self.path = path
+
+
+def refuse(path: str, value: Any) -> UnkeptError:
+    """Return the error that names a value of an unknown kind."""
     kind = type(value)
-    if kind in IMMUTABLE:
-        return value
-    if kind is dict:
-        return {key: copied(item) for key, item in value.items()}
-    if kind is list or kind is tuple:
-        return kind([copied(item) for item in value])
-    if kind is set:
-        return set(value)
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.deepcopy(value)
+    if isinstance(value, types.GeneratorType) or hasattr(value, "__next__"):
+        return UnkeptError(
+            path,
+            f"is an iterator ({kind.__name__}), whose position cannot be kept or sent to other "
+            "workers",
+            "keep a counter or a sampler in the state, and make the iterator anew in each world",
+        )
+    return UnkeptError(
+        path,
+        f"is of the class {kind.__qualname__}, which cannot be sent to other workers or put back "
+        "after a failure",
+        "make it a dataclass, give the class state_dict() and load_state_dict(), or keep it outside "
+        "of the state",
+    )
+
+
+# ---- kinds of containers ------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """How one type of container is taken apart, filled, and made.
+
+    `children` returns all that is inside, keys before values. `fill` makes an object hold these
+    children; None: the object cannot change. `make` returns a new object for them; its second
+    argument is what `more` returned, plain data about the object itself.
+    """
+
+    children: Callable[[Any], list[Any]]
+    fill: Callable[[Any, list[Any]], None] | None
+    make: Callable[[list[Any], Any], Any]
+    more: Callable[[Any], Any] = lambda _: None
+
+
+def _fill_list(target: list[Any], items: list[Any]) -> None:
+    target[:] = items
+
+
+def _fill_dict(target: Any, items: list[Any]) -> None:
+    half = len(items) // 2
+    target.clear()
+    for key, value in zip(items[:half], items[half:], strict=True):
+        dict.__setitem__(target, key, value)
+    if isinstance(target, OrderedDict):  # its order is its own
+        target.clear()
+        OrderedDict.update(target, zip(items[:half], items[half:], strict=True))
+
+
+def _fill_set(target: set[Any], items: list[Any]) -> None:
+    target.clear()
+    target.update(items)
+
+
+def _fill_deque(target: deque[Any], items: list[Any]) -> None:
+    target.clear()
+    target.extend(items)
+
+
+def _fill_attributes(target: Any, items: list[Any]) -> None:
+    half = len(items) // 2
+    _fill_dict(vars(target), items)
+    del half
+
+
+def _pairs(value: Any) -> list[Any]:
+    return [*dict.keys(value), *dict.values(value)]
+
+
+def _attributes(value: Any) -> list[Any]:
+    return _pairs(vars(value))
+
+
+def _made(new: Callable[[Any], Any], fill: Callable[[Any, list[Any]], None]) -> Any:
+    def make(items: list[Any], more: Any) -> Any:
+        target = new(more)
+        fill(target, items)
+        return target
+
+    return make
+
+
+def _default_of(value: defaultdict[Any, Any]) -> str | None:
+    factory = value.default_factory
+    name = getattr(factory, "__name__", "")
+    return name if _FACTORIES.get(name) is factory else None
+
+
+def _dict_kind(new: Callable[[Any], Any], more: Callable[[Any], Any] = lambda _: None) -> Kind:
+    return Kind(_pairs, _fill_dict, _made(new, _fill_dict), more)
+
+
+kinds: dict[type, Kind] = {
+    list: Kind(list, _fill_list, lambda items, _: list(items)),
+    tuple: Kind(list, None, lambda items, _: tuple(items)),
+    torch.Size: Kind(list, None, lambda items, _: torch.Size(items)),
+    dict: _dict_kind(lambda _: {}),
+    OrderedDict: _dict_kind(lambda _: OrderedDict()),
+    Counter: _dict_kind(lambda _: Counter()),
+    defaultdict: _dict_kind(lambda name: defaultdict(_FACTORIES.get(name or "")), _default_of),
+    set: Kind(list, _fill_set, lambda items, _: set(items)),
+    frozenset: Kind(list, None, lambda items, _: frozenset(items)),
+    deque: Kind(
+        list, _fill_deque, lambda items, room: deque(items, room), lambda value: value.maxlen
+    ),
+    types.SimpleNamespace: Kind(
+        _attributes, _fill_attributes, _made(lambda _: types.SimpleNamespace(), _fill_attributes)
+    ),
+    Namespace: Kind(_attributes, _fill_attributes, _made(lambda _: Namespace(), _fill_attributes)),
+}
+kind_names = {kind.__name__: kind for kind in kinds}
+
+
+def _fields_of(value: Any) -> list[Any]:
+    found = {
+        f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
+    }
+    found |= getattr(value, "__dict__", {})
+    return _pairs(found)
+
+
+def _fill_fields(target: Any, items: list[Any]) -> None:
+    half = len(items) // 2
+    names = items[:half]
+    for name in [n for n in getattr(target, "__dict__", {}) if n not in names]:
+        object.__delattr__(target, name)
+    for name, value in zip(names, items[half:], strict=True):
+        object.__setattr__(target, name, value)  # also where the class is frozen
+
+
+def _dataclass_kind(kind: type) -> Kind:
+    def make(items: list[Any], _: Any) -> Any:
+        target = object.__new__(kind)
+        _fill_fields(target, items)
+        return target
+
+    frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return Kind(_fields_of, None if frozen else _fill_fields, make)
+
+
+def _named_tuple_kind(kind: type) -> Kind:
+    return Kind(list, None, lambda items, _: tuple.__new__(kind, items))
+
+
+def kind_of(kind: type) -> Kind | None:
+    """Return how containers of this type are handled; None where it is no container."""
+    found = kinds.get(kind)
+    if found is None and dataclasses.is_dataclass(kind):
+        found = kinds[kind] = _dataclass_kind(kind)
+    elif found is None and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        found = kinds[kind] = _named_tuple_kind(kind)
+    return found
+
+
+# ---- kinds of single values ----------------------------------------------------------------
+
+atoms: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    complex: (lambda v: [v.real, v.imag], lambda d: complex(*d)),
+    range: (lambda v: [v.start, v.stop, v.step], lambda d: range(*d)),
+    decimal.Decimal: (str, decimal.Decimal),
+    fractions.Fraction: (str, fractions.Fraction),
+    uuid.UUID: (str, uuid.UUID),
+    datetime: (lambda v: [v.isoformat(), v.fold], lambda d: _datetime(*d)),
+    date: (lambda v: v.isoformat(), date.fromisoformat),
+    time: (lambda v: v.isoformat(), time.fromisoformat),
+    timedelta: (lambda v: [v.days, v.seconds, v.microseconds], lambda d: timedelta(*d)),
+    timezone: (
+        lambda v: v.utcoffset(None).total_seconds(),
+        lambda d: timezone(timedelta(seconds=d)),
+    ),
+    torch.device: (str, torch.device),
+    torch.dtype: (lambda v: str(v).removeprefix("torch."), lambda d: torch_dtype(d)),
+    type(...): (lambda _: None, lambda _: ...),
+}
+for _path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
+    atoms[_path] = (str, _path)
+atom_names = {kind.__name__: kind for kind in atoms}
+
+
+def _datetime(text: str, fold: int) -> datetime:
+    return datetime.fromisoformat(text).replace(fold=fold)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype; raises `UsageError` where this version of torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        problem = f"the state has a torch.{name}, which torch {torch.__version__} does not know"
+        raise UsageError(f"{problem}; use the version of torch that wrote it")
+    return dtype
+
+
+def is_referred(value: Any) -> bool:
+    """Return whether a value is a class or function that has a name in its module."""
+    if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        return False
+    return looked_up(value.__module__, value.__qualname__) is value
+
+
+def looked_up(module: Any, name: str) -> Any:
+    """Return what a name means in a module that is loaded; None where there is nothing."""
+    found: Any = sys.modules.get(module) if isinstance(module, str) else None
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _numpy() -> Any:
+    return sys.modules.get("numpy")
+
+
+def is_array(value: Any) -> bool:
+    numpy = _numpy()
+    return numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject
+
+
+def is_scalar(value: Any) -> bool:
+    numpy = _numpy()
+    return numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject
+
+
+def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
+    """Return how the state of a random generator is read and written; None for other objects."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and type(value) is numpy.Generator:
+        bits = value.bit_generator
+        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+    for module, name, read, write in _RANDOM:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and type(value) is kind:
+            return getattr(value, read), getattr(value, write)
+    return None
+
+
+def is_single(value: Any) -> bool:
+    """Return whether a value is one that never changes and holds no others."""
+    kind = type(value)
+    if kind in SIMPLE or kind in atoms or kind is slice:
+        return True
+    return isinstance(value, enum.Enum) or is_scalar(value) or is_referred(value)
+
+
+def has_part(value: Any) -> bool:
+    """Return whether an object is kept by a part of its own: it has a state that it can load."""
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error's message, or its type where there is no message."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+# ---- tensors ------------------------------------------------------------------------------
 
 
 class TensorSpec(NamedTuple):
@@ -58,75 +322,45 @@ class TensorSpec(NamedTuple):
         """Return an uninitialised tensor, on `device` or this process's device of the same type."""
         return torch.empty(self.shape, dtype=torch_dtype(self.dtype), device=device or self.device)
 
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype; raises `UsageError` where this version of torch has none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        problem = f"the state has a torch.{name}, which torch {torch.__version__} does not know"
-        raise UsageError(f"{problem}; use the version of torch that wrote it")
-    return dtype
+    def fits(self, tensor: Tensor) -> bool:
+        """Return whether a tensor can hold the content: it is of this kind, and has memory."""
+        if self[:2] != TensorSpec.of(tensor)[:2] or tensor.layout != torch.strided:
+            return False
+        return tensor.grad_fn is None and not tensor.is_meta and 0 not in tensor.stride()
 
 
-def apart(value: Any, path: str = "") -> tuple[Any, list[tuple[str, Tensor]]]:
-    """Return `value` with each tensor replaced by an index into the list that comes with it.
-
-    The list holds the dotted path of each tensor, which starts with `path`, and the tensor.
-    Containers become tagged pairs, so that no value can be mistaken for an index.
-    """
-    tensors: list[tuple[str, Tensor]] = []
-
-    def visit(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append((path, value.detach()))
-            return ("tensor", len(tensors) - 1)
-        prefix = f"{path}." if path else ""
-        if type(value) is dict:
-            return ("dict", [(key, visit(item, f"{prefix}{key}")) for key, item in value.items()])
-        if type(value) in (list, tuple):
-            items = [visit(item, f"{prefix}{index}") for index, item in enumerate(value)]
-            return (type(value).__name__, items)
-        return ("value", value)
-
-    return visit(value, path), tensors
+def require_kept(tensor: Tensor, path: str) -> None:
+    """Raise `UnkeptError` for a tensor that cannot be kept."""
+    if tensor.grad_fn is not None:
+        raise UnkeptError(
+            path,
+            "is a tensor on an autograd graph, whose history cannot be kept",
+            "store tensor.detach() or tensor.item()",
+        )
+    if tensor.is_nested or (tensor.layout != torch.strided and not tensor.is_sparse):
+        raise UnkeptError(
+            path, f"is a tensor of layout {tensor.layout}", "keep dense tensors in the state"
+        )
+    if tensor.is_sparse:
+        raise UnkeptError(path, "is a sparse tensor", "keep its indices and values as dense ones")
 
 
-def join(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that was taken `apart`, with these tensors in their places."""
-    kind, content = tree
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: join(item, tensors) for key, item in content}
-    if kind in ("list", "tuple"):
-        items = [join(item, tensors) for item in content]
-        return items if kind == "list" else tuple(items)
-    return content
+def fill_tensor(target: Tensor, content: Tensor) -> None:
+    """Write a tensor's content into another one, also where that was resized meanwhile."""
+    with torch.no_grad():
+        if target.shape != content.shape or target.dtype != content.dtype:
+            target.data = content.to(target.device, copy=True)
+        else:
+            target.detach().copy_(content)
 
 
-def packed(value: Any, what: str) -> bytes:
-    """Return `value` in the form that `unpacked` reads.
-
-    Raises `UsageError`, naming `what`, for a value that the safe unpickler would refuse.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        unpacked(buffer.getvalue())
-    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
-        raise UsageError(
-            f"{what} cannot be sent to other workers: {first_line(error)}. Give its class "
-            "state_dict() and load_state_dict(), keep plain values and tensors in the state, or "
-            f"allow {type(value).__name__} with torch.serialization.add_safe_globals([...])"
-        ) from error
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """Return the value in `data`; raises `pickle.UnpicklingError` for more than plain data."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of the error's message, or its type where there is no message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def child_names(value: Any, items: Sequence[Any]) -> list[str]:
+    """Return how each child of a container is written behind its path."""
+    kind = type(value)
+    if isinstance(value, dict):
+        keys = items[: len(items) // 2]
+        return [f".{key}" for key in keys] * 2
+    if dataclasses.is_dataclass(kind) or kind in (types.SimpleNamespace, Namespace):
+        keys = items[: len(items) // 2]
+        return [f".{key}" for key in keys] * 2
+    return [f".{index}" for index in range(len(items))]

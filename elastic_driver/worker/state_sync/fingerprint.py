@@ -1,0 +1,46 @@
+"""A number for the content of a tensor: equal content gives equal numbers, on every rank.
+
+Memory on the CPU is read once, by CRC-32 (zlib computes it at several GB/s and without the
+interpreter's lock). On a device three sums of its words are taken, and only these are copied to the
+CPU. Two numbers that differ prove that the contents differ; contents that differ give equal numbers
+once in four billion cases.
+"""
+
+import ctypes
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_STRIDES = (1, 3, 7)  # of the words in each sum on a device: what moves changes at least one
+
+
+def contents(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the number of each tensor's content; waits once for a device."""
+    found: list[int | None] = [_on_cpu(t) if t.device.type == "cpu" else None for t in tensors]
+    elsewhere = [number for number, value in enumerate(found) if value is None]
+    if elsewhere:
+        sums = [_sums(tensors[number]) for number in elsewhere]
+        home = sums[0].device
+        rows = torch.stack([each.to(home) for each in sums]).tolist()
+        for number, row in zip(elsewhere, rows, strict=True):
+            found[number] = zlib.crc32(repr(row).encode())
+    return [value or 0 for value in found]
+
+
+def _on_cpu(tensor: Tensor) -> int:
+    flat = tensor.detach()
+    if not flat.is_contiguous():
+        flat = flat.contiguous()
+    size = flat.nbytes
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    return zlib.crc32((ctypes.c_char * size).from_address(flat.data_ptr())) if size else 0
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    kind = torch.int32 if flat.nbytes % 4 == 0 and flat.nbytes else torch.uint8
+    words = flat.view(torch.uint8).view(kind) if flat.numel() else flat.new_zeros(1, dtype=kind)
+    return torch.stack([words[::stride].sum(dtype=torch.int64) for stride in _STRIDES])

@@ -1,0 +1,137 @@
+"""Watches the steps of all optimizers of this process, and the collectives around them.
+
+Torch calls hooks before and after each `step()`, of any optimizer. They say which tensors an
+optimizer has changed since the commit, also where a tensor's version counter does not (fused kernels
+leave it as it is). A step is *exposed* if a collective came after it, or inside it, and before the
+commit: this rank may learn of a lost peer there, with the step already taken.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+def collectives() -> int:
+    """Return a number that grows with each collective of this process."""
+    if not dist.is_initialized():
+        return 0
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(_sequence(group) for group in list(groups))
+
+
+def _sequence(group: Any) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that counts nothing
+        return 0
+
+
+class _Step:
+    """What one optimizer has done since the commit."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.running = 0
+        self.finished = 0
+        self.began_at = self.ended_at = 0  # counts of collectives, around the first step
+
+
+class Steps:
+    """The optimizer steps of this process since the last commit of one state.
+
+    `settle` is called before each step: it waits for the gradients, and raises where they will
+    never come, so that no optimizer works with them. `before_first` is called before the first
+    step after a commit.
+    """
+
+    def __init__(self) -> None:
+        self.settle: Callable[[], None] = lambda: None  # a state in no world waits for nothing
+        self.before_first: Callable[[], None] = lambda: None
+        self.total = 0  # finished steps of this process, of all optimizers
+        self._since: dict[int, _Step] = {}
+        _watch(self)
+
+    def restart(self) -> None:
+        """Count from zero: the tensors are those of a commit."""
+        self._since = {}
+
+    @property
+    def finished(self) -> int:
+        """The finished steps since the commit, of all optimizers."""
+        return sum(step.finished for step in self._since.values())
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that have begun to change tensors since the commit."""
+        return [step.optimizer for step in self._since.values()]
+
+    def exposed(self) -> list[Optimizer]:
+        """Return those whose steps a collective has followed, or was a part of."""
+        now = collectives()
+        return [
+            step.optimizer for step in self._since.values() if step.ended_at < now or step.running
+        ]
+
+    def before(self, optimizer: Optimizer, closure: bool) -> None:
+        """Called by torch before a step."""
+        self.settle()
+        if not self._since:
+            self.before_first()
+        if closure or any(p.grad is not None for p in trained_by(optimizer)):
+            step = self._since.setdefault(id(optimizer), _Step(optimizer))
+            if not step.finished and not step.running:
+                step.began_at = collectives()
+            step.running += 1
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Called by torch after a step that has raised nothing."""
+        step = self._since.get(id(optimizer))
+        if step is None:
+            return
+        step.running -= 1
+        step.finished += 1
+        self.total += 1
+        if step.finished == 1:
+            now = collectives()
+            # A collective inside of a step (a closure's backward pass) exposes it.
+            step.ended_at = now if now == step.began_at else -1
+
+
+def trained_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+_watching: "weakref.WeakSet[Steps]" = weakref.WeakSet()
+
+
+class _Hooks:
+    """The mutable field of this module."""
+
+    registered = False
+
+
+def _watch(steps: Steps) -> None:
+    _watching.add(steps)
+    if not _Hooks.registered:
+        _Hooks.registered = True
+        register_optimizer_step_pre_hook(_before)
+        register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    closure = any(callable(each) for each in (*args, *kwargs.values()))
+    for steps in list(_watching):
+        steps.before(optimizer, closure)
+
+
+def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for steps in list(_watching):
+        steps.after(optimizer)

@@ -1,0 +1,184 @@
+"""Copies plain values at a commit, and makes them what they were again, in the script's own objects."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from elastic_driver.worker.state_sync.values import (
+    SIMPLE,
+    Kind,
+    child_names,
+    fill_tensor,
+    has_part,
+    is_array,
+    is_single,
+    kind_of,
+    random_state,
+    refuse,
+    require_kept,
+)
+
+
+class _Held:
+    """A container, and what it held at the commit."""
+
+    __slots__ = ("items", "kind", "value")
+
+    def __init__(self, value: Any, kind: Kind) -> None:
+        self.value, self.kind = value, kind
+        self.items: list[Any] | None = None
+
+    def put_back(self, done: dict[int, Any]) -> Any:
+        if id(self) in done:
+            return done[id(self)]
+        done[id(self)] = self.value
+        items = [put_back(item, done) for item in self.items or ()]
+        if self.kind.fill is not None:
+            self.kind.fill(self.value, items)
+        return self.value
+
+
+class _HeldBytes:
+    """A `bytearray`."""
+
+    __slots__ = ("copy", "value")
+
+    def __init__(self, value: bytearray) -> None:
+        self.value, self.copy = value, bytes(value)
+
+    def put_back(self, _done: dict[int, Any]) -> Any:
+        self.value[:] = self.copy
+        return self.value
+
+
+class _HeldTensor:
+    """A tensor, and a copy of its content."""
+
+    __slots__ = ("copy", "value")
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.copy = value, value.detach().clone()
+
+    def put_back(self, _done: dict[int, Any]) -> Any:
+        fill_tensor(self.value, self.copy)
+        return self.value
+
+
+class _HeldArray:
+    """A NumPy array, and a copy of it."""
+
+    __slots__ = ("copy", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.copy = value, value.copy()
+
+    def put_back(self, _done: dict[int, Any]) -> Any:
+        if self.value.shape != self.copy.shape or self.value.dtype != self.copy.dtype:
+            self.value = self.copy.copy()  # it was resized in place
+        else:
+            self.value[...] = self.copy
+        return self.value
+
+
+class _HeldRandom:
+    """A random generator, and its state."""
+
+    __slots__ = ("copy", "value", "write")
+
+    def __init__(self, value: Any, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        self.value, self.write = value, write
+        state = read()
+        self.copy = state.clone() if isinstance(state, Tensor) else state
+
+    def put_back(self, _done: dict[int, Any]) -> Any:
+        self.write(self.copy)
+        return self.value
+
+
+_HELD = (_Held, _HeldTensor, _HeldArray, _HeldBytes, _HeldRandom)
+
+
+class Taker:
+    """Copies values at one commit, so that `put_back` can make them what they are now.
+
+    `parts` collects the objects inside that have a part of their own, by path; `tensors` the
+    tensors.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Any] = {}
+        self.tensors: list[tuple[str, Tensor]] = []
+        self._seen: dict[int, Any] = {}
+
+    def take(self, value: Any, path: str) -> Any:
+        """Return the copy of a value. Raises `UnkeptError` for a value that cannot be kept."""
+        kind = type(value)
+        if kind in SIMPLE:
+            return value
+        found = self._seen.get(id(value))
+        if found is not None:
+            return found
+        if (container := kind_of(kind)) is not None:
+            return self._take_container(value, container, path)
+        held = self._take_single(value, path)
+        if isinstance(held, _HELD):
+            self._seen[id(value)] = held
+        return held
+
+    def _take_container(self, value: Any, kind: Kind, path: str) -> Any:
+        held = self._seen[id(value)] = _Held(value, kind)
+        items = kind.children(value)
+        if SIMPLE.issuperset(map(type, items)):
+            held.items = items
+            return held
+        names = child_names(value, items)
+        held.items = [
+            self.take(each, f"{path}{name}") for each, name in zip(items, names, strict=True)
+        ]
+        return held
+
+    def _take_single(self, value: Any, path: str) -> Any:
+        if is_single(value):
+            return value
+        if isinstance(value, Tensor):
+            require_kept(value, path)
+            self.tensors.append((path, value))
+            return _HeldTensor(value)
+        if has_part(value):
+            self.parts[path] = value
+            return value
+        if is_array(value):
+            return _HeldArray(value)
+        if type(value) is bytearray:
+            return _HeldBytes(value)
+        if (found := random_state(value)) is not None:
+            return _HeldRandom(value, *found)
+        raise refuse(path, value)
+
+
+def put_back(kept: Any, done: dict[int, Any] | None = None) -> Any:
+    """Make the object that was kept what it was then; return it. `done`: of one roll-back."""
+    if isinstance(kept, _HELD):
+        return kept.put_back({} if done is None else done)
+    return kept
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a value that shares nothing with it that can change.
+
+    For the `state_dict()` of objects that load what they are given. Raises `UnkeptError`.
+    """
+    kind = type(value)
+    if kind in SIMPLE:
+        return value
+    if (container := kind_of(kind)) is not None:
+        items = [copied(item) for item in container.children(value)]
+        return container.make(items, container.more(value))
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if is_array(value) or type(value) is bytearray:
+        return value.copy()
+    if is_single(value):
+        return value
+    raise refuse(f"a value of the class {kind.__name__}", value)

@@ -1,0 +1,259 @@
+"""A state as a tree of leaves: one walk over everything that a script has given to it.
+
+`Tree` holds the attributes of a state. Each commit walks them (`keep`): objects that were replaced,
+added or removed since the last one are seen there, and what cannot be kept is refused by name.
+Modules, optimizers and other objects with a state of their own have a part each (`parts`), also
+inside of lists and dictionaries. Their tensors are `leaves`. Everything else is a plain value.
+
+The same walk serves to roll back, to send and receive, to write checkpoints, and to compare ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from torch import Tensor
+from torch.optim import Optimizer
+
+from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.gradients import Gradients
+from elastic_driver.worker.state_sync.leaves import Leaves
+from elastic_driver.worker.state_sync.message import Writer
+from elastic_driver.worker.state_sync.parts import (
+    ModulePart,
+    OptimizerPart,
+    StatePart,
+    part_for,
+)
+from elastic_driver.worker.state_sync.steps import Steps, trained_by
+from elastic_driver.worker.state_sync.taking import Taker, put_back
+from elastic_driver.worker.state_sync.values import UnkeptError, has_part
+
+PartMaker = Callable[[str, Any], StatePart | None]
+
+
+class Tree:
+    """The attributes of one state, and what they held at its last commit.
+
+    Args:
+        values: the attributes by name; the state's own dictionary.
+        steps: of the optimizers.
+        make_part: returns the part of an object, None for a plain value.
+    """
+
+    def __init__(
+        self, values: dict[str, Any], steps: Steps, make_part: PartMaker = part_for
+    ) -> None:
+        self.values, self.steps, self._make_part = values, steps, make_part
+        self.parts: dict[str, StatePart] = {}
+        self.leaves = Leaves(steps)
+        self.gradients = Gradients()
+        self._objects: dict[str, Any] = {}  # that have parts, as they were at the last walk
+        self._kept: dict[str, Any] | None = None  # of the attributes: values, copies, objects
+        self._kept_parts: dict[str, StatePart] = {}
+        self._names: dict[int, str] = {}  # of parameters and trained attributes, by identity
+        self._trained_attributes: list[int] = []  # identities of plain tensors with gradients
+        self.known: dict[str, Tensor] = {}  # all these, by name
+
+    # ---- the walk ------------------------------------------------------------------------
+
+    def walk(self) -> dict[str, Any]:
+        """Walk all attributes as they are now; return their copies.
+
+        Raises `UnkeptError` for what cannot be kept.
+        """
+        taker, kept = Taker(), {}
+        for name, value in self.values.items():
+            if has_part(value):
+                taker.parts[name] = kept[name] = value
+                continue
+            try:
+                kept[name] = taker.take(value, name)
+            except RecursionError:
+                hint = "keep flatter values in the state"
+                raise UnkeptError(name, "is nested too deep", hint) from None
+        self._arrange(taker.parts, taker.tensors)
+        return kept
+
+    def _arrange(self, objects: dict[str, Any], plain: list[tuple[str, Tensor]]) -> None:
+        """Give each object its part; look at all parts, and hand their tensors to `leaves`."""
+        for path, optimizer in _inner_optimizers(objects):
+            objects[path] = optimizer
+        changed = len(objects) != len(self._objects) or any(
+            self._objects.get(path) is not thing for path, thing in objects.items()
+        )
+        if changed:
+            parts = {}
+            for path, thing in objects.items():
+                part = self.parts.get(path) or self._kept_parts.get(path)
+                if part is None or part.thing is not thing:
+                    part = self._make_part(path, thing)
+                if part is not None:
+                    parts[path] = part
+            self.parts, self._objects = parts, objects
+        trained = [(path, tensor) for path, tensor in plain if tensor.requires_grad]
+        changed |= [id(tensor) for _, tensor in trained] != self._trained_attributes
+        self._trained_attributes = [id(tensor) for _, tensor in trained]
+        if any([part.look() for part in self.parts.values()]) or changed:
+            self._name_all(trained)
+
+    def _name_all(self, attributes: list[tuple[str, Tensor]]) -> None:
+        """Name all tensors, and tell `leaves` which of them optimizers move."""
+        modules, optimizers = self._all(ModulePart), self._all(OptimizerPart)
+        tensors = [pair for part in modules for pair in part.tensors()]
+        names: dict[int, str] = {}
+        for name, tensor in (*tensors, *attributes):
+            names.setdefault(id(tensor), name)
+        known = {names[id(tensor)]: tensor for _, tensor in (*tensors, *attributes)}
+        trained: set[str] = set()
+        for part in optimizers:
+            part.know(names)
+            part.known = known
+            own = part.tensors()
+            tensors += own
+            trained.update(name for name, _ in own)
+            trained.update(names[id(p)] for p in part.parameters() if id(p) in names)
+        self._names = {id(tensor): name for name, tensor in known.items()}
+        for part in optimizers:
+            self._names |= {id(p): n for n, p in part.own_parameters()}
+        self.known = {name: tensor for name, tensor in known.items()}
+        self.leaves.arrange(tensors, trained)
+        self.gradients.watch(self.optimizers())
+        parameters = self.parameters()
+        for value in self.values.values():
+            if callable(tell := getattr(value, "trained_by", None)):
+                tell(parameters)
+
+    def _all(self, kind: type[Any]) -> list[Any]:
+        return [part for part in self.parts.values() if isinstance(part, kind)]
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of the state."""
+        return [part.thing for part in self.parts.values() if isinstance(part.thing, Optimizer)]
+
+    def parameters(self) -> list[Tensor]:
+        """Return all parameters that the state's optimizers train, each once."""
+        found = {id(p): p for optimizer in self.optimizers() for p in trained_by(optimizer)}
+        return list(found.values())
+
+    # ---- commits -------------------------------------------------------------------------
+
+    def keep(self, *, from_others: bool = False) -> None:
+        """Walk everything, and copy what `roll_back` puts back.
+
+        `from_others`: the state was received, so that its changes say nothing about the script.
+        """
+        kept = self.walk()
+        for part in self.parts.values():
+            part.keep()
+        self.leaves.keep(from_others=from_others)
+        self.gradients.keep(self.optimizers())
+        self._kept, self._kept_parts = kept, self.parts
+        self.steps.restart()
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether there was a commit."""
+        return self._kept is not None
+
+    def is_clean(self) -> bool:
+        """Return whether everything is, or can be put back to, what it was at the commit."""
+        return self.leaves.is_clean()
+
+    def roll_back(self) -> None:
+        """Put everything back, in the script's own objects. Only where the tree is clean."""
+        if self._kept is None:
+            return
+        done: dict[int, Any] = {}
+        values = {name: put_back(kept, done) for name, kept in self._kept.items()}
+        self.values.clear()
+        self.values.update(values)
+        self.parts = self._kept_parts
+        self._objects = {path: part.thing for path, part in self.parts.items()}
+        for part in self.parts.values():
+            part.roll_back()
+        self.leaves.roll_back()
+        self.gradients.put_back(self.optimizers())
+        self.steps.restart()
+
+    def kept_gradients(self) -> list[tuple[str, Tensor]]:
+        """Return the gradients that belong to the commit, by name of their parameter."""
+        return self.gradients.named(self._names)
+
+    def receive_gradients(self, found: list[tuple[str, Tensor]]) -> None:
+        """Take over the sender's; raises `UsageError` for one of an unknown parameter."""
+        by_name = {
+            name: tensor
+            for part in self._all(OptimizerPart)
+            for name, tensor in part.own_parameters()
+        }
+        by_name |= self.known
+        strange = [name for name, _ in found if name not in by_name]
+        if strange:
+            raise UsageError(
+                f"the sender has a gradient of {strange[0]!r}, which is not known here"
+            )
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.gradients.receive([(by_name[name], gradient) for name, gradient in found])
+
+    # ---- what is compared ----------------------------------------------------------------
+
+    def compared(
+        self, local: frozenset[str]
+    ) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]]]:
+        """Return name and value of each small leaf, and of each tensor, that ranks have alike.
+
+        Called right after `keep`. `local`: names of attributes and leaves that differ by intention.
+        Buffers that move are left out: with DistributedDataParallel each rank has its own.
+        """
+        small: list[tuple[str, Any]] = []
+        for name, value in self.values.items():
+            if name not in self.parts and not _is_random(value):
+                small.append((f"state.{name}", value))
+        for part in self.parts.values():
+            small += part.values()
+        buffers = {id(b) for part in self._all(ModulePart) for b in part.buffers()}
+        moving = self.leaves.moving
+        large = [
+            (name, tensor)
+            for name, tensor in zip(self.leaves.names, self.leaves.tensors, strict=True)
+            if not (id(tensor) in buffers and name in moving)
+        ]
+        large += [(f"gradient of {name}", each) for name, each in self.kept_gradients()]
+        if not local:
+            return small, large
+        return (
+            [pair for pair in small if not _is_local(pair[0].removeprefix("state."), local)],
+            [pair for pair in large if not _is_local(pair[0], local)],
+        )
+
+
+def digest_input(value: Any, name: str) -> tuple[bytes, list[Tensor]]:
+    """Return a plain value as bytes, equal for equal values, and the tensors inside."""
+    writer = Writer()
+    data = msgspec.msgpack.encode(writer.write(value, name))
+    return data, [tensor for _, tensor in writer.tensors]
+
+
+def _is_local(name: str, local: frozenset[str]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in local)
+
+
+def _is_random(value: Any) -> bool:
+    return type(value).__name__ in ("Generator", "RandomState", "Random")
+
+
+def _inner_optimizers(objects: dict[str, Any]) -> list[tuple[str, Optimizer]]:
+    """Return the optimizers that optimizers hold as attributes, such as SAM's, with their paths."""
+    known = {id(thing) for thing in objects.values()}
+    found: list[tuple[str, Optimizer]] = []
+    pending = [(path, each) for path, each in objects.items() if isinstance(each, Optimizer)]
+    while pending:
+        path, outer = pending.pop()
+        for name, value in vars(outer).items():
+            if isinstance(value, Optimizer) and id(value) not in known:
+                known.add(id(value))
+                found.append((f"{path}.{name}", value))
+                pending.append(found[-1])
+    return found
