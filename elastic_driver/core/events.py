@@ -17,7 +17,7 @@ from msgspec.structs import force_setattr
 from elastic_driver import contract
 from elastic_driver.core.fields import Count, Host, LongText, Seconds, Text, WorkerId
 from elastic_driver.core.measured import Bytes
-from elastic_driver.core.progress import MAX_DIGEST_CHARS
+from elastic_driver.core.progress import MAX_DIGEST_CHARS, Marks
 from elastic_driver.core.stack_location import shorten
 
 MAX_WORKERS = 4096  # of one agent
@@ -216,10 +216,12 @@ class WorkerEnding(WorkerReport, frozen=True, tag="worker_ending", forbid_unknow
 
     An interpreter that has imported torch takes a second to end, or longer. `round`: the one that
     the worker was in; 0: none. `failed`: an exception that no lost peer has caused ended it.
+    `marks`: of its state, as in `Progress`; no heartbeat follows.
     """
 
     round: Count
     failed: bool = False
+    marks: Marks = ()
 
 
 class WorkerSaved(WorkerEvent, frozen=True, tag="worker_saved", forbid_unknown_fields=True):
@@ -245,6 +247,13 @@ class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unkno
 
     deadline: Seconds
     reason: Text
+
+
+class StateValue(Struct, frozen=True):
+    """What some ranks hold in one leaf of their states, in short."""
+
+    ranks: tuple[int, ...]
+    value: str
 
 
 class LeafMark(Struct, frozen=True, array_like=True):

@@ -77,6 +77,9 @@ class StateMark(Struct, frozen=True, array_like=True):
     digest: Annotated[str, Meta(min_length=1, max_length=MAX_DIGEST_CHARS)]
 
 
+Marks = Annotated[tuple[StateMark, ...], Meta(max_length=MAX_MARKS)]
+
+
 class Progress(Struct, frozen=True):
     """A worker's progress: `step` committed steps in all, seconds for one, in round `round`.
 
@@ -110,7 +113,7 @@ class Progress(Struct, frozen=True):
     batch: Count | None = None
     parameters: Count | None = None
     gradients: GradientNorms | None = None
-    marks: Annotated[tuple[StateMark, ...], Meta(max_length=MAX_MARKS)] = ()
+    marks: Marks = ()
     commits: Count = 0
     optimizer_steps: Count = 0
 

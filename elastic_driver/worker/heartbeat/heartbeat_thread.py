@@ -247,7 +247,7 @@ class HeartbeatThread:
             batch=progress.batch,
             parameters=progress.parameters,
             gradients=progress.gradients,
-            marks=tuple(StateMark(n, text[:MAX_DIGEST_CHARS]) for n, text in tuple(progress.marks)),
+            marks=self.marks(),
             commits=progress.steps,
             optimizer_steps=progress.optimizer_steps,
         )
@@ -283,6 +283,11 @@ class HeartbeatThread:
         return True
 
     # ---- on both -------------------------------------------------------------------------
+
+    def marks(self) -> tuple[StateMark, ...]:
+        """Return the marks of the state in this round, or in the one left last."""
+        known = tuple(self._progress.marks)
+        return tuple(StateMark(step, digest[:MAX_DIGEST_CHARS]) for step, digest in known)
 
     def report_first_step(
         self, client: RendezvousClient, round_id: int, deadline: float, wake: int | None = None
