@@ -17,6 +17,7 @@ HEARTBEAT_TIMEOUT = "ELASTIC_HEARTBEAT_TIMEOUT"  # seconds
 HANG_TIMEOUT = "ELASTIC_HANG_TIMEOUT"  # seconds; 0: off, not set: adapts to the step time
 LEAVE_NOTICE = "ELASTIC_LEAVE_NOTICE"  # seconds from a signal to a worker's end; not set: at once
 VIRTUAL_WORKERS = "ELASTIC_VIRTUAL_WORKERS"  # --virtual-workers, by default --max-np
+VERIFY_STATE = "ELASTIC_VERIFY_STATE"  # "0" with --no-verify-state: the state is not compared
 BALANCE = "ELASTIC_BALANCE"  # "1" with --balance: shares of a step follow measured speed
 MEASURE_GRADIENTS = "ELASTIC_MEASURE_GRADIENTS"  # "1" where the number of workers is searched
 DRIVER_FILE = "ELASTIC_DRIVER_FILE"  # has RENDEZVOUS anew, once another driver has taken over
@@ -73,6 +74,7 @@ JOB_WORLD = "job/world"  # documents.World of the newest complete round
 JOB_STACKS = "job/stacks"  # the number of the newest request for all stacks
 JOB_NOTICE = "job/notice"  # documents.Notice: leave the current round
 JOB_SAVE = "job/save"  # documents.SaveRequest: write the final checkpoint
+JOB_STATE = "job/state"  # documents.StateQuestion: describe the state of a marked step
 JOB_ALLOCATION = "job/allocation"  # documents.Allocation: each worker's share of a step
 
 

@@ -18,6 +18,7 @@ class ExitCode(IntEnum):
 
     OK = 0
     USAGE = 64  # EX_USAGE
+    STATES_DIFFER = 65  # EX_DATAERR: the ranks hold different states
     BUG = 70  # EX_SOFTWARE
     UNAVAILABLE = 75  # EX_TEMPFAIL: the same command may succeed later
     INTERRUPTED = 130

@@ -61,6 +61,10 @@ class Settings:
     blacklist_cooldown: tuple[float, float] = option(POLICY, o.SECONDS_RANGE, (10.0, 600.0),
         "The first cool-down of a host, and the longest one after doubling.",
         flag="blacklist-cooldown-range")
+    on_difference: str | None = option(POLICY, o.choice("stop", "repair", "warn"), None,
+        "What to do when ranks hold different states (docs/verify-state.md). stop: end the job, "
+        "with status 65. repair: all ranks take over the state of the oldest one. warn: only say "
+        "so.", shown="repair if it began at a change of the world, else stop")
     elastic_timeout: float = option(POLICY, o.SECONDS, 600.0,
         "Give up when fewer than --min-np workers have been available for this long.")
     start_timeout: float = option(POLICY, o.SECONDS, 600.0,

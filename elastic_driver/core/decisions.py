@@ -9,6 +9,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from elastic_driver.core.documents import Failure, Order, SaveRequest, World
+from elastic_driver.core.events import StateValue
 
 
 class CausedDecision(Struct, frozen=True, kw_only=True):
@@ -156,7 +157,7 @@ class StackGroup(Struct, frozen=True):
     odd: bool = False  # at another place than the others, which may wait for these ranks
 
 
-Detail = str | int | float | bool | None | tuple[StackGroup, ...] | Failure
+Detail = str | int | float | bool | None | tuple[StackGroup, ...] | tuple[StateValue, ...] | Failure
 
 
 class Announce(CausedDecision, frozen=True, tag="announce"):

@@ -24,11 +24,15 @@ class DriverTerm(Struct, frozen=True):
 
 
 class World(Struct, frozen=True):
-    """A complete round: its members, ordered by rank. It travels as a `WorldDocument`."""
+    """A complete round: its members, ordered by rank. It travels as a `WorldDocument`.
+
+    `repair`: the ranks held different states, so all take over that of rank 0.
+    """
 
     round: int
     members: Sequence[Member]
     reason: str
+    repair: bool = False
 
     @property
     def size(self) -> int:
@@ -48,11 +52,13 @@ class WorldDocument(Struct, frozen=True):
     round: int
     reason: str
     roster: Roster
+    repair: bool = False
 
 
 def encode_world(world: World) -> bytes:
     """Return the bytes of `job/world`."""
-    return encode(WorldDocument(world.round, world.reason, roster_of(world.members)))
+    roster = roster_of(world.members)
+    return encode(WorldDocument(world.round, world.reason, roster, world.repair))
 
 
 # Made now: threads that use a type for the first time together crash in msgspec.
@@ -62,7 +68,8 @@ _decode_world = msgspec.json.Decoder(WorldDocument).decode
 def decode_world(data: bytes) -> World:
     """Return the world in these bytes; raises `ValueError` if they hold none."""
     document = _decode_world(data)
-    return World(document.round, Members(document.roster), document.reason)
+    members = Members(document.roster)
+    return World(document.round, members, document.reason, document.repair)
 
 
 class Notice(Struct, frozen=True):
@@ -97,6 +104,18 @@ class Allocation(Struct, frozen=True):
     round: int
     shares: tuple[int, ...]
     reason: str
+
+
+class StateQuestion(Struct, frozen=True):
+    """Describe every leaf of your state after `step`, a marked step of round `round`.
+
+    The ranks hold different states, and these `workers` hold one of them each. The answer is
+    `events.StateDescribed`.
+    """
+
+    round: int
+    step: int
+    workers: tuple[str, ...]
 
 
 MAX_PEERS = 16
@@ -189,6 +208,7 @@ decode_term = msgspec.json.Decoder(DriverTerm).decode
 decode_notice = msgspec.json.Decoder(Notice).decode
 decode_save = msgspec.json.Decoder(SaveRequest).decode
 decode_allocation = msgspec.json.Decoder(Allocation).decode
+decode_question = msgspec.json.Decoder(StateQuestion).decode
 decode_number: Callable[[bytes], int] = msgspec.json.Decoder(Count).decode
 
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.events import AgentEvent, Event, Reason, WorkerEvent
+from elastic_driver.core.events import AgentEvent, Event, Reason, StateValue, WorkerEvent
 
 # The observation that raises the suspicion that an agent is lost; "peers": a worker of another host
 # saw its connections to that host break.
@@ -215,6 +215,27 @@ class RankRecovered(WorkerEvent, frozen=True, tag="rank_recovered"):
     """A member of this round that was slow is no longer slow."""
 
     round: int
+
+
+class StatesEqual(Event, frozen=True, tag="states_equal"):
+    """All ranks of a round hold the same state after `step`; sent once a round."""
+
+    round: int
+    step: int
+
+
+class StatesDiffer(Event, frozen=True, tag="states_differ"):
+    """Ranks of a round hold different states after `step`.
+
+    `leaf`: the first part of the state that differs, in the order in which it is walked; "": that
+    is not known. `values`: what the ranks hold there. `reason`: the difference in words.
+    """
+
+    round: int
+    step: int
+    leaf: str
+    values: tuple[StateValue, ...]
+    reason: str
 
 
 class HostResult(Struct, frozen=True):

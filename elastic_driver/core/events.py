@@ -9,7 +9,7 @@ with its method `on_…`, which names the kind of event as its annotation.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
@@ -17,9 +17,13 @@ from msgspec.structs import force_setattr
 from elastic_driver import contract
 from elastic_driver.core.fields import Count, Host, LongText, Seconds, Text, WorkerId
 from elastic_driver.core.measured import Bytes
+from elastic_driver.core.progress import MAX_DIGEST_CHARS, Marks
 from elastic_driver.core.stack_location import shorten
 
 MAX_WORKERS = 4096  # of one agent
+MAX_LEAVES = 4096  # of one state that is described
+MAX_LEAF_NAME_CHARS = 300
+MAX_LEAF_TEXT_CHARS = 200
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Reason = Annotated[str, Meta(min_length=1, max_length=500)]
 ASKED = "a user asked for it"
@@ -212,10 +216,12 @@ class WorkerEnding(WorkerReport, frozen=True, tag="worker_ending", forbid_unknow
 
     An interpreter that has imported torch takes a second to end, or longer. `round`: the one that
     the worker was in; 0: none. `failed`: an exception that no lost peer has caused ended it.
+    `marks`: of its state, as in `Progress`; no heartbeat follows.
     """
 
     round: Count
     failed: bool = False
+    marks: Marks = ()
 
 
 class WorkerSaved(WorkerEvent, frozen=True, tag="worker_saved", forbid_unknown_fields=True):
@@ -241,6 +247,37 @@ class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unkno
 
     deadline: Seconds
     reason: Text
+
+
+class StateValue(Struct, frozen=True):
+    """What some ranks hold in one leaf of their states, in short."""
+
+    ranks: tuple[int, ...]
+    value: str
+
+
+class LeafMark(Struct, frozen=True, array_like=True):
+    """One leaf of a state: its name, the digest of its value (hex), and the value in short."""
+
+    name: Annotated[str, Meta(max_length=MAX_LEAF_NAME_CHARS)]
+    digest: Annotated[str, Meta(max_length=MAX_DIGEST_CHARS)]
+    text: Annotated[str, Meta(max_length=MAX_LEAF_TEXT_CHARS)]
+
+
+class StateDescribed(Struct, frozen=True, tag="state_described", forbid_unknown_fields=True):
+    """A worker's state after `step`, leaf by leaf: the answer to a `StateQuestion`.
+
+    `leaves`: in the order in which the state is walked, the first `MAX_LEAVES` of them. `missing`:
+    the worker has kept no description of that step. It is for the watch, not for the job.
+    """
+
+    machine: ClassVar[Literal["stragglers"]] = "stragglers"
+
+    worker: WorkerId
+    round: Count
+    step: Count
+    leaves: Annotated[tuple[LeafMark, ...], Meta(max_length=MAX_LEAVES)] = ()
+    missing: bool = False
 
 
 ManyReports: TypeAlias = AgentReady | AgentReturned | WorkerStarted | WorkerReady | WorkerStepped

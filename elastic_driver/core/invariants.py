@@ -116,6 +116,9 @@ def _round(job: JobParts) -> Iterator[str]:
         yield f"{sorted(strangers)} are running but are no members of round {current.number}"
     if current.state is CLOSED:
         yield f"round {current.number} is closed but no next round was opened"
+    repairs = current.repairs or job.outcome.finishing
+    if job.rounds.repair and current.state is COMPLETE and not repairs:
+        yield f"round {current.number} goes on though its ranks hold different states"
     limit = job.settings.reset_limit
     if limit is not None and job.rounds.resets > limit and not job.outcome.finishing:
         yield f"round {current.number} exceeds the reset limit of {limit}"

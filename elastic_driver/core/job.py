@@ -40,6 +40,7 @@ RULES = (
     "drains",  # a slow worker is replaced
     "placement",  # workers are marked to leave, agents start and stop
     "hangs",  # workers that hang are given up
+    "differences",  # a round whose ranks hold different states is left
     "boundary",  # the step after which members leave is named
     "membership",  # rounds of elastic jobs
     "plain",  # rounds of plain jobs
@@ -191,6 +192,10 @@ class Job(JobParts):
                 self.drains.on_slow(event, now)
             case seen.RankRecovered():
                 self.drains.on_recovered(event, now)
+            case seen.StatesEqual():
+                self.differences.on_equal(event, now)
+            case seen.StatesDiffer():
+                self.differences.on_differ(event, now)
             case ev.WorkerStack():
                 self.stacks.on_worker_stack(event, now)
             case ev.StacksRequested():

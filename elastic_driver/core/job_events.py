@@ -47,6 +47,8 @@ OtherEvent: TypeAlias = (
     | seen.HostStarved
     | seen.RankSlow
     | seen.RankRecovered
+    | seen.StatesEqual
+    | seen.StatesDiffer
     | seen.HostsChecked
     | seen.Tick
 )

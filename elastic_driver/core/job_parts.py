@@ -11,6 +11,7 @@ from elastic_driver.core.rules.adoption import Adoption
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.capacity import Capacity
+from elastic_driver.core.rules.differences import Differences
 from elastic_driver.core.rules.discovered import Discovered, Rechecks
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.effects import Effects
@@ -54,6 +55,7 @@ class JobParts(Restorable):
         self.rounds = self._make(Rounds)
         self.boundary = self._make(Boundary)
         self.rechecks = self._make(Rechecks)
+        self.differences = self._make(Differences)
         self.discovered = self._make(Discovered)
         self.reports = self._make(Reports)
         self.memory = self._make(Memory)

@@ -15,6 +15,8 @@ from rendezvous.wire import UNREADABLE
 
 MAX_SAMPLES = 64  # of measured steps in one message
 MAX_LINKS = 16  # in one message
+MAX_MARKS = 16  # in one message
+MAX_DIGEST_CHARS = 32
 Share = Annotated[int, Meta(ge=0, le=2**31)]
 
 
@@ -65,19 +67,33 @@ class GradientNorms(Struct, frozen=True, array_like=True):
     mean: Annotated[float, Meta(ge=0.0)]
 
 
+class StateMark(Struct, frozen=True, array_like=True):
+    """A rank's state after `step` committed steps, as a `digest` (hex) of everything it keeps.
+
+    All ranks mark the same steps, and ranks that hold the same state have the same digest.
+    """
+
+    step: Count
+    digest: Annotated[str, Meta(min_length=1, max_length=MAX_DIGEST_CHARS)]
+
+
+Marks = Annotated[tuple[StateMark, ...], Meta(max_length=MAX_MARKS)]
+
+
 class Progress(Struct, frozen=True):
     """A worker's progress: `step` committed steps in all, seconds for one, in round `round`.
 
     `samples` are its last measured steps, oldest first; each is sent several times. `division`: its
     part of a fixed batch, if the driver gives the shares. `links`: its connections to other hosts,
-    if it has any.
+    if it has any. `marks`: the newest ones of this round, oldest first; each is sent several times.
+    `commits` and `optimizer_steps`: of this process in this round.
 
     The other fields are only shown (`core.measured`). `at`: the time of the last step by the
     worker's own clock. `steps_done`, `samples_done`: of this process since it started. `numbers`,
     `total`: what `report_progress` got last, and the number of all steps. `reported`: the step that
-    it named last, in a round without commits. `micro_batches`: those of a step of a `FixedBatch`,
-    and `batch` its samples. `parameters`: of the models of the state.
-    `gradients`: measured in the last steps, where `--auto-scale` needs them.
+    it named last, or the steps of its optimizers, in a round without commits. `micro_batches`:
+    those of a step of a `FixedBatch`, and `batch` its samples. `parameters`: of the models of the
+    state. `gradients`: measured in the last steps, where `--auto-scale` needs them.
     """
 
     round: Count
@@ -97,6 +113,9 @@ class Progress(Struct, frozen=True):
     batch: Count | None = None
     parameters: Count | None = None
     gradients: GradientNorms | None = None
+    marks: Marks = ()
+    commits: Count = 0
+    optimizer_steps: Count = 0
 
 
 _decode_progress = msgspec.json.Decoder(Progress).decode

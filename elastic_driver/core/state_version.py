@@ -39,13 +39,16 @@ def source_of(states: Sequence[StateVersion]) -> int | None:
     return clean[0] if clean and not lost else None
 
 
-def receivers_of(states: Sequence[StateVersion], source: int) -> frozenset[int]:
+def receivers_of(
+    states: Sequence[StateVersion], source: int, *, repair: bool = False
+) -> frozenset[int]:
     """Return the ranks that take over the state of `source`.
 
     A rank keeps its own state if it is clean and has as many steps. If no rank has trained, all
-    others receive, because each has drawn its own first values.
+    others receive, because each has drawn its own first values. With `repair` they do so because
+    ranks with the same number of steps were found to hold different states.
     """
     sent = states[source]
-    if not sent.trained:
+    if repair or not sent.trained:
         return frozenset(range(len(states))) - {source}
     return frozenset(rank for rank, state in enumerate(states) if state != sent) - {source}

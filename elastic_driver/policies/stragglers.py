@@ -5,6 +5,9 @@ At each *look* the machine reads the workers' progress (`ReadKeys`), compares th
 slowly becomes an event for the job, which may replace its worker. With `--balance`, ranks report
 their share of a step; until all of them do, no work is moved.
 
+The same looks compare the states that the ranks hold (`state_watch`), and the commits that they
+make (`commit_watch`). A difference of states becomes an event for the job.
+
 A look takes at most a twentieth of the driver's time. Pure. Times are seconds.
 """
 
@@ -15,16 +18,25 @@ from typing import ClassVar
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.documents import Allocation, World, encode
-from elastic_driver.core.driver_events import RankRecovered, RankSlow, Tick
+from elastic_driver.core.decisions import Announce, Detail
+from elastic_driver.core.documents import Allocation, StateQuestion, World, encode
+from elastic_driver.core.driver_events import (
+    RankRecovered,
+    RankSlow,
+    StatesDiffer,
+    StatesEqual,
+    Tick,
+)
+from elastic_driver.core.events import StateDescribed, WorkerEnding
 from elastic_driver.core.progress import Progress, decode_progress
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.policies.balance import Balancer, Cost
+from elastic_driver.policies.commit_watch import find_oddity
 from elastic_driver.policies.messages import KeysRead, MachineName, PublishKey, ReadKeys, SendEvent
 from elastic_driver.policies.slow_links import LinkWatch
 from elastic_driver.policies.slow_ranks import Change, Slowness, StragglerWatch
+from elastic_driver.policies.state_watch import Question, StateWatch, Told
 
 LOOK_S = 0.25  # seconds between looks; workers of a small world send heartbeats as often
 SHARE = 20.0  # the wait after a look is at least this many times as long as the look
@@ -38,6 +50,7 @@ class RoundPublished(Struct, frozen=True, tag="round_published"):
     world: World
 
 
+Taken = RoundPublished | KeysRead | StateDescribed | WorkerEnding | Tick
 Decided = ReadKeys | PublishKey | SendEvent | Announce
 
 
@@ -52,14 +65,17 @@ class Stragglers(Restorable):
         self._watch = StragglerWatch(())
         self._links = LinkWatch(())
         self._balancer = Balancer(())
+        self._states = StateWatch()
+        self._ranks: dict[str, int] = {}  # by worker
+        self._told_equal = self._told_oddity = False  # of this round
         self._due: float | None = None
         self._seen = 0  # the newest revision that was read
         self._false_alarms = 0  # of earlier rounds
 
     # ---- a machine's methods -------------------------------------------------------------
 
-    def handle(self, event: RoundPublished | KeysRead | Tick, now: float) -> list[Decided]:
-        """Take in a new round, the progress that was read, or the time for a look."""
+    def handle(self, event: Taken, now: float) -> list[Decided]:
+        """Take in a new round, what was read or sent, or the time for a look."""
         match event:
             case RoundPublished(world):
                 self._enter(world)
@@ -67,7 +83,16 @@ class Stragglers(Restorable):
                 return []
             case KeysRead():
                 self._due = now + max(LOOK_S, SHARE * event.seconds)
-                return self._look(event)
+                return [*self._look(event, now), *self._compare(now)]
+            case StateDescribed(worker=worker, round=number):
+                if number == self._world.round and worker in self._ranks:
+                    self._states.described(self._ranks[worker], event)
+                return self._compare(now)
+            case WorkerEnding(worker=worker, round=number, marks=marks):
+                if number == self._world.round and worker in self._ranks:
+                    self._states.report(self._ranks[worker], marks, now)
+                    self._states.ended(self._ranks[worker])
+                return self._compare(now)
             case Tick():
                 self._due = None
                 keys = tuple(contract.worker_progress(m.worker) for m in self._world.members)
@@ -115,15 +140,17 @@ class Stragglers(Restorable):
         hosts = [member.place.host for member in world.members]
         first_step = max(member.version for member in world.members) + 1
         self._world, self.round_step = world, 0
-        members = {member.worker for member in world.members}
+        self._states = StateWatch(world.size)
+        self._told_equal = self._told_oddity = False
+        members = self._ranks = {m.worker: rank for rank, m in enumerate(world.members)}
         self.progress = {w: each for w, each in self.progress.items() if w in members}
         self._watch = StragglerWatch(hosts, first_step=first_step)
         self._links = LinkWatch(hosts)
         self._balancer = Balancer(hosts, known=[known.get(m.worker) for m in world.members])
 
-    def _look(self, event: KeysRead) -> list[Decided]:
+    def _look(self, event: KeysRead, now: float) -> list[Decided]:
         changes: list[Change] = []
-        progress = self._progress(event)
+        progress = self._progress(event, now)
         if progress:
             self._watch.step_time = median(each.step_time for each in progress.values())
         for rank, each in progress.items():
@@ -143,8 +170,8 @@ class Stragglers(Restorable):
         events = [self._event(c) for c in changes if c.slow.kind is Slowness.COMPUTE]
         return [*events, *map(self._announce, changes), *self._balance()]
 
-    def _progress(self, event: KeysRead) -> dict[int, Progress]:
-        """Return the ranks' new progress in this round, by rank."""
+    def _progress(self, event: KeysRead, now: float) -> dict[int, Progress]:
+        """Return the ranks' new progress in this round, by rank; note their marks."""
         seen, self._seen = self._seen, max([self._seen, *(e[1] for e in event.entries.values())])
         found: dict[int, Progress] = {}
         for rank, member in enumerate(self._world.members):
@@ -153,9 +180,50 @@ class Stragglers(Restorable):
             if progress is None or progress.round != self._world.round:
                 continue
             self.progress[member.worker] = progress
+            self._states.report(rank, progress.marks, now)
             if progress.reported is None:  # it has committed a step in this round
                 found[rank] = progress
         return found
+
+    # ---- states and commits --------------------------------------------------------------
+
+    def _compare(self, now: float) -> list[Decided]:
+        """Compare the states of the ranks, and their commits, as far as they are known."""
+        number, states = self._world.round, self._states
+        decided: list[Decided] = []
+        if states.equal_step is not None and not self._told_equal and self._world.size > 1:
+            self._told_equal = True
+            equal = StatesEqual(number, states.equal_step)
+            decided.append(SendEvent(equal, f"all ranks are equal after step {equal.step}"))
+        match states.look(now):
+            case Question(step, ranks):
+                asked = tuple(self._world.members[rank].worker for rank in ranks)
+                question = encode(StateQuestion(number, step, asked))
+                why = f"the ranks hold different states after step {step}"
+                decided.append(PublishKey(contract.JOB_STATE, question, why))
+            case Told(step, (leaf, values, reason)):
+                decided.append(SendEvent(StatesDiffer(number, step, leaf, values, reason), reason))
+        return [*decided, *self._commits()]
+
+    def _commits(self) -> list[Announce]:
+        """Announce, once a round, that some ranks commit and others do not."""
+        if self._told_oddity:
+            return []
+        found = find_oddity(
+            {
+                self._ranks[worker]: progress
+                for worker, progress in self.progress.items()
+                if progress.round == self._world.round
+            }
+        )
+        if found is None:
+            return []
+        self._told_oddity = True
+        detail: dict[str, Detail] = {
+            "kind": found.kind,
+            "ranks": " ".join(map(str, found.ranks)),
+        }
+        return [Announce("commits_differ", found.reason, self._world.round, detail=detail)]
 
     # ---- decisions -----------------------------------------------------------------------
 

@@ -23,15 +23,14 @@ from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.driver_events import MemoryExpected, StopRequested
 from elastic_driver.core.job import Job
-from elastic_driver.core.job_events import JobEvent
 from elastic_driver.core.measured import History, Measured
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.masking import masked
-from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.policies.scaling.messages import PriorFound
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
+from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.loop import DriverLoop
@@ -267,7 +266,7 @@ class ElasticDriver:
         # Until `JobBegins` a driver that resumes has none of the machines of the one before it.
         return self._takes_events or (event.machine != "job" and self._setup.resumed is None)
 
-    def deliver(self, event: JobEvent | TaskEnded, acknowledge: Callable[[], None]) -> bool:
+    def deliver(self, event: Request, acknowledge: Callable[[], None]) -> bool:
         """Put an event into the mailbox as `post` does; see `DriverPort.deliver`."""
         if not self._takes(event):
             return False

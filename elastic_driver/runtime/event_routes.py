@@ -7,7 +7,7 @@ once the journal has the event.
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -43,9 +43,9 @@ class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
     reason: ev.Reason = ev.ASKED
 
 
-_decode_event: Callable[[bytes], ev.WireEvent | TaskEnded] = msgspec.json.Decoder(
-    ev.WireEvent | TaskEnded
-).decode
+# What agents and workers send: for the job, and for other machines.
+Reported: TypeAlias = ev.WireEvent | ev.StateDescribed | TaskEnded
+_decode_event: Callable[[bytes], Reported] = msgspec.json.Decoder(Reported).decode
 _decode_stop = msgspec.json.Decoder(StopRequest).decode
 _ACCEPTED = b'{"accepted":true}'
 # Events about a worker that only its agent sees.
@@ -160,7 +160,7 @@ class EventRoutes:
         return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
 
 
-def may_report(caller: Caller, event: ev.WireEvent | TaskEnded) -> bool:
+def may_report(caller: Caller, event: Reported) -> bool:
     """Return whether a caller may report this: an agent about its host, a worker about itself."""
     if caller.role is Role.DRIVER:
         return True

@@ -61,6 +61,8 @@ WORDS: dict[str, tuple[Level, str]] = {
     "replacement_abandoned": (Level.NORMAL, "worker {worker} stays"),
     "worker_replaced": (Level.NORMAL, "worker {worker} was replaced"),
     "worker_not_replaced": (Level.NORMAL, "worker {worker} is not replaced"),
+    "state_differs": (Level.QUIET, "the ranks hold different states after step {step}"),
+    "commits_differ": (Level.QUIET, "the ranks do not commit alike"),
     "work_moved": (Level.NORMAL, "work is shared anew"),
     "shard_quarantined": (Level.QUIET, "a data shard is in quarantine"),
     "nodes_checked": (Level.VERBOSE, "nodes were checked"),
@@ -90,12 +92,15 @@ WORDS: dict[str, tuple[Level, str]] = {
     "job_failed": (Level.NORMAL, "the job has failed"),
 }
 
+# Events that say that training goes wrong: red on a terminal.
+ALARMS = frozenset(("state_differs", "commits_differ"))
+
 
 def sentence(event: str, reason: str, facts: Mapping[str, Any]) -> str:
     """Return an event of the log in one sentence; `facts`: the fields of its line."""
     about = facts.get("worker") or facts.get("host") or ""
     words = WORDS.get(event, (Level.VERBOSE, f"{event.replace('_', ' ')} {about}".rstrip()))[1]
-    known = dict.fromkeys(("host", "worker", "rank", "round"), "?")
+    known = dict.fromkeys(("host", "worker", "rank", "round", "step"), "?")
     known.update({name: fact for name, fact in facts.items() if fact is not None})
     rank = facts.get("rank")
     if facts.get("worker") and isinstance(rank, int) and rank >= 0:

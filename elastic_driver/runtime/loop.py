@@ -219,6 +219,8 @@ class DriverLoop:
             for_job.append(each)
             if isinstance(each, _FOR_SHARDS_TOO):
                 self._decide("shards", each)
+            elif isinstance(each, ev.WorkerEnding):
+                self._decide("stragglers", each)
         if any(isinstance(e, ev.WorkerExited) and e.out_of_memory is not None for e in for_job):
             self._decide("job", HostsMeasured(self.measurements.idle_memory()))
         if for_job:

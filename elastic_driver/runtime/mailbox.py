@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from elastic_driver.core.events import StateDescribed
 from elastic_driver.core.job import Job
 from elastic_driver.core.job_events import EventBatch, JobEvent
 from elastic_driver.errors import TakenOverError
@@ -79,7 +80,7 @@ class StopNow:
 
 PolicyEvent: TypeAlias = (
     ShardRequest | StopOrdered | TfRequest | RequestDropped | KeysRead | RoundPublished | SpeedSeen
-    | LoadsSeen | PriorFound | TaskEnded
+    | LoadsSeen | PriorFound | TaskEnded | StateDescribed
 )  # fmt: skip
 # The events of machines; each has a `machine`.
 MachineEvent: TypeAlias = JobEvent | EventBatch | PolicyEvent
@@ -89,7 +90,7 @@ MachineEvent: TypeAlias = JobEvent | EventBatch | PolicyEvent
 class Delivered:
     """An event whose sender waits until the journal has it."""
 
-    event: JobEvent | TaskEnded
+    event: JobEvent | TaskEnded | StateDescribed
     acknowledge: Callable[[], None]  # to be called on the server's loop
 
 

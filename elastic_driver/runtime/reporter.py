@@ -22,7 +22,7 @@ from elastic_driver.core.documents import Failure
 from elastic_driver.errors import ExitCode
 from elastic_driver.line_writer import LineWriter
 from elastic_driver.policies.story import Story
-from elastic_driver.runtime.event_words import WORDS, describe_world
+from elastic_driver.runtime.event_words import ALARMS, WORDS, describe_world
 from elastic_driver.runtime.event_words import Level as Level  # noqa: PLC0414 - for importers
 from elastic_driver.runtime.failures import describe_failure, last_words
 
@@ -31,6 +31,7 @@ MAX_EXITS_SHOWN = 8  # of workers that failed in one round; the event log has th
 _LAST_WORDS_S = 1.0  # for the terminal to take the last lines
 
 
+_RED, _PLAIN = "\x1b[31m", "\x1b[0m"
 _STOPPED = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 
 
@@ -53,14 +54,16 @@ class Reporter:
         *,
         level: Level = Level.NORMAL,
         as_json: bool = False,
+        colors: bool = False,
         sum_up: Callable[[Story, float], list[str]] = lambda _story, _now: [],
     ) -> None:
         """Write nothing. The caller closes `stream`, after `close`.
 
+        `colors`: the stream is a terminal that shows them; `ALARMS` are red there.
         `sum_up` returns sentences about a job that is over at this time (unix seconds).
         """
         self._stream, self._level, self._json = stream, level, as_json
-        self._sum_up = sum_up
+        self._sum_up, self._colors = sum_up, colors and not as_json
         self.last_change: Change | None = None
         self._lock = threading.Lock()
         self._exits = 0  # failed workers since the last complete round
@@ -88,7 +91,7 @@ class Reporter:
             self._exits = 0
         if level > max(self._level, Level.NORMAL):
             return
-        facts = {name: getattr(event, name) for name in event.__struct_fields__}
+        facts = {**event.detail, **{name: getattr(event, name) for name in event.__struct_fields__}}
         text = words.format_map({**facts, "world": describe_world(event.detail)})
         if level <= Level.NORMAL:
             self.last_change = Change(time.time(), text)
@@ -97,7 +100,8 @@ class Reporter:
         if self._json:
             self._write([line.decode()])
         elif event.event not in ("job_succeeded", "job_failed"):  # `job_ended` says it at the end
-            self._say(f"{text} ({event.reason})" if event.reason else text)
+            alarm = event.event in ALARMS
+            self._say(f"{text} ({event.reason})" if event.reason else text, alarm=alarm)
 
     def note(self, text: str, *, level: Level = Level.QUIET) -> None:
         """Show a sentence."""
@@ -154,16 +158,19 @@ class Reporter:
         self._show(lines, event="bug", text=trace)
         self._say("the driver met a bug of its own, not of your script; please report the above")
 
-    def _say(self, text: str) -> None:
-        self._show([f"{NAME}: {text}"], event="note", text=text)
+    def _say(self, text: str, *, alarm: bool = False) -> None:
+        note: dict[str, object] = {"event": "note", "text": text}
+        self._write([_as_json(note) if self._json else f"{NAME}: {text}"], alarm=alarm)
 
     def _show(self, lines: list[str], **facts: object) -> None:
         """Write the lines, or the facts as one line of JSON."""
         self._write([_as_json(facts)] if self._json else lines)
 
-    def _write(self, lines: list[str]) -> None:
+    def _write(self, lines: list[str], *, alarm: bool = False) -> None:
         """Write whole lines, or drop them."""
-        data = "".join(f"{_printable(line, as_json=self._json)}\n" for line in lines)
+        begin, end = (_RED, _PLAIN) if alarm and self._colors else ("", "")
+        shown = (_printable(line, as_json=self._json) for line in lines)
+        data = "".join(f"{begin}{line}{end}\n" for line in shown)
         if self._direct:
             with self._lock, contextlib.suppress(OSError, ValueError):
                 self._stream.write(data)

@@ -7,16 +7,21 @@ exception is the script's own and propagates.
 """
 
 import functools
+import itertools
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from torch.distributed import DistError
 
+from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
-from elastic_driver.worker.state import State
+from elastic_driver.worker.state import State, all_states
+from elastic_driver.worker.state_sync.meeting import gather
+from elastic_driver.worker.state_sync.sharing import StateLostError
+from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import companions, session
 from elastic_driver.worker.world.collective_waits import current_waits
 from elastic_driver.worker.world.groups import RoundOverError
@@ -26,6 +31,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound=State)
 
+MAX_STATES = 8  # that are made the same besides that of the training function
+NOBODY = -1  # in place of a state's number
+_phases = itertools.count(1)  # the calls of training functions in this process
 MAX_EQUAL_BREAKS = 3  # worlds of the same members that break without a step between
 # Gloo's transport also reports that ranks disagree about a tensor's size: the script's mistake.
 _SIZE_MISMATCH = "op.preamble"
@@ -61,16 +69,22 @@ def training_loop(
 
     @functools.wraps(function)
     def train(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        phase = next(_phases)
         rejoined = join(state)
         member = session.start()
         breaks: deque[object] = deque(maxlen=MAX_EQUAL_BREAKS)
         while True:
             try:
                 companions.start_all()
-                state.sync()
                 if rejoined:
-                    state.on_reset()
+                    for each in all_states():
+                        each.on_reset()
+                if not meet(state, phase):
+                    return cast("R", None)  # the others have ended this function before
                 return function(state, *args, **kwargs)
+            except StateLostError as lost:
+                say(str(lost))
+                raise SystemExit(lost.exit_code) from lost
             except Exception as raised:
                 error = _cause(raised)
                 broken = not isinstance(error, HostsUpdatedInterrupt)
@@ -86,6 +100,43 @@ def training_loop(
             rejoined = True
 
     return train
+
+
+def meet(state: State, phase: int) -> bool:
+    """Make all states of this process the same on every rank of a new world. Collective.
+
+    `phase` is the number of this call of a training function. Ranks that are in an earlier one than
+    others are newcomers: they skip it, and come to the one in which the others wait for them here.
+    Returns False where this rank has to skip.
+    """
+    member = session.start()
+    if member.group is None or member.world is None:
+        return True
+    world = member.world
+    if state.synced_round == world.round:
+        return True
+    while True:
+        others = [s for s in all_states() if s is not state and s.synced_round != world.round]
+        mine = [state, *others[:MAX_STATES]]
+        row = [phase]
+        for each in mine:
+            row += [each.number, *each.state_version()]
+        row += [NOBODY, 0, 0] * (1 + MAX_STATES - len(mine))
+        rows = gather(row, world.size)
+        phases = [each[0] for each in rows]
+        if phase < max(phases):
+            say(f"the other workers have gone on to training function {max(phases)}: going there")
+            return False
+        if phase == min(phases):
+            break
+    # The state of this function comes first, whatever its number: it is that of the others, too.
+    state.sync_with([StateVersion(each[2], bool(each[3])) for each in rows], world)
+    tables = [{each[at]: each[at + 1 : at + 3] for at in range(1, len(each), 3)} for each in rows]
+    for other in mine[1:]:
+        if all(other.number in table for table in tables):
+            versions = [StateVersion(t[other.number][0], bool(t[other.number][1])) for t in tables]
+            other.sync_with(versions, world)
+    return True
 
 
 def _cause(error: Exception) -> Exception:

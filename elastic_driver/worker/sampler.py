@@ -30,7 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.worker.current import rank_and_size
-from elastic_driver.worker.state_sync.parts import Counted
+from elastic_driver.worker.positions import Counted
 
 __all__ = ["ElasticSampler"]
 

@@ -294,6 +294,11 @@ class State:
         self._random.put(self._kept_random)
         self._arrange()
 
+    def restore_all(self) -> None:
+        """Go back to the last commit of each state of this process."""
+        for each in all_states():
+            each.restore()
+
     def sync(self) -> None:
         """Make this state the same on every rank.
 
@@ -354,7 +359,7 @@ class State:
             world.round,
             reloads=reloads,
             least=max(self._progress.version, 0),
-            repair=getattr(world, "repair", False),
+            repair=world.repair,
         )
         self._carry_out(agreement, world)
         self._round = world.round

@@ -91,6 +91,7 @@ def worker_environment(
         contract.SCRATCH: meeting.scratch,
         contract.DRIVER_FILE: meeting.driver_file,
         contract.HANG_TIMEOUT: spec.hang_timeout,
+        contract.VERIFY_STATE: None if spec.verify_state else 0,
         contract.LEAVE_NOTICE: spec.grace_period or None,
         contract.DRIVER_TIMEOUT: spec.driver_timeout or None,
     }

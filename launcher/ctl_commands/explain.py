@@ -47,6 +47,8 @@ _EVENTS: dict[type, str] = {
     seen.ProgressReported: "the members have told their steps",
     seen.RankSlow: "{e.worker} is slow: {e.ratio:.1f} times the usual time",
     seen.RankRecovered: "{e.worker} is no longer slow",
+    seen.StatesEqual: "all ranks of round {e.round} hold the same state after step {e.step}",
+    seen.StatesDiffer: "the ranks hold different states after step {e.step}: {e.reason}",
     ev.StacksRequested: "the stacks were requested: {e.reason}",
     seen.JobLeaving: "all workers have to leave in {e.deadline:g} s: {e.reason}",
     ev.ScaleRequested: "the number of workers was requested: {e.num_proc}",

@@ -140,7 +140,11 @@ def make_driver(
             starter=starter,
             run_dir=run_dir,
             reporter=Reporter(
-                sys.stderr, level=level, as_json=as_json, sum_up=partial(summary, more=_more(plan))
+                sys.stderr,
+                level=level,
+                as_json=as_json,
+                colors=_has_colors(),
+                sum_up=partial(summary, more=_more(plan)),
             ),
             options=plan.driver,
             checks=checks,
@@ -180,8 +184,20 @@ def bottom_line(
     def failed(error: Exception) -> None:
         note(f"the status line is gone ({described(error)}); the job goes on")
 
-    plain = bool(os.environ.get("NO_COLOR"))
+    plain = not _wants_colors()
     return BottomLine(2, lambda columns: status_line(now(), columns), failed, plain=plain)
+
+
+def _wants_colors() -> bool:
+    """Return whether the user wants colors on terminals (https://no-color.org)."""
+    return not os.environ.get("NO_COLOR")
+
+
+def _has_colors() -> bool:
+    """Return whether our stderr is a terminal that shows colors, and the user wants them."""
+    with contextlib.suppress(OSError):
+        return _wants_colors() and os.environ.get("TERM", "dumb") != "dumb" and os.isatty(2)
+    return False
 
 
 def _more(plan: LaunchPlan) -> str:

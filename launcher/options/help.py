@@ -32,7 +32,8 @@ Examples
 
 Exit status
   0 success; the failing worker's own status, or 128+N for its signal, when training failed;
-  64 wrong usage; 70 a bug of elasticrun; 75 not enough hosts, or not in time; 130/143 interrupted.
+  64 wrong usage; 65 the ranks held different states; 70 a bug of elasticrun; 75 not enough hosts,
+  or not in time; 130/143 interrupted.
 """
 
 

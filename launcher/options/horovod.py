@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from elastic_driver.options import FLAG, Heading, ValueKind, number, text, whole
+from launcher.options import table
 from launcher.options.table import LaunchOptions, Option
 
 # A switch → the one whose opposite it is.
@@ -17,6 +18,8 @@ OPPOSITES = {
     "--log-without-timestamp": "--log-with-timestamp",
     "--log-hide-timestamp": "--log-with-timestamp",
 }
+
+_OPPOSITES = {**table.OPPOSITES, **OPPOSITES}
 
 # Another spelling → the option and its value.
 _MEANS = {"--mpi": ("--backend", "mpi"), "--use-mpi": ("--backend", "mpi")}
@@ -91,9 +94,9 @@ class Spelled(NamedTuple):
 
 
 def translated(spelling: str, value: str | None) -> Spelled:
-    """Return the option that a spelling of horovodrun means; any other stays as it is."""
-    if spelling in OPPOSITES:
-        return Spelled(OPPOSITES[spelling], _opposite(value or "true"))
+    """Return the option that another spelling means, such as one of horovodrun."""
+    if spelling in _OPPOSITES:
+        return Spelled(_OPPOSITES[spelling], _opposite(value or "true"))
     if spelling in _MEANS and (value is None or _is_on(value)):
         return Spelled(*_MEANS[spelling])
     return Spelled(spelling, value)

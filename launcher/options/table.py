@@ -276,6 +276,9 @@ OPTIONS = tuple(
     if field.metadata.get("heading") is heading
 )
 
+# A switch → the one whose opposite it is; those of horovodrun are in `launcher.options.horovod`.
+OPPOSITES = {"--no-verify-state": "--verify-state"}
+
 # Options of torchrun, horovodrun and mpirun that do not exist here → the advice to the user.
 FOREIGN: dict[str, str] = {
     "--jsrun": "it starts processes by MPI, and training here uses none; use --backend mpi or ssh",

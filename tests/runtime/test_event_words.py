@@ -13,7 +13,7 @@ _NAME = re.compile(
     r'(?:announce|append|Announce|_about_rank)\(\s*"([a-z_]+)"|(?:name|event) = "([a-z_]+)"'
 )
 _CHOICE = re.compile(r'(?:announce\(|(?:name|event) = )"([a-z_]+)" if .* else "([a-z_]+)"')
-FACTS = {"host": "b", "worker": "b.0.1", "rank": 1, "round": 2, "size": 3, "hosts": 1}
+FACTS = {"host": "b", "worker": "b.0.1", "rank": 1, "round": 2, "size": 3, "hosts": 1, "step": 120}
 
 
 def announced() -> set[str]:

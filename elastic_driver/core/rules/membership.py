@@ -205,7 +205,7 @@ class Membership(Rule):
             ending = next(self.workers.having(ENDING), None)
             if ending is not None:
                 without = without or f"without {ending.id}, whose script is over"
-            self._complete(ready, now, without or "membership changed")
+            self._complete(ready, now, self.rounds.repair or without or "membership changed")
 
     def _founders_boot(self, now: float) -> bool:
         """Return whether the first round only waits for workers that were started for it.

@@ -80,7 +80,8 @@ class Reports(Rule):
         source = source_of(states)
         if source is None:
             return
-        worker, receivers = members[source], receivers_of(states, source)
+        repairs = self.rounds.current.repairs
+        worker, receivers = members[source], receivers_of(states, source, repair=repairs)
         step, reason = None, f"{worker.id}'s first values, or those of its checkpoint"
         if states[source].trained:
             step, reason = states[source].steps, "all ranks had it already"

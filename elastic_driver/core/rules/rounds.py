@@ -60,6 +60,7 @@ class Round:
     notice: PublishNotice | None = None  # its members are told to leave at once
     at_boundary: bool = False  # CLOSING: its members finish a common step first
     stepped: bool = False  # a member has finished a step in it
+    repairs: bool = False  # all members take over the state of rank 0
     broken: str = ""  # a plain round: why it cannot go on though no worker failed
     founders: tuple[str, ...] = ()  # the workers started for it, by their rank then
     founded_at: float | None = None
@@ -93,6 +94,7 @@ class Rounds:
     outcome: JobOutcome
     current: Round = field(default_factory=lambda: Round(1, 0.0))
     last_hosts: tuple[str, ...] = ()  # of the newest round that was complete, by node rank
+    repair: str = ""  # why the ranks have to take over the state of rank 0; empty: they need not
     _requested: int = 0  # rounds that were closed for a request; they do not count as resets
     _outrun_by: int = 0  # a round that workers have been in, though the books do not have it
     _own: dict[str, Any] = field(default_factory=dict)  # of rules, by the name of the class
@@ -143,7 +145,9 @@ class Rounds:
         current = self.current
         current.members = tuple(worker_id for worker_id, _ in places)
         current.enter(COMPLETE, now)
-        self.effects.decide(PublishWorld(World(current.number, tuple(members), reason), reason))
+        current.repairs = bool(self.repair)
+        world = World(current.number, tuple(members), reason, current.repairs)
+        self.effects.decide(PublishWorld(world, reason))
         current.hosts, current.standings = tuple(ranks), standings_of(members)
         self.last_hosts = current.hosts
         for node, (host, ranks_there) in enumerate(ranks.items()):
@@ -174,7 +178,8 @@ class Rounds:
         """
         current, outcome = self.current, self.outcome
         if current.members and current.state in (COMPLETE, CLOSING):
-            world = World(current.number, self._members(), PUBLISHED_AGAIN)
+            members = self._members()
+            world = World(current.number, members, PUBLISHED_AGAIN, current.repairs)
             self.effects.decide(PublishWorld(world, PUBLISHED_AGAIN))
         if current.notice is not None:
             self.effects.decide(current.notice)
@@ -212,9 +217,10 @@ class Rounds:
         """Begin to close the round; return False, and end the job, at the reset limit.
 
         The limit is checked here, not at the next completion, so that no worker stops training for
-        a round that cannot come.
+        a round that cannot come. A change for a repair does not count, like one that was requested.
         """
-        limit, requested = self.settings.reset_limit, self.capacity.requested
+        limit, begun = self.settings.reset_limit, self.current.repairs and not self.current.stepped
+        requested = self.capacity.requested or (bool(self.repair) and not begun)
         over_it = limit is not None and self.resets >= limit
         if over_it and not requested and not self.outcome.finishing:
             over = f"round {self.current.number + 1} would exceed the reset limit of {limit}"
@@ -254,9 +260,18 @@ class Rounds:
             self.leave(now, reason)
 
     def note_step(self) -> bool:
-        """Record that a member has finished a step; return whether it is the first step."""
+        """Record that a member has finished a step; return whether it is the first step.
+
+        That proves that all members have the same state.
+        """
         first, self.current.stepped = not self.current.stepped, True
+        if first and self.current.repairs:
+            self.repair = ""
         return first
+
+    def want_repair(self, reason: str) -> None:
+        """Let the members of the next round take over the state of its rank 0."""
+        self.repair = reason
 
     def wait_again(self, now: float) -> None:
         """Restart the wait for the members to leave, or for the start of the job."""

@@ -30,7 +30,7 @@ from elastic_driver.worker.checkpoints import tensors
 from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
 from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.sharing import Envelope, LiveState
-from elastic_driver.worker.state_sync.values import TensorSpec, copied, first_line
+from elastic_driver.worker.state_sync.values import TensorSpec, first_line
 from elastic_driver.worker.worker_log import say
 
 KEEP = 3
@@ -121,9 +121,8 @@ class Checkpoints:
         self._staging.copy(live)
         pack = None
         if rank == 0:
-            held = {name: (copied(document), own) for name, (document, own) in contents.items()}
             parts, random = frozenset(state.parts), state.random.portable()
-            pack = partial(sharing.make_envelope, held, parts, random)
+            pack = partial(sharing.make_envelope, contents, parts, random)
         # All members compute the same name, and another world computes another one.
         names = "\n".join([os.environ.get(contract.RUN_ID, ""), *members])
         digest = hashlib.sha256(names.encode()).hexdigest()[:8]

@@ -101,7 +101,8 @@ class DriverConnection:
         """
         self._heartbeat.stop()
         if over_in is not None:
-            ending = documents.encode(events.WorkerEnding(self.born.worker, over_in, failed))
+            marks = self._heartbeat.marks()
+            ending = documents.encode(events.WorkerEnding(self.born.worker, over_in, failed, marks))
             with contextlib.suppress(RendezvousError):
                 self.client.post_json(EVENTS_PATH, ending, deadline=STOP_S)
         # A lease that expired would count as a hang, and the process may take long to end.

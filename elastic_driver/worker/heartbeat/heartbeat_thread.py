@@ -14,12 +14,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import starmap
 
 from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core import documents, events
-from elastic_driver.core.progress import Progress
+from elastic_driver.core.progress import MAX_DIGEST_CHARS, Progress, StateMark
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
@@ -65,6 +66,7 @@ class HeartbeatThread:
             born.worker, born.leave_notice, self._leave_alone_if_due if waits else None
         )
         progress.on_first_step = self.preemption.wake  # it is reported at once
+        progress.on_first_mark = self.preemption.wake  # this one too
         self.leases = contract.worker_lease(born.worker), contract.worker_half_lease(born.worker)
         self.world_revision = 0  # of the newest world that the training thread has got
         self._client = client
@@ -155,7 +157,9 @@ class HeartbeatThread:
         Raises `RendezvousError` where it is not answered within `patience` seconds more.
         """
         progress = self._progress
-        watched = [contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER]
+        watched = [
+            *(contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER, contract.JOB_STATE),
+        ]
         if progress.wants_allocations:
             watched.append(contract.JOB_ALLOCATION)
         result = client.batch(
@@ -176,8 +180,27 @@ class HeartbeatThread:
             elif key == contract.JOB_STACKS:
                 if (number := self._read(documents.decode_number, key, value)) is not None:
                     self._pending.append(self._stall_watch.stack(number))
+            elif key == contract.JOB_STATE:
+                if (question := self._read(documents.decode_question, key, value)) is not None:
+                    self._describe_state(question)
             elif (shares := self._read(documents.decode_allocation, key, value)) is not None:
                 progress.allocation = shares
+
+    def _describe_state(self, asked: documents.StateQuestion) -> None:
+        """Answer a question about this worker's state, if it is asked."""
+        progress, worker = self._progress, self._born.worker
+        if worker not in asked.workers or asked.round != progress.round:
+            return
+        try:
+            found = progress.leaves(asked.step)
+        except Exception as error:  # of any kind: heartbeats must go on
+            say(f"could not describe the state after step {asked.step}: {error!r}")
+            found = None
+        leaves = tuple(starmap(new_leaf_mark, (found or ())[: events.MAX_LEAVES]))
+        answer = events.StateDescribed(
+            worker, asked.round, asked.step, leaves, missing=found is None
+        )
+        self._pending.append(answer)
 
     def _meet_driver(self, found: documents.DriverTerm) -> None:
         """Note the driver's term; say so if the newest world is of an earlier driver.
@@ -193,10 +216,13 @@ class HeartbeatThread:
             self._on_new_driver()
 
     def _report(self) -> tuple[Set, ...]:
-        """Return the write of this worker's progress; none before the first step of a round."""
+        """Return the write of this worker's progress; none before the first step of a round.
+
+        A step of an optimizer counts here, so that a worker that never commits is seen.
+        """
         progress = self._progress
         round_id, version, step_time = progress.round, progress.version, progress.step_time
-        done, last = progress.reported_steps, progress.done
+        done, last = _steps_of(progress), progress.done
         if round_id == 0 or done == 0:
             return ()
         self._reported = (round_id, version, done)
@@ -216,11 +242,14 @@ class HeartbeatThread:
             numbers=progress.numbers,
             total=progress.total,
             times=progress.times,
-            reported=None if progress.steps else progress.reported_step,
+            reported=_steps_without_commit(progress),
             micro_batches=progress.micro_batches,
             batch=progress.batch,
             parameters=progress.parameters,
             gradients=progress.gradients,
+            marks=self.marks(),
+            commits=progress.steps,
+            optimizer_steps=progress.optimizer_steps,
         )
         return (Set(contract.worker_progress(self._born.worker), documents.encode(found)),)
 
@@ -232,7 +261,7 @@ class HeartbeatThread:
         progress = self._progress
         if progress.round == 0:
             return self._idle
-        done = progress.reported_steps
+        done = _steps_of(progress)
         stepped = done > 0 and self._reported != (progress.round, progress.version, done)
         self._pause = min(next_pause(self._pause, progress.size, stepped=stepped), self._idle)
         return self._pause
@@ -254,6 +283,11 @@ class HeartbeatThread:
         return True
 
     # ---- on both -------------------------------------------------------------------------
+
+    def marks(self) -> tuple[StateMark, ...]:
+        """Return the marks of the state in this round, or in the one left last."""
+        known = tuple(self._progress.marks)
+        return tuple(StateMark(step, digest[:MAX_DIGEST_CHARS]) for step, digest in known)
 
     def report_first_step(
         self, client: RendezvousClient, round_id: int, deadline: float, wake: int | None = None
@@ -293,3 +327,23 @@ def next_pause(before: float, size: int, *, stepped: bool) -> float:
     if stepped:
         return min(max(size / HEARTBEATS_PER_S, SHORTEST_WAIT_S), LONGEST_WAIT_S)
     return before * GROWTH
+
+
+def new_leaf_mark(name: str, digest: str, text: str) -> events.LeafMark:
+    """Return the description of a leaf within the bounds of the message, in characters it takes."""
+    short = name[: events.MAX_LEAF_NAME_CHARS], text[: events.MAX_LEAF_TEXT_CHARS]
+    name, text = (each.encode(errors="replace").decode() for each in short)
+    return events.LeafMark(name, digest[:MAX_DIGEST_CHARS], text)
+
+
+def _steps_of(progress: TrainingProgress) -> int:
+    """Return the steps of this round that are reported; of optimizers, if there are no others."""
+    return progress.reported_steps or progress.optimizer_steps
+
+
+def _steps_without_commit(progress: TrainingProgress) -> int | None:
+    """Return the step that a round without commits has come to; None: there are commits."""
+    if progress.steps:
+        return None
+    named = progress.reported_step
+    return progress.optimizer_steps if named is None else named

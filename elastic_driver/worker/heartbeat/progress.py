@@ -19,7 +19,14 @@ from msgspec import Struct
 
 from elastic_driver.core.documents import Allocation
 from elastic_driver.core.measured import StepTimes
-from elastic_driver.core.progress import MAX_SAMPLES, Division, GradientNorms, Links, Sample
+from elastic_driver.core.progress import (
+    MAX_MARKS,
+    MAX_SAMPLES,
+    Division,
+    GradientNorms,
+    Links,
+    Sample,
+)
 from elastic_driver.worker.cpu_time import CpuSlowdown
 
 NEVER = sys.maxsize  # a step that no job reaches
@@ -122,6 +129,9 @@ class TrainingProgress:
     active_at: float = field(default_factory=time.monotonic)
     busy_until: float = 0.0  # silence until then is not a stall
     reported_steps: int = 0  # commits and reported steps in this round
+    optimizer_steps: int = 0  # finished steps of optimizers in this round
+    # The newest marked steps of this round with the digests of the state, oldest first.
+    marks: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_MARKS))
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     samples: StepSamples = field(default_factory=StepSamples)
     # The next ones are only shown. Samples that are counted and reported count once.
@@ -139,6 +149,9 @@ class TrainingProgress:
     parameters: int | None = None  # of the models of the state
     gradients: GradientNorms | None = None  # measured in this round
     on_first_step: Callable[[], None] = lambda: None  # called at the first step of a round
+    on_first_mark: Callable[[], None] = lambda: None  # called at the first mark of a round
+    # Describes the state of a marked step: name, digest and value of every leaf; None: not kept.
+    leaves: Callable[[int], list[tuple[str, str, str]] | None] = lambda _step: None
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
     division: Division | None = None  # set by a FixedBatch with `balance`
     wants_allocations: bool = False  # set by it, too: watch for new allocations
@@ -180,11 +193,19 @@ class TrainingProgress:
         if self.reported_steps == 1:
             self.on_first_step()
 
+    def marked(self, step: int, digest: str) -> None:
+        """Record the digest of the state after a committed step, for the comparison of ranks."""
+        self.marks.append((step, digest))
+        if len(self.marks) == 1:
+            self.on_first_mark()
+
     def entered(self, round_id: int, version: int, size: int = 1, rank: int = 0) -> None:
         """Record a new round, without a commit and without a request to leave so far."""
         self.size, self.rank, self.version = size, rank, version
         self.committed_at = self.active_at = self.synced_at = time.monotonic()
         self.leave_after, self.steps, self.reported_steps = NEVER, 0, 0
+        self.optimizer_steps = 0
+        self.marks.clear()
         self.reported_step, self.step_reported, self.times = None, False, None
         self.gradients = None
         self.division, self.wants_allocations, self.samples = None, False, StepSamples()

@@ -265,4 +265,4 @@ class Leaves:
 
 
 def _differ(tensor: Tensor, copy: Tensor) -> bool:
-    return tensor.shape != copy.shape or tensor.dtype != copy.dtype
+    return bool(tensor.shape != copy.shape or tensor.dtype != copy.dtype)

@@ -188,7 +188,7 @@ class Reader:
         if tag == "enum":
             return self._class(*data[1])[data[2]]
         if tag == "name":
-            return self._class(*data[1], of="class or function")
+            return self._class(data[1][0], data[1][1], of="class or function")
         if tag == "bytearray":
             target = live if type(live) is bytearray else bytearray()
             target[:] = data[1]
@@ -206,11 +206,11 @@ class Reader:
         if tag == "scalar":
             return numpy.frombuffer(data[2], dtype=numpy.dtype(data[1]))[0]
         found = numpy.frombuffer(data[3], dtype=numpy.dtype(data[1])).reshape(data[2]).copy()
-        if is_array(live) and live.shape == found.shape and live.dtype == found.dtype:
-            if live.flags.writeable and id(live) not in self._used:
-                self._used.add(id(live))
-                live[...] = found
-                found = live
+        same = is_array(live) and live.shape == found.shape and live.dtype == found.dtype
+        if same and live.flags.writeable and id(live) not in self._used:
+            self._used.add(id(live))
+            live[...] = found
+            found = live
         self._objects.append(found)
         return found
 

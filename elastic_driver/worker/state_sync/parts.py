@@ -26,7 +26,7 @@ from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
 Named = list[tuple[str, Tensor]]
 Outgoing = tuple[Any, Named]  # a document of plain data; name and tensor of each number in it
 
-_flags = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined] # torch has no types
+_flags = torch.Tensor.requires_grad.__get__
 _training = attrgetter("training")
 
 

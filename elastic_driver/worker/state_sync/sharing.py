@@ -81,8 +81,7 @@ def agree(
         source = 0
     if source is None:
         source = 0
-    others = frozenset(range(len(states))) - {source}
-    receivers = others if fresh or repair else receivers_of(states, source)
+    receivers = receivers_of(states, source, repair=repair or fresh)
     return Agreement(source, receivers, max(states[source].steps, least, 0), fresh)
 
 

@@ -49,13 +49,13 @@ class Steps:
 
     `settle` is called before each step: it waits for the gradients, and raises where they will
     never come, so that no optimizer works with them. `before_first` is called before the first
-    step after a commit.
+    step after a commit, `on_step` after each one.
     """
 
     def __init__(self) -> None:
         self.settle: Callable[[], None] = lambda: None  # a state in no world waits for nothing
         self.before_first: Callable[[], None] = lambda: None
-        self.total = 0  # finished steps of this process, of all optimizers
+        self.on_step: Callable[[], None] = lambda: None  # after each finished step
         self._since: dict[int, _Step] = {}
         _watch(self)
 
@@ -92,12 +92,12 @@ class Steps:
 
     def after(self, optimizer: Optimizer) -> None:
         """Called by torch after a step that has raised nothing."""
+        self.on_step()
         step = self._since.get(id(optimizer))
         if step is None:
             return
         step.running -= 1
         step.finished += 1
-        self.total += 1
         if step.finished == 1:
             now = collectives()
             # A collective inside of a step (a closure's backward pass) exposes it.

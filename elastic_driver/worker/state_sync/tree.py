@@ -54,6 +54,7 @@ class Tree:
         self._names: dict[int, str] = {}  # of parameters and trained attributes, by identity
         self._trained_attributes: list[int] = []  # identities of plain tensors with gradients
         self.known: dict[str, Tensor] = {}  # all these, by name
+        self.changes = 0  # how often the walk has found another structure
 
     # ---- the walk ------------------------------------------------------------------------
 
@@ -94,11 +95,13 @@ class Tree:
         trained = [(path, tensor) for path, tensor in plain if tensor.requires_grad]
         changed |= [id(tensor) for _, tensor in trained] != self._trained_attributes
         self._trained_attributes = [id(tensor) for _, tensor in trained]
-        if any([part.look() for part in self.parts.values()]) or changed:
+        looks = [part.look() for part in self.parts.values()]  # all of them
+        if any(looks) or changed:
             self._name_all(trained)
 
     def _name_all(self, attributes: list[tuple[str, Tensor]]) -> None:
         """Name all tensors, and tell `leaves` which of them optimizers move."""
+        self.changes += 1
         modules, optimizers = self._all(ModulePart), self._all(OptimizerPart)
         tensors = [pair for part in modules for pair in part.tensors()]
         names: dict[int, str] = {}
@@ -116,7 +119,7 @@ class Tree:
         self._names = {id(tensor): name for name, tensor in known.items()}
         for part in optimizers:
             self._names |= {id(p): n for n, p in part.own_parameters()}
-        self.known = {name: tensor for name, tensor in known.items()}
+        self.known = known
         self.leaves.arrange(tensors, trained)
         self.gradients.watch(self.optimizers())
         parameters = self.parameters()

@@ -217,12 +217,16 @@ atoms: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda d: timezone(timedelta(seconds=d)),
     ),
     torch.device: (str, torch.device),
-    torch.dtype: (lambda v: str(v).removeprefix("torch."), lambda d: torch_dtype(d)),
+    torch.dtype: (lambda v: str(v).removeprefix("torch."), _dtype),
     type(...): (lambda _: None, lambda _: ...),
 }
 for _path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
     atoms[_path] = (str, _path)
 atom_names = {kind.__name__: kind for kind in atoms}
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch_dtype(name)
 
 
 def _datetime(text: str, fold: int) -> datetime:
@@ -258,11 +262,13 @@ def _numpy() -> Any:
 
 
 def is_array(value: Any) -> bool:
+    """Return whether a value is a NumPy array without objects."""
     numpy = _numpy()
     return numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject
 
 
 def is_scalar(value: Any) -> bool:
+    """Return whether a value is a NumPy scalar."""
     numpy = _numpy()
     return numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject
 

@@ -65,7 +65,6 @@ class JobMembership:
                 leave_alone=self._leave_alone,
             )
         self._left = 0  # the round left last
-        self._described: object | None = None  # the state that our last READY described
         self._device_failures = 0  # in a row
         self._left_groups: list[RoundGroup] = []  # a peer may still be in them
         self._endings: list[threading.Thread] = []  # of gloo's old groups
@@ -74,15 +73,6 @@ class JobMembership:
     def group(self) -> RoundGroup | None:
         """The group of the current round; None between two rounds."""
         return self._notices.group
-
-    def last_ready_described(self, state: object) -> bool:
-        """Return whether our last READY described this `state` object.
-
-        If READY described no state, the first `state` that this is called with counts as described.
-        """
-        if self._described is None:
-            self._described = state
-        return self._described is state
 
     def start(self) -> None:
         """Start the heartbeat, after waiting for a driver that is away.
@@ -141,7 +131,6 @@ class JobMembership:
             broken: whether the round broke, so that the state goes back to its last commit.
         """
         version = StateVersion() if state is None else state.state_version()
-        self._described = state
         self._leave_and_report(version, reason, state if broken else None)
         driver = self._driver
         if driver is None:
@@ -247,7 +236,7 @@ class JobMembership:
         elif group and (problem := group.cut_off_device(broken=broken)):
             self._notices.end_process(problem)
         if to_restore is not None:
-            to_restore.restore()
+            to_restore.restore_all()
         if self._notices.alone is not None and group and to_restore is None:
             group.linger()  # others may need our last data to finish this step
         self.leave()

@@ -19,20 +19,33 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_driver.worker import current
+from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.world.collective_waits import CollectiveWaits, current_waits
 from elastic_driver.worker.world.gradient_norms import new_meter
 
+
+class _Within:
+    """The mutable field of this module."""
+
+    shares = False  # inside `without_ddp_sync`: a `FixedBatch` sums the gradients
+
+
+_within = _Within()
 Hook = Callable[[Any, Any], Future[torch.Tensor]]  # of a state and a bucket of gradients
 _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-_in_sync: weakref.WeakSet[Module] = weakref.WeakSet()
+# Models that all ranks had alike, and how their tensors looked then.
+_in_sync: weakref.WeakKeyDictionary[Module, list[tuple[int, int, int]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
     """Return `model` under DistributedDataParallel in the current world.
 
     Call it as the first step of the function under `@elastic.run`, which runs again after each
-    change of the world. The model stays on its device. A model that the state has just
-    synchronised is not broadcast again.
+    change of the world. The model stays on its device. As with DistributedDataParallel, all ranks
+    then have the parameters and buffers of rank 0; where no rank has changed them since the state
+    was synchronised, nothing is sent.
 
     Args:
         model: the module to train; its parameters stay the same objects.
@@ -40,11 +53,11 @@ def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
 
     Raises `UsageError` before this process is in a world.
     """
-    current.place()
+    place = current.place()
     parameter = next(model.parameters(), None)
     if parameter is not None and parameter.device.type != "cpu":
         ddp_kwargs.setdefault("device_ids", [parameter.device.index])
-    if model in _in_sync:
+    if place.size > 1 and not _changed_anywhere(model, place.size):
         ddp_kwargs.setdefault("init_sync", False)
     ddp = ElasticDataParallel(model, **ddp_kwargs)
     _wrapped.add(ddp)
@@ -59,10 +72,16 @@ class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torc
 
     def __init__(self, model: Module, **ddp_kwargs: Any) -> None:
         super().__init__(model, **ddp_kwargs)
+        self.last_pass_is_local = False  # under `no_sync`
         waits = current_waits()
         self._mean = None if waits is None else _GradientMean(waits, self.process_group)
         if self._mean is not None:
             super().register_comm_hook(None, self._mean.communicate)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """See DistributedDataParallel."""
+        self.last_pass_is_local = not self.require_backward_grad_sync and not _within.shares
+        return super().forward(*inputs, **kwargs)
 
     def forget_group(self) -> None:
         """Drop the process group: this wrapper is of no use any more."""
@@ -123,19 +142,38 @@ def without_ddp_sync(model: Module) -> Iterator[None]:
     and would hang where one has none. Unlike `no_sync`, buffers are not broadcast either.
     """
     wrappers = [ddp for ddp in _wrapped if ddp.module is model]
+    _within.shares = True
     before = [(d.require_backward_grad_sync, d.require_forward_param_sync) for d in wrappers]
     for ddp in wrappers:
         ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
     try:
         yield
     finally:
+        _within.shares = False
         for ddp, (gradients, parameters) in zip(wrappers, before, strict=True):
             ddp.require_backward_grad_sync, ddp.require_forward_param_sync = gradients, parameters
 
 
 def mark_in_sync(model: Module) -> None:
-    """Record that all ranks hold this model with the same values."""
-    _in_sync.add(model)
+    """Record that all ranks hold this model with the same values, now."""
+    _in_sync[model] = _looks(model)
+
+
+def _looks(model: Module) -> list[tuple[int, int, int]]:
+    """Return object, memory and version of each tensor of a model."""
+    tensors = (*model.parameters(), *model.buffers())
+    return [(id(each), each.data_ptr(), each._version) for each in tensors]
+
+
+def _changed_anywhere(model: Module, size: int) -> bool:
+    """Return whether a rank has changed the model since all had it alike. Collective."""
+    changed = _in_sync.get(model) != _looks(model)
+    return any(row[0] for row in gather([changed], size))
+
+
+def passes_are_local() -> bool:
+    """Return whether the last pass through a wrapper summed no gradients over the ranks."""
+    return any(isinstance(ddp, ElasticDataParallel) and ddp.last_pass_is_local for ddp in _wrapped)
 
 
 def tear_down_wrappers() -> None:

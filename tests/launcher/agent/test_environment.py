@@ -69,6 +69,14 @@ def test_a_worker_of_a_job_that_is_elastic_already_is_told_so() -> None:
         assert env.get(contract.NEWCOMER) == told
 
 
+def test_workers_compare_their_states_unless_they_are_told_not_to() -> None:
+    order = StartWorkerOrder("a.0.1", place(0, 1), 1, 0, "127.0.0.1", 1)
+    for compares, told in ((True, None), (False, "0")):
+        spec = dataclasses.replace(SPEC, verify_state=compares)
+        env = worker_environment({contract.VERIFY_STATE: "7"}, spec, order, MEETING)
+        assert env.get(contract.VERIFY_STATE) == told, "nothing is inherited"
+
+
 @pytest.mark.parametrize(
     ("visible", "seen"), [(None, "3"), ("4,5,6, 7", "7"), ("GPU-a,GPU-b", ""), ("", "")]
 )

@@ -263,6 +263,25 @@ def test_a_switch_and_a_list_of_variables_in_the_environment() -> None:
     assert dict(line["env"]) == {"A": "1", "B": "x y"}
 
 
+def test_the_comparison_of_states_is_switched_off_by_every_kind_of_source(tmp_path: Path) -> None:
+    assert read("x.py")["verify_state"]
+    assert not read("--no-verify-state", "x.py")["verify_state"]
+    assert read("--no-verify-state", "--verify-state", "x.py")["verify_state"], "the last one wins"
+    assert not read("x.py", ELASTICRUN_VERIFY_STATE="0")["verify_state"]
+    for text in ("verify-state: false", "no_verify_state: true"):
+        assert not read("--config-file", config(tmp_path, text), "x.py")["verify_state"]
+    off = read("--no-verify-state", "x.py")
+    assert off.words == ("--verify-state=false", "--", "x.py")
+    assert not resolve_again(off.words, {})["verify_state"]
+
+
+def test_what_follows_from_a_difference_is_one_of_three() -> None:
+    assert read("x.py")["on_difference"] is None
+    assert read("--on-difference", "warn", "x.py")["on_difference"] == "warn"
+    with pytest.raises(UsageError, match="--on-difference is one of stop, repair, warn"):
+        read("--on-difference", "ignore", "x.py")
+
+
 def test_torchruns_variables_count_and_ours_win_over_them() -> None:
     line = read(PET_NNODES="1:3", PET_RDZV_ID="job7", PET_NPROC_PER_NODE="4", PET_ROLE="x")
     assert line["nnodes"] == (1, 3)

@@ -8,11 +8,20 @@ import signal
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Allocation, DriverTerm, Notice, decode, encode
-from elastic_driver.core.progress import Division, Progress, decode_progress
+from elastic_driver.core.documents import (
+    Allocation,
+    DriverTerm,
+    Notice,
+    StateQuestion,
+    decode,
+    encode,
+)
+from elastic_driver.core.events import StateDescribed
+from elastic_driver.core.progress import Division, Progress, StateMark, decode_progress
 from elastic_driver.worker.heartbeat.heartbeat_thread import next_pause
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from rendezvous.server import RendezvousServer
@@ -116,7 +125,10 @@ def test_nonsense_in_the_drivers_keys_ends_no_heartbeat(
     progress.entered(1, 0)
     progress.division, progress.wants_allocations = Division(8, 3), True
     progress.committed(1)
-    watched = contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER, contract.JOB_ALLOCATION
+    watched = (
+        *(contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER, contract.JOB_STATE),
+        contract.JOB_ALLOCATION,
+    )
     lease = contract.worker_lease("a.0.1")
     with sending_heartbeats(server, token_file, progress, on_notice=notices.put):
         for value in NONSENSE:
@@ -134,7 +146,7 @@ def test_nonsense_in_the_drivers_keys_ends_no_heartbeat(
             pass
         assert event["number"] == 7
     said = capfd.readouterr().err
-    assert [said.count(f"passed over what is in {key}:") for key in watched] == [1, 1, 1, 1]
+    assert [said.count(f"passed over what is in {key}:") for key in watched] == [1] * 5
 
 
 def revision_of(server: RendezvousServer, key: str) -> int:
@@ -177,3 +189,102 @@ def test_a_notice_is_passed_on_at_once_though_the_heartbeat_could_wait_longer(
         os.kill(os.getpid(), signal.SIGUSR1)
         event = events.get(timeout=2.0)
     assert (event["type"], event["worker"], event["deadline"]) == ("worker_leaving", "a.0.1", 30.0)
+
+
+def written(server: RendezvousServer) -> Progress | None:
+    """Return the progress that the worker has written; None: none yet."""
+    key = contract.worker_progress("a.0.1")
+    result = server.apply([Get((key,))])[0]
+    entry = result.entries.get(key) if isinstance(result, Entries) else None
+    return None if entry is None else decode_progress(entry.value)
+
+
+def test_marks_of_the_state_travel_with_heartbeats_and_end_with_their_round(
+    server: RendezvousServer, token_file: str
+) -> None:
+    progress = TrainingProgress()
+    progress.entered(1, 0)
+    with sending_heartbeats(server, token_file, progress):
+        progress.committed(1)
+        progress.marked(1, "aa" * 16)
+        found = eventually(
+            lambda: (w := written(server)) and w.marks and w, within=5.0, what="the first mark"
+        )
+        assert found.marks == (StateMark(1, "aa" * 16),)
+        for step in range(2, 20):
+            progress.committed(step)
+            progress.marked(step, f"{step:02d}")
+        found = eventually(
+            lambda: (w := written(server)) and w.step == 19 and w, within=5.0, what="all marks"
+        )
+        assert [mark.step for mark in found.marks] == list(range(4, 20)), "the newest ones"
+        assert found.commits == 19
+        progress.left()
+        progress.entered(2, 19)
+        progress.committed(20)
+        found = eventually(
+            lambda: (w := written(server)) and w.round == 2 and w, within=5.0, what="round 2"
+        )
+    assert (found.marks, found.commits) == ((), 1)
+
+
+def test_a_worker_that_steps_its_optimizer_and_never_commits_reports_that(
+    server: RendezvousServer, token_file: str
+) -> None:
+    progress = TrainingProgress()
+    progress.entered(1, 7)
+    with sending_heartbeats(server, token_file, progress):
+        progress.optimizer_steps = 25
+        found = eventually(lambda: written(server), within=10.0, what="a step of an optimizer")
+        assert (found.step, found.commits, found.optimizer_steps) == (7, 0, 25)
+        assert found.reported == 25, "the round has no commit"
+        progress.committed(8)
+        found = eventually(
+            lambda: (w := written(server)) and w.commits and w, within=10.0, what="a commit"
+        )
+        assert (found.step, found.reported) == (8, None)
+
+
+def test_a_worker_that_is_asked_describes_its_state_leaf_by_leaf(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
+) -> None:
+    progress = TrainingProgress()
+    progress.entered(3, 0)
+    kept = {5: [("lr", "ab", "0.02"), ("n" * 999, "c" * 99, "\ud800" + "x" * 999)]}
+    progress.leaves = kept.get
+    with sending_heartbeats(server, token_file, progress):
+        for question in (
+            StateQuestion(3, 5, ("b.0.1",)),  # another worker
+            StateQuestion(2, 5, ("a.0.1",)),  # another round
+            StateQuestion(3, 5, ("b.0.1", "a.0.1")),
+        ):
+            server.apply((Set(contract.JOB_STATE, encode(question)),))
+        event = events.get(timeout=10.0)
+        assert event == {
+            "type": "state_described",
+            "worker": "a.0.1",
+            "round": 3,
+            "step": 5,
+            "leaves": [["lr", "ab", "0.02"], ["n" * 300, "c" * 32, "?" + "x" * 199]],
+            "missing": False,
+        }
+        decode(StateDescribed, msgspec.json.encode(event))  # within the bounds
+        server.apply((Set(contract.JOB_STATE, encode(StateQuestion(3, 4, ("a.0.1",)))),))
+        assert events.get(timeout=10.0)["missing"], "this step is not kept"
+
+
+def test_a_state_that_cannot_be_described_ends_no_heartbeat(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
+) -> None:
+    progress = TrainingProgress()
+    progress.entered(1, 0)
+
+    def fails(_step: int) -> None:
+        raise ValueError("changed meanwhile")
+
+    progress.leaves = fails
+    with sending_heartbeats(server, token_file, progress):
+        for step in (1, 2):
+            server.apply((Set(contract.JOB_STATE, encode(StateQuestion(1, step, ("a.0.1",)))),))
+            event = events.get(timeout=10.0)
+            assert (event["step"], event["missing"]) == (step, True)

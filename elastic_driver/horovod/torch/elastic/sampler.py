@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.sampler import require_length
-from elastic_driver.worker.state_sync.parts import Counted
+from elastic_driver.worker.positions import Counted
 
 __all__ = ["ElasticSampler"]
 

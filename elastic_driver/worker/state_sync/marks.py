@@ -1,0 +1,145 @@
+"""Marks of a state: short digests by which the driver compares what the ranks hold.
+
+A mark is made right after a commit, of every leaf that the ranks are to have alike, at the same
+commits on every rank: the second of a round, the fourth, eighth and sixteenth, and then each so many
+that the marks take at most a thousandth of the training time. This number is a power of two, so ranks
+that choose different ones have commits in common. The marks travel with the heartbeats. Where they
+differ, the driver asks for the leaves of a mark, and names the first one that differs.
+"""
+
+import os
+import time
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor
+
+from elastic_driver import contract
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.state_sync.fingerprint import contents
+from elastic_driver.worker.state_sync.tree import Tree, digest_input
+from elastic_driver.worker.state_sync.values import UnkeptError
+
+FIRST = frozenset({2, 4, 8, 16})  # commits of a round
+SHARE = 0.0008  # of the training time
+LONGEST = 1 << 20  # commits between two marks
+KEPT = 4  # marks whose leaves are kept, for the driver's question
+_TEXT = 120  # characters of a value that are shown
+Leaf = tuple[str, str, str]  # name, digest, and value as text
+
+
+class Marks:
+    """Makes the marks of one state."""
+
+    def __init__(self) -> None:
+        self._progress: TrainingProgress | None = None  # of the membership
+        self._kept: OrderedDict[int, list[tuple[str, str, Any]]] = OrderedDict()
+        self._every = LONGEST
+        self._cost = 0.0  # seconds of the last mark
+        self._commits = 0  # in this round
+
+    def entered(self, progress: TrainingProgress, size: int) -> None:
+        """Begin a round of so many workers; alone, a rank is compared with nobody."""
+        wanted = size > 1 and os.environ.get(contract.VERIFY_STATE) != "0"
+        self._progress = progress if wanted else None
+        self._commits = 0
+        self._kept.clear()
+        progress.leaves = self.leaves
+
+    def committed(self, tree: Tree, step: int, local: frozenset[str]) -> None:
+        """Make a mark of a committed step where one is due."""
+        progress = self._progress
+        if progress is None:
+            return
+        self._commits += 1
+        count = self._commits
+        if count not in FIRST and (count < max(FIRST) or count % self._every):
+            return
+        began = time.perf_counter()
+        found = _leaves_of(tree, local)
+        root = blake2b(digest_size=8)
+        for name, digest, _ in found:
+            root.update(name.encode(errors="replace"))
+            root.update(digest.encode())
+        self._kept[step] = found
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        progress.marks.append((step, root.hexdigest()))
+        self._choose(time.perf_counter() - began, progress)
+
+    def _choose(self, cost: float, progress: TrainingProgress) -> None:
+        """Choose the commits from one mark to the next, by what marks and steps take."""
+        self._cost = cost if not self._cost else min(cost, 2 * self._cost)
+        times = sorted(progress.step_times)
+        usual = times[len(times) // 2] if times else 0.0
+        every = 1
+        while every < LONGEST and every * usual * SHARE < self._cost:
+            every *= 2
+        self._every = max(every, 2)
+
+    def leaves(self, step: int) -> list[Leaf] | None:
+        """Return the leaves of a mark, for the heartbeat thread; None where they are gone."""
+        found = self._kept.get(step)
+        if found is None:
+            return None
+        return [(name, digest, _text(value)) for name, digest, value in found]
+
+
+def _leaves_of(tree: Tree, local: frozenset[str]) -> list[tuple[str, str, Any]]:
+    """Return name, digest and what to show of each leaf."""
+    small, large = tree.compared(local)
+    tensors: list[Tensor] = []
+    rows: list[tuple[str, bytes, int]] = []
+    for name, value in small:
+        try:
+            data, inside = digest_input(value, name)
+        except UnkeptError:  # what is refused at the next commit
+            continue
+        rows.append((name, data, len(inside)))
+        tensors += inside
+    numbers = contents([*tensors, *(tensor for _, tensor in large)])
+    found: list[tuple[str, str, Any]] = []
+    at = 0
+    for name, data, count in rows:
+        own = numbers[at : at + count]
+        at += count
+        digest = blake2b(data + repr(own).encode(), digest_size=6).hexdigest()
+        found.append((name, digest, data))
+    for (name, tensor), number in zip(large, numbers[at:], strict=True):
+        digest = f"{number:08x}"
+        shown = tensor.tolist() if tensor.numel() == 1 and tensor.device.type == "cpu" else tensor
+        found.append((name, digest, _shape(tensor) if shown is tensor else shown))
+    return found
+
+
+def _shape(tensor: Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{kind}{list(tensor.shape)}"
+
+
+def _text(shown: Any) -> str:
+    """Return what was kept of a leaf as text for people."""
+    if isinstance(shown, bytes):
+        import msgspec  # noqa: PLC0415 - only when the driver asks
+
+        shown = _plainly(msgspec.msgpack.decode(shown))
+    text = shown if isinstance(shown, str) else repr(shown)
+    return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"
+
+
+def _plainly(data: Any) -> Any:
+    """Return tagged data without its tags, as far as that is short to say."""
+    if type(data) is not list or not data:
+        return data
+    tag, *rest = data
+    if tag in ("list", "tuple", "set", "frozenset", "deque", "Size"):
+        return [_plainly(item) for item in rest[-1]]
+    if tag in ("dict", "OrderedDict", "defaultdict", "Counter", "Namespace", "SimpleNamespace"):
+        items = rest[-1]
+        half = len(items) // 2
+        keys = [_plainly(key) for key in items[:half]]
+        return dict(zip(map(str, keys), map(_plainly, items[half:]), strict=True))
+    if tag == "bytes":
+        return rest[0]
+    return rest[0] if len(rest) == 1 else f"{tag} {rest}"
