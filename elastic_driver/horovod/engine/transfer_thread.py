@@ -50,7 +50,7 @@ class TransferThread:
         """
         self._take = take
         self._place = place
-        self._finish = finish
+        self._mark_done = finish
         self.fail = fail
         self._queue: SimpleQueue[tuple[int, list[Agreement]] | None] = SimpleQueue()
         self.timeline: Timeline | None = None
@@ -101,6 +101,16 @@ class TransferThread:
             return _UnderWay(batch, here, finish, timeline)
         self._finish(here)
         return None
+
+    def _finish(self, operations: Sequence[Operation]) -> None:
+        """Let autograd, and states that look for changes, know what was written; mark as done.
+
+        torch counts changes of a tensor by its own operations, but not those by a process group.
+        """
+        written = [tensor for operation in operations for tensor in operation.outputs]
+        if written:
+            torch.autograd.graph.increment_version(written)
+        self._mark_done(operations)
 
     def _complete(self, started: _UnderWay) -> None:
         """Wait for the transfer of a batch."""

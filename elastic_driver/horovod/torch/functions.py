@@ -7,20 +7,10 @@ import torch
 
 from elastic_driver.horovod.common.exceptions import HorovodUsageError
 from elastic_driver.horovod.common.process_sets import ProcessSet, global_process_set
-from elastic_driver.horovod.torch.mpi_ops import (
-    allgather,
-    broadcast_,
-    broadcast_async_,
-    rank,
-    synchronize,
-)
-from elastic_driver.worker.state_sync.values import (
-    TensorSpec,
-    apart,
-    join,
-    packed,
-    unpacked,
-)
+from elastic_driver.horovod.torch.mpi_ops import broadcast_async_, rank, synchronize
+from elastic_driver.horovod.torch.objects import gather_objects, require_equal, send_object
+from elastic_driver.horovod.torch.optimizer_state import load_exactly
+from elastic_driver.worker.state_sync.values import TensorSpec, apart, join
 
 __all__ = [
     "allgather_object",
@@ -31,25 +21,55 @@ __all__ = [
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int
+    params: Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor], root_rank: int
 ) -> None:
     """Set tensors to those of the root rank, on all ranks.
 
     Args:
-        params: `model.state_dict()`, or pairs such as `model.named_parameters()` gives. What is
-            no tensor is left alone.
+        params: `model.state_dict()`, or pairs such as `model.named_parameters()` gives, or a list
+            of tensors. What is no tensor is left alone.
         root_rank: the rank that all others follow.
+
+    Raises `HorovodUsageError`, on all ranks, where one has other parameters than the others.
+    """
+    named: dict[str, torch.Tensor] = {}
+
+    def facts() -> dict[str, str]:
+        named.update(_tensors_of(params))
+        return {name: _kind(tensor) for name, tensor in named.items()}
+
+    require_equal("broadcast_parameters", facts)
+    _broadcast_all(named, root_rank, "broadcast_parameters")
+
+
+def _tensors_of(params: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors among the parameters by name, in an order that is the same on all ranks.
+
+    Raises `HorovodUsageError` for what is neither a dict nor a list of pairs or tensors.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
-    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
-        pairs = list(params)
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor | torch.nn.Module):
+        listed = list(params)
+        pairs = [
+            each if isinstance(each, tuple) else (str(n), each) for n, each in enumerate(listed)
+        ]
+        if any(len(pair) != 2 for pair in pairs):
+            raise HorovodUsageError("parameters are pairs of a name and a tensor, or tensors")
     else:
         raise HorovodUsageError(f"parameters of type {type(params).__name__}: give a state_dict()")
+    tensors = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
+    found = dict(tensors)
+    if len(found) != len(tensors):
+        raise HorovodUsageError("two parameters have the same name")
+    return found
+
+
+def _broadcast_all(tensors: Mapping[str, torch.Tensor], root_rank: int, name: str) -> None:
+    """Set tensors, which have equal names and kinds on all ranks, to those of the root rank."""
     handles = [
-        broadcast_async_(value.data, root_rank, f"broadcast_parameters.{name}")
-        for name, value in pairs
-        if isinstance(value, torch.Tensor)
+        broadcast_async_(tensor.detach(), root_rank, f"{name}.{key}")
+        for key, tensor in tensors.items()
     ]
     for handle in handles:
         synchronize(handle)
@@ -58,27 +78,44 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Give the optimizer of all ranks the state and the options of the root rank.
+    """Give the optimizer of all ranks exactly the state and the options of the root rank.
 
     Args:
         optimizer: of the same class and parameter groups on all ranks.
         root_rank: the rank that all others follow.
         model: not needed.
 
-    Raises ValueError for L-BFGS.
+    Raises ValueError, on all ranks, for L-BFGS, and where one has another optimizer.
     """
+    name, here = "broadcast_optimizer_state", rank() == root_rank
+    require_equal(name, lambda: _facts_of(optimizer))
+    named: list[tuple[str, torch.Tensor]] = []
+
+    def document() -> Any:
+        tree, tensors = apart(optimizer.state_dict())
+        named.extend(tensors)
+        return tree, [tuple(TensorSpec.of(tensor)) for _, tensor in tensors]
+
+    tree, specs = send_object(document, root_rank, name, global_process_set)
+    tensors = [tensor for _, tensor in named] or [TensorSpec(*spec).allocate() for spec in specs]
+    _broadcast_all({str(n): each for n, each in enumerate(tensors)}, root_rank, name)
+    if not here:
+        load_exactly(optimizer, join(tree, tensors))
+
+
+def _facts_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return what the optimizers of all ranks have to have in common."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise HorovodUsageError("the state of L-BFGS cannot be broadcast")
-    here = rank() == root_rank
-    tree, named = apart(optimizer.state_dict()) if here else (None, [])
-    specs = [TensorSpec.of(tensor) for _, tensor in named]
-    name = "broadcast_optimizer_state"
-    tree, specs = broadcast_object((tree, [tuple(spec) for spec in specs]), root_rank, name)
-    tensors = [tensor for _, tensor in named] or [TensorSpec(*spec).allocate() for spec in specs]
-    for number, tensor in enumerate(tensors):
-        broadcast_(tensor, root_rank, f"{name}.{number}")
-    if not here:
-        optimizer.load_state_dict(join(tree, tensors))
+    facts = {"the optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            facts[f"parameter {index} of group {number}"] = _kind(parameter)
+    return facts
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
 
 
 def broadcast_object(
@@ -98,34 +135,15 @@ def broadcast_object(
         name: makes the calls of the ranks one operation.
         process_set: the ranks that take part.
 
-    Raises `UsageError` for another object.
+    Raises an error for another object, on all ranks: on the root rank its own, on the others
+    `HorovodUsageError` with the root rank and the reason.
     """
-    name = name or "broadcast_object"
-    mine = rank() == root_rank
-    data = _bytes(packed(obj, "the object")) if mine else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([len(data)])
-    broadcast_(length, root_rank, f"{name}.length", process_set)
-    if not mine:
-        data = torch.empty(int(length), dtype=torch.uint8)
-    broadcast_(data, root_rank, f"{name}.data", process_set)
-    return obj if mine else unpacked(_content(data))
+    return send_object(lambda: obj, root_rank, name or "broadcast_object", process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return the objects of all ranks, in the order of ranks. See `broadcast_object`."""
-    name = name or "allgather_object"
-    data = _bytes(packed(obj, "the object"))
-    lengths = allgather(torch.tensor([len(data)]), f"{name}.lengths")
-    whole = allgather(data, f"{name}.data")
-    return [unpacked(_content(part)) for part in whole.split(lengths.tolist())]
+    """Return the objects of all ranks, in the order of ranks. See `broadcast_object`.
 
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _content(tensor: torch.Tensor) -> bytes:
-    data = bytearray(len(tensor))
-    if data:
-        torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
-    return bytes(data)
+    An object that one rank cannot send is an error on all ranks.
+    """
+    return gather_objects(lambda: obj, name or "allgather_object")

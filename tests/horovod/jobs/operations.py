@@ -1,15 +1,9 @@
-"""Checks of Horovod's operations between real workers: each function is one, on every rank.
-
-Writes `RANK.json` into the folder that is its argument: by check "ok", or the traceback. Ranks are
-in step after each check, so one that fails does not disturb the next.
-"""
+"""Checks of Horovod's operations between real workers: each function is one, on every rank."""
 
 import copy
 import json
 import random
 import sys
-import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -17,6 +11,7 @@ import torch
 from torch.testing import assert_close
 
 import elastic_driver.horovod.torch as hvd
+from tests.horovod.jobs.checking import run_checks
 
 DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -406,23 +401,5 @@ def check_60_random_worlds_end_in_right_sums_or_named_errors() -> None:
                 assert_close(hvd.synchronize(handle), total)
 
 
-def main() -> None:
-    hvd.init(process_sets="dynamic")
-    results = {}
-    for name, check in list(globals().items()):
-        if not name.startswith("check_"):
-            continue
-        began = time.monotonic()
-        try:
-            check()
-            results[name] = "ok"
-        except (Exception, pytest.fail.Exception):
-            results[name] = traceback.format_exc()
-        print(f"{name}: {time.monotonic() - began:.2f} s", flush=True)
-        hvd.barrier()
-    Path(sys.argv[1], f"{hvd.rank()}.json").write_text(json.dumps(results))
-    hvd.shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(globals())
