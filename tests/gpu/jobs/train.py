@@ -1,4 +1,7 @@
-"""Trains on DEVICE with BACKEND and writes down every finished step, with a digest of the state.
+"""Trains on DEVICE with BACKEND and writes down every finished step.
+
+Every tenth step it writes down a digest of the state, too: that waits for the device, which ranks
+that share one take turns to use.
 
 MODE `ddp` (DistributedDataParallel) or `fixed` (a deterministic FixedBatch). The model has some
 WIDTH² parameters: the larger, the longer a step is inside the all-reduce. The last line of each
@@ -72,8 +75,9 @@ def note(state):
         "pid": os.getpid(),
         "worker": WORKER,
     }
-    with (DIGESTS / WORKER).open("a") as file:
-        file.write(json.dumps({"step": state.step, "digest": digest()}) + "\n")
+    if state.step % 10 == 0:
+        with (DIGESTS / WORKER).open("a") as file:
+            file.write(json.dumps({"step": state.step, "digest": digest()}) + "\n")
     with (RECORDS / f"{WORKER}.jsonl").open("a") as file:
         file.write(json.dumps(facts) + "\n")
 
