@@ -94,6 +94,19 @@ def test_survivors_of_kills_go_on_in_their_processes_and_lose_no_step(run: Run) 
         job.assert_nothing_left()
 
 
+def test_a_second_group_with_nothing_to_do_holds_up_nobody(run: Run) -> None:
+    with run("-np", "3", "--min-np", "1", "--", TRAIN, WIDTH="1024", SECOND_GROUP="1") as job:
+        for _ in range(2):
+            pids = set(job.until_size(3, START_S, steps=10))
+            victim = max(pids)
+            killed_at = job.kill(victim)
+            took = next_step_of(job, pids - {victim}, killed_at)
+            print(f"kill to the survivors' next step with two groups: {took:.3f} s")
+            assert all(is_running(pid) for pid in pids - {victim})
+        assert_no_step_lost_or_repeated(job, min(r.step for r in job.live().values()))
+        assert_equal_everywhere(job)
+
+
 def test_a_stopped_peer_is_left_behind(run: Run) -> None:
     heartbeat = 3.0
     args = ("-np", "3", "--heartbeat-timeout", str(heartbeat), "--", TRAIN)
