@@ -6,6 +6,10 @@ job's rendezvous; each round has its own prefix. If gloo reads many keys at once
 prefix. From then on every write and every wait, pending ones included, raises SealedError: the
 other members of the round do not come any more.
 
+Torch's watchdog of a device's collectives tells the others of an error through the store, once for
+each collective that is not done, and holds a lock meanwhile that training needs. The driver tells
+the others of a loss; so these keys are not written (`_is_alarm`).
+
 Any thread may call a store; torch does so from several threads. No other module of this package
 imports torch.
 """
@@ -53,7 +57,9 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
     # ---- what torch calls ----------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
+        """Write a value; an alarm of torch's watchdog is dropped."""
+        if _is_alarm(key):
+            return
         self._one(wire.Set(self._prefix + key, _bytes(value)), wire.Written)
 
     def get(self, key: str) -> bytes:
@@ -69,7 +75,9 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
         self._wait_for(tuple(keys), self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether every key exists now."""
+        """Return whether every key exists now; the alarms of torch's watchdog never do."""
+        if any(_is_alarm(key) for key in keys):
+            return False
         asked = tuple(dict.fromkeys(self._prefix + key for key in keys))
         return not asked or len(self._one(wire.Get(asked), wire.Entries).entries) == len(asked)
 
@@ -162,6 +170,12 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
         longest = sum(o.wait for o in operations if isinstance(o, wire.Get))
         within = longest + max(self._client.timeout, self.timeout.total_seconds())
         return self._client.batch(*operations, deadline=within)
+
+
+def _is_alarm(key: str) -> bool:
+    """Return whether torch's watchdog writes this key to tell of an error."""
+    name = key.rpartition("/")[2]  # a PrefixStore puts its own before it
+    return name == "exception_dump" or name.partition(":")[0] == "remote_error"
 
 
 def _bytes(value: str | bytes) -> bytes:

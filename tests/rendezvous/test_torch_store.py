@@ -240,3 +240,15 @@ def test_values_that_are_too_large_together_are_read_in_parts() -> None:
         store.set("one", bytes(20_000))
         with pytest.raises(RefusedError, match="ask for less"):
             store.get("one")
+
+
+@pytest.mark.parametrize("key", ["exception_dump", "remote_error:0", "default_pg/remote_error:3"])
+def test_an_alarm_of_torchs_watchdog_needs_no_driver(store: HTTPStore, key: str) -> None:
+    store.set(key, "rank 3")
+    assert store.num_keys() == 0
+    store.close()
+    store.set(key, "rank 3")
+    assert not store.check([key])
+    assert not store.check(["other", key])
+    with pytest.raises(AbortedError):
+        store.check(["other"])

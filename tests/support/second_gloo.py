@@ -73,6 +73,9 @@ class SecondGloo:
             else:
                 time.sleep(0.0005)
 
+    def synchronize(self) -> None:
+        self.settle()
+
     def abort(self) -> None:
         time.sleep(ABORT_S)
         for _, tensor in self._queue:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined] # it has no types
 from torch.futures import Future
@@ -84,9 +85,16 @@ class CollectiveWaits:
         quoted = failure is not None and f"Unable to cast {failure} to Tensor" in str(error)
         return failure if failure is not None and quoted else error
 
-    def guarded(self, source: Future[S], convert: Callable[[S], T]) -> Future[T]:
-        """Return a future with `convert(value of source)`; it can be given up."""
-        future: Future[T] = Future()
+    def guarded(
+        self, source: Future[S], convert: Callable[[S], T], device: torch.device | None = None
+    ) -> Future[T]:
+        """Return a future with `convert(value of source)`; it can be given up.
+
+        `device`: of the tensors in the value. Whoever waits has its stream of that device wait for
+        gloo's copies.
+        """
+        own = device is not None and device.type != "cpu"
+        future: Future[T] = Future(devices=[device]) if own else Future()
         with self._lock:
             self.check()
             self._futures[future] = source

@@ -70,21 +70,47 @@ class Accelerator:
         """Wait for the stream that the optimizer is going to use; on the training thread."""
         self._module.current_stream(self._device).synchronize()
 
-    def abort(self) -> None:
-        """Abort the communicators of all groups and subgroups, as torch does; any thread."""
-        names = dict(c10d._world.pg_names)
-        newest_first = sorted(names, key=lambda group: names[group], reverse=True)
-        self._abort_all(
-            [
-                group._get_backend(self._device)
-                for group in newest_first
-                if any(device.type == self._device.type for device in group._device_types)
-            ]
-        )
+    def synchronize(self) -> None:
+        """Wait for all streams of the device; on the training thread."""
+        self._module.synchronize(self._device)
 
-    def _abort_all(self, backends: list[Any]) -> None:
-        for backend in backends:
-            backend.abort()
+    def abort(self) -> None:
+        """Abort the communicators of all groups and subgroups; any thread.
+
+        All at the same time: an abort frees memory, which waits for the whole device, also for the
+        work of a communicator whose own abort has not begun (pytorch#119797).
+        """
+        errors: list[Exception] = []
+
+        def abort(backend: Any) -> None:
+            try:
+                backend.abort()
+            except Exception as error:  # raised below
+                errors.append(error)
+
+        threads = [
+            threading.Thread(target=abort, args=(backend,), name="elastic-abort", daemon=True)
+            for backend in self._backends()
+        ]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + CUT_OFF_S
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if errors:
+            raise errors[0]
+        if late := sum(thread.is_alive() for thread in threads):
+            raise TimeoutError(
+                f"{late} of {len(threads)} communicators were not aborted within {CUT_OFF_S:g} s"
+            )
+
+    def _backends(self) -> list[Any]:
+        kind = self._device.type
+        return [
+            group._get_backend(self._device)
+            for group in list(c10d._world.pg_names)
+            if any(device.type == kind for device in group._device_types)
+        ]
 
     def forget(self) -> None:
         """Make torch drop the aborted groups without waiting; on the training thread."""
@@ -129,6 +155,10 @@ class DeviceHalf:
 
         threading.Thread(target=abort, name="elastic-cut-off", daemon=True).start()
 
+    def is_ending(self) -> bool:
+        """Return whether the cut-off has begun and not ended, nor failed; any thread."""
+        return self.reason is not None and not self._ended.is_set()
+
     def problem(self) -> str | None:
         """Return why this process can join no other group: the cut-off failed or is late.
 
@@ -145,4 +175,4 @@ class DeviceHalf:
         """
         ended = self._ended.wait(max(0.0, self._deadline - time.monotonic()))
         if ended and self._error is None:
-            self.device.settle()
+            self.device.synchronize()  # work that a failed step left on other streams writes, too

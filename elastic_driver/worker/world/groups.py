@@ -9,7 +9,8 @@ Torch's global state must be touched by the main thread only. So the thread make
 creator, registered through torch's public extension point, returns the object that is ready.
 Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's own;
 `dist.get_backend()` returns the other name. Where a device has collectives of its own, torch makes
-that half itself (`cpu:elastic_gloo,xpu:xccl`); see `device`.
+that half itself (`cpu:elastic_gloo,xpu:xccl`); see `device`. In rounds without it gloo carries the
+device's tensors, too, by way of the host's memory: our backend is registered for them.
 
 Only `membership` uses this module. Times are seconds.
 """
@@ -31,6 +32,7 @@ from torch.distributed import ProcessGroupGloo, Store
 
 from elastic_driver.core.documents import World
 from elastic_driver.errors import WorldBrokenError
+from elastic_driver.worker.world.backend import accelerator_names
 from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.device import DeviceHalf
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
@@ -110,7 +112,7 @@ class RoundGroup:
             device_backends: those that torch makes itself, for other devices ("xpu:xccl").
         """
         if BACKEND not in dist.Backend.backend_list:
-            dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+            dist.Backend.register_backend(BACKEND, _create, devices=_kinds())
         _Handover.create = lambda *_: self.backend
         excepthook = sys.excepthook
         name = f"cpu:{BACKEND},{device_backends}" if device_backends else BACKEND
@@ -144,6 +146,7 @@ class RoundGroup:
         _Handover.create = None  # it holds the group
         torchs = [] if self.half is not None or not dist.is_initialized() else [dist.group.WORLD]
         if self.half is not None and dist.is_initialized():
+            _close(self.store)  # else a thread of torch, which ends here, may wait for the driver
             self.half.device.forget()
         elif dist.is_initialized():
             dist.destroy_process_group()
@@ -233,6 +236,15 @@ def gloo_device(world: World) -> Any:
     if len(hosts) == 1 or all(h in _LOOPBACK_NAMES or h.startswith("127.") for h in hosts):
         return ProcessGroupGloo.create_device(hostname="127.0.0.1")
     return ProcessGroupGloo.create_default_device()
+
+
+def _kinds() -> list[str]:
+    """Return the types of device whose tensors gloo carries; no device is touched."""
+    return (
+        ["cpu"]
+        if torch.accelerator.current_accelerator() is None
+        else ["cpu", accelerator_names()[0]]
+    )
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -183,6 +183,8 @@ class JobMembership:
             group.subgroups.append(part.backend)
             return part.backend
 
+        if choice.device is not None:
+            choice.device.begin()  # also where gloo carries its tensors
         if choice.device is None or not group.elected:
             group.install(create_subgroup)
         else:
@@ -201,7 +203,6 @@ class JobMembership:
         self, device: Accelerator, group: RoundGroup, round_id: int, create: groups.GroupCreator
     ) -> None:
         """Give the group to torch, and connect the device to those of the peers."""
-        device.begin()
         group.half = DeviceHalf(device)
         try:
             group.install(create, device.backends)

@@ -7,12 +7,12 @@ Pitfalls of torch's calls (docs/nccl.md lists what was tried on a GPU):
   thread, where nothing can end it.
 - A lost peer shows in torch's watchdog thread. By default that thread ends the process, or sleeps
   for a minute and holds a lock that every collective needs; see `_VARIABLES`.
-- `abort()` on each backend ends its work. After that only `_abort_process_group()` makes torch drop
+- `abort()` on each backend ends its work, and waits for the work of all others on the device: see
+  `Accelerator.abort`. After that only `_abort_process_group()` makes torch drop
   the group: `destroy_process_group()` shuts down, which waits.
 """
 
 import os
-from typing import Any
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.worker_log import say
@@ -26,6 +26,12 @@ _VARIABLES = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # nor does a watchdog that meets one
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # no dumps, and no asking the store whether to dump
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # else it sleeps four times as long on an error
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",  # else it asks the store ten times a second
+    "TORCH_DIST_USE_NCCL2": "0",  # another backend, whose watchdog ends the process
+}
+# Defaults, with what another value may cost.
+_DEFAULTS = {
+    "NCCL_NVLS_ENABLE": ("0", "the loss of a peer may end this worker, too, where GPUs use NVLink"),
 }
 # These make torch turn its own error handling on again.
 _CONFLICTING = {"TORCH_NCCL_DESYNC_DEBUG": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
@@ -44,6 +50,9 @@ class Nccl(Accelerator):
             if (found := os.environ.setdefault(name, value)) != value:
                 say(f"{name}={found} is for jobs that end with a lost peer; using {value}")
                 os.environ[name] = value
+        for name, (value, cost) in _DEFAULTS.items():
+            if (found := os.environ.setdefault(name, value)) != value:
+                say(f"{name}={found}, which is not our default of {value}: {cost}")
         for name, value in _CONFLICTING.items():
             if os.environ.get(name, "").upper() == value:
                 say(f"{name}={value} makes torch end this worker when a peer is lost; unset it")
@@ -66,11 +75,10 @@ class Nccl(Accelerator):
                 ) from error
             raise
 
-    def _abort_all(self, backends: list[Any]) -> None:
-        if not backends:
+    def settle(self) -> None:
+        """See `Accelerator.settle`; the thread sleeps; CUDA's other waits keep a core busy."""
+        if self._module.is_current_stream_capturing():  # a wait would make the capture void
             return
-        backends[0]._group_start()  # several of one device must be aborted as one: pytorch#119797
-        try:
-            super()._abort_all(backends)
-        finally:
-            backends[0]._group_end()
+        event = self._module.Event(blocking=True)
+        event.record(self._module.current_stream(self._device))
+        event.synchronize()

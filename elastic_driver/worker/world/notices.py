@@ -184,9 +184,12 @@ class RoundNotices:
             if waited < self._grace:
                 return self._grace - waited
             self.group.connections.shut_reads()
-            problem = self.group.half and self.group.half.problem()
+            half = self.group.half
+            problem = half and half.problem()
+            if half is not None and half.is_ending() and problem is None:
+                return CHECK_S  # the training thread waits for that, which has a limit of its own
             asleep = self._thread.count_asleep()
-            if problem is None and asleep >= GIVE_UP_CHECKS and self.group.half is None:
+            if problem is None and asleep >= GIVE_UP_CHECKS and half is None:
                 self.waits.give_up(FORGOTTEN)
             if problem is None and asleep < HOPELESS_CHECKS:
                 return CHECK_S

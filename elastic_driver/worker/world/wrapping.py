@@ -113,7 +113,8 @@ class _GradientMean:
 
     def communicate(self, _state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         if self.of_script is not None:
-            return self._waits.guarded(self.of_script(bucket), lambda tensor: tensor)
+            device = bucket.buffer().device
+            return self._waits.guarded(self.of_script(bucket), lambda tensor: tensor, device)
         gradients, meter = bucket.buffer(), self._meter
         measured = None if meter is None else meter.begin(bucket)
         # In this way torch's reducer divides where there is no hook.
@@ -131,7 +132,7 @@ class _GradientMean:
                 meter.end(measured, gradients)
             return gradients
 
-        return self._waits.guarded(work.get_future(), mean)
+        return self._waits.guarded(work.get_future(), mean, gradients.device)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,12 @@
-"""Trains on DEVICE with BACKEND and writes down every finished step, with a digest of the state.
+"""Trains on DEVICE with BACKEND and writes down every finished step.
 
-MODE `ddp` (DistributedDataParallel) or `fixed` (a deterministic FixedBatch). The model has some
-WIDTH² parameters: the larger, the longer a step is inside the all-reduce. The last line of each
-worker tells the digest of model and optimizer, the backend and its threads.
+Every tenth step it writes down a digest of the state, too: that waits for the device, which ranks
+that share one take turns to use.
+
+MODE `ddp` (DistributedDataParallel) or `fixed` (a deterministic FixedBatch). SECOND_GROUP=1: there
+is another group of all ranks, which is used once in a round and has nothing to do later. The model
+has some WIDTH² parameters: the larger, the longer a step is inside the all-reduce. The last line of
+each worker tells the digest of model and optimizer, the backend and its threads.
 """
 
 import hashlib
@@ -23,6 +27,7 @@ DEVICE, BACKEND = os.environ["DEVICE"], os.environ.get("BACKEND") or None
 STEPS = int(os.environ.get("STEPS", "100000"))
 WIDTH = int(os.environ.get("WIDTH", "64"))
 STEP_S = float(os.environ.get("STEP_MS", "10")) / 1000
+SECOND_GROUP = os.environ.get("SECOND_GROUP") == "1"
 MODE = os.environ.get("MODE", "ddp")
 WORKER = os.environ["ELASTIC_WORKER_ID"]
 RECORDS = Path(os.environ["STEP_RECORDS"])
@@ -72,8 +77,9 @@ def note(state):
         "pid": os.getpid(),
         "worker": WORKER,
     }
-    with (DIGESTS / WORKER).open("a") as file:
-        file.write(json.dumps({"step": state.step, "digest": digest()}) + "\n")
+    if state.step % 10 == 0:
+        with (DIGESTS / WORKER).open("a") as file:
+            file.write(json.dumps({"step": state.step, "digest": digest()}) + "\n")
     with (RECORDS / f"{WORKER}.jsonl").open("a") as file:
         file.write(json.dumps(facts) + "\n")
 
@@ -84,6 +90,8 @@ def loss_of(net, inputs):
 
 def train_ddp(state):
     ddp = elastic.wrap(state.model)
+    if SECOND_GROUP:
+        dist.all_reduce(torch.ones(1, device=DEVICE), group=dist.new_group())
     while state.step < STEPS:
         generator = torch.Generator().manual_seed(state.step * 1000 + elastic.rank())
         inputs = torch.randn(16, 20, generator=generator).to(DEVICE)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroupGloo
+from torch.futures import Future
 
 from elastic_driver.errors import WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
-from elastic_driver.worker.world import groups
+from elastic_driver.worker.world import collective_waits, groups
 from elastic_driver.worker.world.collective_waits import CollectiveWaits, current_waits
 from tests.support.coordinator import eventually
 
+T = TypeVar("T")
 REASON = "a collective was not ended by the loss of its peer"
 
 
@@ -111,3 +113,21 @@ def test_messages_between_two_ranks_keep_their_own_wait(
     pair[0].send([torch.ones(2)], 1, 7).wait()
     receiving.wait()
     assert received.tolist() == [1, 1]
+
+
+def test_a_guarded_future_knows_the_device_of_its_value(
+    pair: list[Any], waits: CollectiveWaits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Noted(Future[T]):
+        def __init__(self, **devices: Any) -> None:
+            made.append(devices)  # a torch without CUDA takes no such device
+            super().__init__()
+
+    monkeypatch.setattr(collective_waits, "Future", Noted)
+    works = [group.allreduce([torch.ones(1)]) for group in pair]
+    for name in ("cpu", "cuda:1"):
+        waits.guarded(works[0].get_future(), lambda _: None, torch.device(name))
+    works[1].wait()
+    assert made == [{}, {"devices": [torch.device("cuda:1")]}]

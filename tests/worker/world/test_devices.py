@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from elastic_driver.errors import WorldBrokenError
@@ -26,6 +29,7 @@ class Stuck:
     def __init__(self) -> None:
         self.freed, self.let = threading.Event(), threading.Event()
         self.aborts = 0
+        self.idle = False  # all streams were waited for
         self.error: Exception | None = None
 
     def identity(self) -> str:
@@ -37,6 +41,10 @@ class Stuck:
 
     def settle(self) -> None:
         assert self.freed.wait(10)
+
+    def synchronize(self) -> None:
+        self.settle()
+        self.idle = True
 
     def abort(self) -> None:
         self.aborts += 1
@@ -71,6 +79,7 @@ def test_a_thread_that_waits_for_its_device_is_freed_by_another_and_knows_why() 
     training.join(10)
     half.wait_until_cut_off()
     assert device.aborts == 1
+    assert device.idle
     assert "a.0.1 was killed" in str(found[0])
     assert half.problem() is None
 
@@ -148,3 +157,51 @@ def test_a_group_lingers_for_its_peers_but_not_for_long(
     (together, alone), _ = run_ranks(2, lingers, tmp_path)
     assert together < groups.LINGER_S
     assert groups.LINGER_S <= alone < groups.LINGER_S + 5
+
+
+# ---- where no half carries the device's tensors ------------------------------------------
+
+
+def carries(rank: int, size: int) -> list[object]:
+    torch.accelerator.current_accelerator = lambda: torch.device("cuda")  # nothing touches it
+    dist.destroy_process_group()
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    network = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+
+    def make(store: dist.Store, rank: int, size: int, _: object = None) -> Any:
+        return groups.make_gloo(store, rank, size, network)
+
+    store = dist.FileStore("second", size)
+    group = RoundGroup(make(store, rank, size), GroupConnections(), store=store)
+    group.install(make)
+    found: list[object] = []
+    for torchs in (dist.group.WORLD, dist.new_group(list(range(size)))):
+        assert torchs is not None
+        ours = torchs._get_backend(cpu)
+        found += [torchs._get_backend(cuda) == ours, type(ours).__name__]
+    values: list[object] = [None] * size
+    dist.all_gather_object(values, rank)
+    dist.barrier()
+    group.take_down().join()
+    dist.init_process_group("gloo", store=dist.FileStore("third", size), rank=rank, world_size=size)
+    return [*found, values]
+
+
+def test_gloo_carries_the_tensors_of_devices_that_have_no_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for found in run_ranks(2, carries, tmp_path):
+        assert found == [True, "ProcessGroupGloo", True, "ProcessGroupGloo", [0, 1]]
+
+
+def test_no_thread_of_torch_waits_for_the_driver_when_its_group_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    device = SimpleNamespace(forget=lambda: order.append("the group"))
+    group = RoundGroup(None, GroupConnections(), half=DeviceHalf(device))
+    monkeypatch.setattr(groups.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(groups, "_close", lambda _: order.append("the store"))
+    group.take_down().join()
+    assert order == ["the store", "the group"]

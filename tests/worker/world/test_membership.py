@@ -13,6 +13,7 @@ from elastic_driver.core.members import Member
 from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.world import groups
+from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.membership import ALONE, JobMembership
 
@@ -55,3 +56,23 @@ def test_taking_a_group_down_is_bounded_and_an_error_is_not_taken_for_a_hang(how
         member.join("a new host") if "join" in how else member.stop()
     assert bounded == [True]
     assert member._notices._taken_down_since is None
+
+
+def test_the_device_is_selected_also_where_gloo_carries_its_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    device = SimpleNamespace(begin=lambda: order.append("selected"), identity=lambda: "gpu 1")
+    member = JobMembership(None, BackendChoice(device, by_vote=True))  # type: ignore[arg-type]
+    group = SimpleNamespace(
+        elected=False,
+        half=None,
+        connections=GroupConnections(),
+        install=lambda _: order.append("installed"),
+    )
+    monkeypatch.setattr(groups, "build", lambda *_, **__: group)
+    monkeypatch.setattr(current._Current, "place", None)
+    monkeypatch.setattr(current._Current, "round", 0)
+    me = Member(worker="a.0.1", place=ALONE)
+    member._enter(World(round=1, members=(me,), reason="test"), me, HashStore(), 0)
+    assert order == ["selected", "installed"]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.world import device as device_half
 from elastic_driver.worker.world import nccl
+from elastic_driver.worker.world.device import DeviceHalf
 
 
 class Backend:
@@ -45,7 +50,7 @@ class Half:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> nccl.Nccl:
-    for name in (*nccl._VARIABLES, *nccl._CONFLICTING):
+    for name in (*nccl._VARIABLES, *nccl._DEFAULTS, *nccl._CONFLICTING):
         monkeypatch.setenv(name, "")  # so that what is set in a test is taken back
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
@@ -54,6 +59,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> nccl.Nccl:
 
 def test_torch_is_told_to_leave_errors_to_us(device: nccl.Nccl) -> None:
     assert {name: os.environ[name] for name in nccl._VARIABLES} == nccl._VARIABLES
+
+
+def test_nvlink_sharp_is_off_unless_the_user_wants_it(
+    device: nccl.Nccl, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
+    nccl.Nccl(0)
+    assert os.environ["NCCL_NVLS_ENABLE"] == "2"
+    assert "NCCL_NVLS_ENABLE=2, which is not our default of 0: the loss" in capfd.readouterr().err
 
 
 def test_what_would_end_the_process_is_overruled_or_named(
@@ -68,31 +83,89 @@ def test_what_would_end_the_process_is_overruled_or_named(
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
-def test_all_groups_are_aborted_as_one_newest_first_and_closed_again(
-    device: nccl.Nccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    default, part = Half(Backend("default", calls)), Half(Backend("part", calls))
-    names = {default: "0", part: "1", Half(None): "2"}
+def having(monkeypatch: pytest.MonkeyPatch, *aborts: Callable[[], None]) -> None:
+    """Have torch know a group for each of these, and one without an NCCL half."""
+    halves = [Half(cast(Backend, SimpleNamespace(abort=abort))) for abort in aborts]
+    names = {half: str(number) for number, half in enumerate([*halves, Half(None)])}
     monkeypatch.setattr(c10d, "_pg_names", names)
-    device.abort()
-    assert calls == ["part._group_start", "part.abort", "default.abort", "part._group_end"]
-    monkeypatch.setattr(c10d, "_pg_names", {})
-    device.abort()
 
 
-def test_a_group_that_fails_to_abort_leaves_nothing_open(
+def test_no_abort_waits_for_another_to_begin(
     device: nccl.Nccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
-    backend = Backend("default", calls)
-    monkeypatch.setattr(c10d, "_pg_names", {Half(backend): "0"})
-    backend._group_start = lambda: calls.append("start")  # type: ignore[method-assign]
-    backend._group_end = lambda: calls.append("end")  # type: ignore[method-assign]
-    backend.error = "NCCL timeout"
+    meeting = threading.Barrier(3)  # an abort waits until the device is idle: until all have begun
+    having(monkeypatch, *[lambda: void(meeting.wait(10))] * 3)
+    device.abort()
+    having(monkeypatch)
+    device.abort()
+
+
+def void(_: object) -> None: ...
+
+
+def fails() -> None:
+    raise RuntimeError("NCCL timeout")
+
+
+def test_an_abort_that_fails_leaves_the_others_aborted(
+    device: nccl.Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+    having(monkeypatch, lambda: done.append(1), fails, lambda: done.append(3))
     with pytest.raises(RuntimeError, match="NCCL timeout"):
         device.abort()
-    assert calls == ["start", "default.abort", "end"]
+    assert sorted(done) == [1, 3]
+
+
+def test_an_abort_that_never_ends_is_not_waited_for(
+    device: nccl.Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(device_half, "CUT_OFF_S", 0.05)
+    having(monkeypatch, lambda: void(never.wait()), lambda: None)
+    with pytest.raises(TimeoutError, match=r"1 of 2 communicators were not aborted within 0.05 s"):
+        device.abort()
+    never.set()
+
+
+class Cuda:
+    """`torch.cuda` as far as a wait needs it; writes down what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+        self.capturing = False
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def current_stream(self, device: torch.device) -> str:
+        return f"the stream of {device}"
+
+    def Event(self, *, blocking: bool) -> Any:
+        return SimpleNamespace(
+            record=lambda stream: self.calls.append((blocking, stream)),
+            synchronize=lambda: self.calls.append("waited"),
+        )
+
+    def synchronize(self, device: torch.device) -> None:
+        self.calls.append(f"all of {device}")
+
+
+def test_the_wait_for_the_stream_sleeps_and_leaves_a_capture_alone(device: nccl.Nccl) -> None:
+    cuda = device._module = Cuda()
+    device.settle()
+    assert cuda.calls == [(True, "the stream of cuda:0"), "waited"]
+    cuda.capturing = True
+    device.settle()
+    assert len(cuda.calls) == 2
+
+
+def test_before_a_roll_back_all_streams_are_waited_for(device: nccl.Nccl) -> None:
+    cuda = device._module = Cuda()
+    half = DeviceHalf(device)
+    half.cut_off("a.0.1 was killed")
+    half.wait_until_cut_off()
+    assert cuda.calls == ["all of cuda:0"]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,14 @@ import pytest
 from elastic_driver.core.documents import Notice
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.world.connections import GroupConnections
+from elastic_driver.worker.world.device import DeviceHalf
 from elastic_driver.worker.world.groups import RoundOverError
-from elastic_driver.worker.world.notices import SILENT_GRACE_S, RoundNotices
+from elastic_driver.worker.world.notices import (
+    CHECK_S,
+    HOPELESS_CHECKS,
+    SILENT_GRACE_S,
+    RoundNotices,
+)
 
 
 def test_an_attempt_gives_its_result_its_error_or_is_given_up() -> None:
@@ -42,3 +48,21 @@ def test_collectives_with_a_host_that_answers_no_more_are_ended_at_once(silent: 
     until_the_end = notices.check()
     assert until_the_end is not None
     assert (until_the_end <= SILENT_GRACE_S) == silent
+
+
+def test_who_waits_for_its_device_to_be_cut_off_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress, device = TrainingProgress(), SimpleNamespace(abort=threading.Event().wait)
+    notices = RoundNotices(progress)
+    progress.entered(1, 0, 2)
+    half = DeviceHalf(device)  # type: ignore[arg-type]
+    notices.group = SimpleNamespace(half=half, connections=GroupConnections())  # type: ignore[assignment]
+    monkeypatch.setattr(notices._thread, "count_asleep", lambda: HOPELESS_CHECKS)
+    monkeypatch.setattr(notices, "_grace", 0.0)
+    monkeypatch.setattr(notices, "end_process", lambda problem: problem)
+    notices._broken_since = 0.0
+    half.cut_off("a.0.1 was killed")
+    assert notices.check() == CHECK_S
+    half._deadline = 0.0
+    assert "was not ended within" in str(notices.check())
