@@ -49,8 +49,8 @@ from elastic_driver.worker.batching import loader as loading
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.batching.shares import BalancedShares
 from elastic_driver.worker.current import rank_and_size
-from elastic_driver.worker.sampler import require_length
 from elastic_driver.worker.positions import Counted
+from elastic_driver.worker.sampler import require_length
 from elastic_driver.worker.world.wrapping import without_ddp_sync
 
 __all__ = ["FixedBatch", "Step"]

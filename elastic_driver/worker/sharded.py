@@ -39,8 +39,8 @@ from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.policies.shard_messages import WORLD, End, Granted, Shard
 from elastic_driver.worker.current import rank_and_size
-from elastic_driver.worker.shards import ShardClient
 from elastic_driver.worker.positions import Counted
+from elastic_driver.worker.shards import ShardClient
 from elastic_driver.worker.state_sync.transfer import Route, carry_bytes
 from elastic_driver.worker.world import session
 

@@ -46,6 +46,7 @@ from elastic_driver.worker.state_sync.parts import StatePart, part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.steps import Steps
 from elastic_driver.worker.state_sync.tree import Tree
+from elastic_driver.worker.state_sync.values import has_part
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.gradient_norms import gradient_norms
@@ -97,7 +98,7 @@ class State:
     ) -> None:
         self._values: dict[str, Any] = {}
         self._steps = Steps()
-        self._tree = Tree(self._values, self._steps, self._part_for)
+        self._tree = Tree(self._values, self._steps, self._part_for, self._has_part)
         self._tree.gradients.is_local = passes_are_local
         self._tree.leaves.copy_all = snapshot
         self._steps.on_step = self._stepped
@@ -148,6 +149,10 @@ class State:
         self._values[name] = value
         if before is not value and hasattr(value, "state_dict"):
             self._arrange()
+
+    def _has_part(self, value: Any) -> bool:
+        """Return whether an attribute is kept by a part, and not as a plain value."""
+        return has_part(value)
 
     def _part_for(self, name: str, thing: Any) -> StatePart | None:
         """Return the part that keeps an object; None for a plain value."""

@@ -78,8 +78,7 @@ class ObjectState(state.State):
             super().sync()
             return
         others = frozenset(range(1, world.size))
-        version = max(self._version, 0)
-        self._carry_out(Agreement(0, others, version, fresh=True, exact=True), world)
+        self._carry_out(Agreement(0, others, max(self._version, 0), fresh=True), world)
 
     def reset(self) -> None:
         """Do nothing; a script's own state may adapt itself here to a new world."""

@@ -10,7 +10,8 @@ from elastic_driver.horovod.common.process_sets import ProcessSet, global_proces
 from elastic_driver.horovod.torch.mpi_ops import broadcast_async_, rank, synchronize
 from elastic_driver.horovod.torch.objects import gather_objects, require_equal, send_object
 from elastic_driver.horovod.torch.optimizer_state import load_exactly
-from elastic_driver.worker.state_sync.values import TensorSpec, apart, join
+from elastic_driver.horovod.torch.packing import apart, join
+from elastic_driver.worker.state_sync.values import TensorSpec
 
 __all__ = [
     "allgather_object",

@@ -18,7 +18,7 @@ from elastic_driver.horovod.common.exceptions import HorovodUsageError
 from elastic_driver.horovod.common.process_sets import ProcessSet
 from elastic_driver.horovod.engine.agreement import ranks
 from elastic_driver.horovod.torch.mpi_ops import allgather, broadcast_, rank
-from elastic_driver.worker.state_sync.values import packed, unpacked
+from elastic_driver.horovod.torch.packing import packed, unpacked
 
 MAX_REASON_CHARS = 1000
 # Classes of plain values for which pickle writes a call; torch's safe unpickler lacks them.

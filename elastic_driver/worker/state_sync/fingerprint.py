@@ -30,13 +30,10 @@ def contents(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _on_cpu(tensor: Tensor) -> int:
-    flat = tensor.detach()
-    if not flat.is_contiguous():
-        flat = flat.contiguous()
-    size = flat.nbytes
-    if flat.is_conj() or flat.is_neg():
-        flat = flat.resolve_conj().resolve_neg()
-    return zlib.crc32((ctypes.c_char * size).from_address(flat.data_ptr())) if size else 0
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    size = tensor.nbytes
+    return zlib.crc32((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else 0
 
 
 def _sums(tensor: Tensor) -> Tensor:

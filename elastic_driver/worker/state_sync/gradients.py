@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.steps import collectives, trained_by
-from elastic_driver.worker.state_sync.values import UnkeptError
 
 
 class Gradients:
@@ -52,7 +52,7 @@ class Gradients:
     def keep(self, optimizers: Sequence[Optimizer]) -> None:
         """Copy the gradients that a later step will use.
 
-        Raises `UnkeptError` where they are those of this rank alone.
+        Raises `UsageError` where they are those of this rank alone.
         """
         before, self._collectives = self._collectives, collectives()
         if not self._pending:
@@ -60,11 +60,10 @@ class Gradients:
             return
         found = [p for o in optimizers for p in trained_by(o) if p.grad is not None]
         if found and self.is_local_now(before):
-            raise UnkeptError(
-                "commit()",
-                "came between backward() and optimizer.step(), where each rank holds a part of the "
-                "gradients that no other rank has",
-                "commit after optimizer.step(), once for all accumulated batches",
+            raise UsageError(
+                "commit() found gradients that no optimizer step has used, and that were not summed "
+                "over the ranks: each rank holds a part that no other has, so it cannot be kept; "
+                "commit after optimizer.step(), once for all accumulated batches"
             )
         self._kept = [(p, p.grad, p.grad.detach().clone()) for p in found if p.grad is not None]
 

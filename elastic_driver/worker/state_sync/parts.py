@@ -83,7 +83,7 @@ class StatePart:
         except UsageError:
             raise
         except Exception as error:  # a script's own method
-            problem = f"cannot be kept: its state_dict() has failed ({error})"
+            problem = f"its state_dict() has failed ({error})"
             raise UnkeptError(
                 self.name, problem, "mend it, or leave it out of the state"
             ) from error
@@ -288,7 +288,7 @@ class ModulePart(StatePart):
         if before is not None and plain:
             raise UnkeptError(
                 self.name,
-                f"is a module ({self._class()}) whose plain attributes change, and which keeps "
+                f"it is a module ({self._class()}) whose plain attributes change, and which keeps "
                 "none of them: it has no parameters, buffers or extra state",
                 "register them as buffers, or define get_extra_state() and set_extra_state()",
             )
@@ -306,9 +306,9 @@ def _is_plain(value: Any) -> bool:
 
 def _require_tensor(name: str, tensor: Tensor) -> None:
     if nn.parameter.is_lazy(tensor):
-        problem, hint = "has no shape yet (it is lazy)", "run one batch before the first commit"
+        problem, hint = "it has no shape yet (it is lazy)", "run one batch before the first commit"
     else:
-        problem, hint = f"is of layout {tensor.layout}", "keep dense tensors in the state"
+        problem, hint = f"it is of layout {tensor.layout}", "keep dense tensors in the state"
     raise UnkeptError(name, problem, hint)
 
 

@@ -39,12 +39,18 @@ class Tree:
         values: the attributes by name; the state's own dictionary.
         steps: of the optimizers.
         make_part: returns the part of an object, None for a plain value.
+        needs_part: whether an attribute has a part.
     """
 
     def __init__(
-        self, values: dict[str, Any], steps: Steps, make_part: PartMaker = part_for
+        self,
+        values: dict[str, Any],
+        steps: Steps,
+        make_part: PartMaker = part_for,
+        needs_part: Callable[[Any], bool] = has_part,
     ) -> None:
-        self.values, self.steps, self._make_part = values, steps, make_part
+        self.values, self.steps = values, steps
+        self._make_part, self._needs_part = make_part, needs_part
         self.parts: dict[str, StatePart] = {}
         self.leaves = Leaves(steps)
         self.gradients = Gradients()
@@ -65,14 +71,14 @@ class Tree:
         """
         taker, kept = Taker(), {}
         for name, value in self.values.items():
-            if has_part(value):
+            if self._needs_part(value):
                 taker.parts[name] = kept[name] = value
                 continue
             try:
                 kept[name] = taker.take(value, name)
             except RecursionError:
                 hint = "keep flatter values in the state"
-                raise UnkeptError(name, "is nested too deep", hint) from None
+                raise UnkeptError(name, "it is nested too deep", hint) from None
         self._arrange(taker.parts, taker.tensors)
         return kept
 

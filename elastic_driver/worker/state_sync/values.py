@@ -41,7 +41,9 @@ class UnkeptError(UsageError):
     """A value of the state cannot be kept and sent; `path` names it."""
 
     def __init__(self, path: str, problem: str, hint: str) -> None:
-        super().__init__(f"{path} {problem}; {hint}")
+        super().__init__(
+            f"the attribute {path!r} cannot be sent to other workers or put back: {problem}; {hint}"
+        )
         self.path = path
 
 
@@ -51,14 +53,12 @@ def refuse(path: str, value: Any) -> UnkeptError:
     if isinstance(value, types.GeneratorType) or hasattr(value, "__next__"):
         return UnkeptError(
             path,
-            f"is an iterator ({kind.__name__}), whose position cannot be kept or sent to other "
-            "workers",
+            f"it is an iterator ({kind.__name__}), whose position nobody knows",
             "keep a counter or a sampler in the state, and make the iterator anew in each world",
         )
     return UnkeptError(
         path,
-        f"is of the class {kind.__qualname__}, which cannot be sent to other workers or put back "
-        "after a failure",
+        f"it is of the class {kind.__qualname__}",
         "make it a dataclass, give the class state_dict() and load_state_dict(), or keep it outside "
         "of the state",
     )
@@ -178,7 +178,7 @@ def _fill_fields(target: Any, items: list[Any]) -> None:
 
 def _dataclass_kind(kind: type) -> Kind:
     def make(items: list[Any], _: Any) -> Any:
-        target = object.__new__(kind)
+        target: Any = object.__new__(kind)
         _fill_fields(target, items)
         return target
 
@@ -202,6 +202,20 @@ def kind_of(kind: type) -> Kind | None:
 
 # ---- kinds of single values ----------------------------------------------------------------
 
+
+def _datetime(text: str, fold: int) -> datetime:
+    return datetime.fromisoformat(text).replace(fold=fold)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype; raises `UsageError` where this version of torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        problem = f"the state has a torch.{name}, which torch {torch.__version__} does not know"
+        raise UsageError(f"{problem}; use the version of torch that wrote it")
+    return dtype
+
+
 atoms: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     complex: (lambda v: [v.real, v.imag], lambda d: complex(*d)),
     range: (lambda v: [v.start, v.stop, v.step], lambda d: range(*d)),
@@ -217,29 +231,12 @@ atoms: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         lambda d: timezone(timedelta(seconds=d)),
     ),
     torch.device: (str, torch.device),
-    torch.dtype: (lambda v: str(v).removeprefix("torch."), _dtype),
+    torch.dtype: (lambda v: str(v).removeprefix("torch."), torch_dtype),
     type(...): (lambda _: None, lambda _: ...),
 }
 for _path in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
     atoms[_path] = (str, _path)
 atom_names = {kind.__name__: kind for kind in atoms}
-
-
-def _dtype(name: str) -> torch.dtype:
-    return torch_dtype(name)
-
-
-def _datetime(text: str, fold: int) -> datetime:
-    return datetime.fromisoformat(text).replace(fold=fold)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype; raises `UsageError` where this version of torch has none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        problem = f"the state has a torch.{name}, which torch {torch.__version__} does not know"
-        raise UsageError(f"{problem}; use the version of torch that wrote it")
-    return dtype
 
 
 def is_referred(value: Any) -> bool:
@@ -340,15 +337,17 @@ def require_kept(tensor: Tensor, path: str) -> None:
     if tensor.grad_fn is not None:
         raise UnkeptError(
             path,
-            "is a tensor on an autograd graph, whose history cannot be kept",
+            "it is a tensor on an autograd graph, whose history cannot be kept",
             "store tensor.detach() or tensor.item()",
         )
     if tensor.is_nested or (tensor.layout != torch.strided and not tensor.is_sparse):
         raise UnkeptError(
-            path, f"is a tensor of layout {tensor.layout}", "keep dense tensors in the state"
+            path, f"it is a tensor of layout {tensor.layout}", "keep dense tensors in the state"
         )
     if tensor.is_sparse:
-        raise UnkeptError(path, "is a sparse tensor", "keep its indices and values as dense ones")
+        raise UnkeptError(
+            path, "it is a sparse tensor", "keep its indices and values as dense ones"
+        )
 
 
 def fill_tensor(target: Tensor, content: Tensor) -> None:

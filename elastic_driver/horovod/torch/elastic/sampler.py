@@ -10,8 +10,8 @@ from torch.utils.data import Sampler
 
 from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.worker.current import rank_and_size
-from elastic_driver.worker.sampler import require_length
 from elastic_driver.worker.positions import Counted
+from elastic_driver.worker.sampler import require_length
 
 __all__ = ["ElasticSampler"]
 

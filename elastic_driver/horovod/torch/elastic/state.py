@@ -8,7 +8,7 @@ import torch
 from elastic_driver.horovod.common.elastic import ObjectState
 from elastic_driver.horovod.torch.elastic.sampler import ElasticSampler
 from elastic_driver.horovod.torch.optimizer import forget_reductions
-from elastic_driver.worker.state_sync.parts import Outgoing, StatePart
+from elastic_driver.worker.state_sync.parts import Outgoing, StatePart, part_for
 
 __all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
 
@@ -70,24 +70,24 @@ class _HandledPart(StatePart):
         super().__init__(name, handler.value)
         self.handler = handler
 
-    def keep(self, large: bool = False) -> None:  # noqa: ARG002 - the handler's own choice
+    def keep(self) -> None:
         """See `StatePart.keep`."""
         self.handler.save()
 
-    def roll_back(self, large: bool = False) -> None:  # noqa: ARG002 - as above
+    def roll_back(self) -> None:
         """See `StatePart.roll_back`."""
         self.handler.restore()
 
+    def values(self) -> list[tuple[str, Any]]:
+        """Return nothing: only the handler knows what its value holds."""
+        return []
+
     def outgoing(self) -> Outgoing:
         """Return nothing: the handler's `sync` sends it."""
-        return None, []
+        return [self._class(), None], []
 
     def accept(self, _document: Any, _tensors: Any, /) -> None:
         """Do nothing, as above."""
-
-    def has_skipped(self) -> bool:
-        """Return False: it is no gradient scaler."""
-        return False
 
 
 class TorchState(ObjectState):
@@ -122,16 +122,22 @@ class TorchState(ObjectState):
         for sampler in self._all(ElasticSampler):
             sampler.reset()
 
-    def _arrange(self) -> None:
-        super()._arrange()
-        for name, value in self._values.items():
-            part = self._handled.get(name)
-            if part is None and (handler := _handler_of(value)) is not None:
-                part = self._handled[name] = _HandledPart(name, handler)
-            elif part is not None and part.handler.value is not value:
-                part.handler.set_value(value)
-            if part is not None:
-                self._parts[name] = part
+    def _part_for(self, name: str, thing: Any) -> StatePart | None:
+        """Return the part of an object: that of the script's handler where there is one."""
+        if "." not in name and (handler := self._handler(name, thing)) is not None:
+            part = self._handled[name] = _HandledPart(name, handler)
+            return part
+        return part_for(name, thing)
+
+    def _handler(self, name: str, thing: Any) -> StateHandler | None:
+        before = self._handled.get(name)
+        if before is None:
+            return _handler_of(thing)
+        before.handler.set_value(thing)
+        return before.handler
+
+    def _has_part(self, value: Any) -> bool:
+        return super()._has_part(value) or any(isinstance(value, k) for k, _ in _Handlers.registry)
 
 
 def _handler_of(value: Any) -> StateHandler | None:
