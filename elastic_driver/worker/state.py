@@ -97,11 +97,11 @@ class State:
         **attributes: Any,
     ) -> None:
         self._values: dict[str, Any] = {}
-        self._steps = Steps()
-        self._tree = Tree(self._values, self._steps, self._part_for, self._has_part)
+        self._counter = Steps()
+        self._tree = Tree(self._values, self._counter, self._part_for, self._has_part)
         self._tree.gradients.is_local = passes_are_local
         self._tree.leaves.copy_all = snapshot
-        self._steps.on_step = self._stepped
+        self._counter.on_step = self._stepped
         self._kept_random: dict[str, Any] | None = None
         self._random = RandomStates()
         self._clock = ComputeClock()
@@ -271,8 +271,8 @@ class State:
         Samplers and batches move here: what the loop has received until now counts as trained.
         Raises `UsageError`, with its name, for what cannot be kept.
         """
-        if self._tree.leaves.copy_all or not self._steps.finished:
-            self._steps.settle()  # no optimizer's step has waited for what the ranks exchanged
+        if self._tree.leaves.copy_all or not self._counter.steps:
+            self._counter.settle()  # no optimizer's step has waited for what the ranks exchanged
         for position in self._all(Advancing):
             position.advance()
         self._keep()
@@ -357,7 +357,7 @@ class State:
         Collective, in the same order of states on every rank.
         """
         member = session.start()
-        self._progress, self._steps.settle = member.progress, member.settle
+        self._progress, self._counter.settle = member.progress, member.settle
         reloads = self._checkpoints is not None
         agreement = sharing.agree(
             states,

@@ -36,10 +36,16 @@ class StatePart:
     def __init__(self, name: str, thing: Any) -> None:
         self.name, self.thing = name, thing
         self._kept: Any = None
+        self._has_changed = False  # since the last look
 
     def look(self) -> bool:
         """Walk the object; return whether its structure is another than at the last look."""
-        return False
+        self._refresh()
+        changed, self._has_changed = self._has_changed, False
+        return changed
+
+    def _refresh(self) -> None:
+        """Follow the structure of now."""
 
     def tensors(self) -> Named:
         """Return the leaves of this part that `leaves` looks after, by name."""
@@ -149,12 +155,9 @@ class ModulePart(StatePart):
         self._committed = self._walk
         self._attributes: list[Any] | None = None  # of a module that keeps nothing
 
-    def look(self) -> bool:
-        """See `StatePart.look`."""
-        if self._walk.is_current():
-            return False
-        self._walk = _Walk.of(self.thing)
-        return True
+    def _refresh(self) -> None:
+        if not self._walk.is_current():
+            self._walk, self._has_changed = _Walk.of(self.thing), True
 
     def tensors(self) -> Named:
         """Return parameters and buffers by name."""
@@ -181,7 +184,8 @@ class ModulePart(StatePart):
             for owner, content in zip(walk.owners, walk.contents, strict=True):
                 owner.clear()
                 owner.update(content)
-        self._walk = walk
+        if self._walk is not walk:
+            self._walk, self._has_changed = walk, True
         for module, flag in zip(walk.modules, training, strict=True):
             module.training = flag
         for (_, parameter), flag in zip(walk.parameters, flags, strict=True):
@@ -216,13 +220,13 @@ class ModulePart(StatePart):
     def places(self, document: Any, specs: Sequence[TensorSpec], /) -> list[Tensor]:
         """Return this module's own tensors; buffers that it lacks are made."""
         self._require_class(document[0])
-        self.look()
+        self._refresh()
         names, walk = _names_in(document[1]), self._walk
         mine = dict(chain(walk.parameters, walk.buffers))
         for name, spec in zip(names, specs, strict=False):
             if name not in mine and name in document[4]:
                 self._add_buffer(name, spec, persistent=document[4][name])
-                self.look()
+                self._refresh()
                 mine = dict(chain(self._walk.parameters, self._walk.buffers))
         self._require_same(names, mine, specs)
         tail = [spec.allocate() for spec in specs[len(names) :]]  # of the extra state
@@ -339,7 +343,7 @@ class OptimizerPart(StatePart):
             int, str
         ] = {}  # names of all parameters that the state knows, by identity
         self._own: Named = []  # parameters that are in no module of the state
-        self.look()
+        self._refresh()
 
     # ---- what it has now
 
@@ -347,15 +351,13 @@ class OptimizerPart(StatePart):
         """Return the parameters that it trains."""
         return [p for group in self.thing.param_groups for p in group["params"]]
 
-    def look(self) -> bool:
-        """See `StatePart.look`."""
+    def _refresh(self) -> None:
         state = self.thing.state
         live = [*self.thing.param_groups, *self.parameters(), None, *state]
         for values in state.values():
             live += values.values() if isinstance(values, dict) else (values,)
-        same = len(live) == len(self._live) and all(map(is_, live, self._live))
-        self._live = live
-        return not same
+        if len(live) != len(self._live) or not all(map(is_, live, self._live)):
+            self._live, self._has_changed = live, True
 
     def know(self, names: dict[int, str]) -> None:
         """Take in the names of the state's parameters, by identity; the others are this part's."""
@@ -438,7 +440,7 @@ class OptimizerPart(StatePart):
         numbered = dict(self._numbered())
         for number, rest in put_back(others, done).items():
             optimizer.state[numbered[number]].update(rest)
-        self.look()
+        self._refresh()
 
     def values(self) -> list[tuple[str, Any]]:
         """See `StatePart.values`."""
@@ -480,7 +482,7 @@ class OptimizerPart(StatePart):
     def places(self, document: Any, specs: Sequence[TensorSpec], /) -> list[Tensor]:
         """Return new tensors for the state (Adam's are made late), and its own parameters."""
         self._require_class(document[0])
-        self.look()
+        self._refresh()
         by_name = {name: p for p in self.parameters() for name in [self._named.get(id(p), "")]}
         by_name |= self._strangers
         missing = [name for names, _ in document[1] for name in names if name not in by_name]
@@ -519,7 +521,7 @@ class OptimizerPart(StatePart):
             del optimizer.state[parameter]
         for number, values in state.items():
             optimizer.state[numbered[number]] = _on_device(values, numbered[number])
-        self.look()
+        self._refresh()
 
     @property
     def _strangers(self) -> dict[str, Tensor]:

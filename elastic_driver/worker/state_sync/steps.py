@@ -23,15 +23,18 @@ def collectives() -> int:
     """Return a number that grows with each collective of this process."""
     if not dist.is_initialized():
         return 0
-    groups = dist.distributed_c10d._world.pg_map
-    return sum(_sequence(group) for group in list(groups))
+    return sum(map(_sequence, list(dist.distributed_c10d._world.pg_map)))
 
 
 def _sequence(group: Any) -> int:
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # a backend that counts nothing
-        return 0
+    """Return how many collectives a group has begun; of each half, where it has two."""
+    found = 0
+    for device in group._device_types:  # a group of ours does not count by itself, its halves do
+        try:
+            found += group._get_backend(device)._get_sequence_number_for_group()
+        except RuntimeError:  # a backend that counts nothing
+            continue
+    return found
 
 
 class _Step:
@@ -64,7 +67,7 @@ class Steps:
         self._since = {}
 
     @property
-    def finished(self) -> int:
+    def steps(self) -> int:
         """The finished steps since the commit, of all optimizers."""
         return sum(step.finished for step in self._since.values())
 
