@@ -15,10 +15,10 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from torch.distributed import DistError
 
-from elastic_driver.core.state_version import StateVersion
+from elastic_driver.core.state_version import StateVersion, source_of
 from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
-from elastic_driver.worker.state import State, all_states
+from elastic_driver.worker.state import State, all_states, begin_phase
 from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.sharing import StateLostError
 from elastic_driver.worker.worker_log import say
@@ -70,6 +70,7 @@ def training_loop(
     @functools.wraps(function)
     def train(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         phase = next(_phases)
+        begin_phase(phase)
         rejoined = join(state)
         member = session.start()
         breaks: deque[object] = deque(maxlen=MAX_EQUAL_BREAKS)
@@ -120,8 +121,8 @@ def meet(state: State, phase: int) -> bool:
         mine = [state, *others[:MAX_STATES]]
         row = [phase]
         for each in mine:
-            row += [each.number, *each.state_version()]
-        row += [NOBODY, 0, 0] * (1 + MAX_STATES - len(mine))
+            row += [each.number, *each.state_version(), each.is_over]
+        row += [NOBODY, 0, 0, 0] * (1 + MAX_STATES - len(mine))
         rows = gather(row, world.size)
         phases = [each[0] for each in rows]
         if phase < max(phases):
@@ -131,11 +132,13 @@ def meet(state: State, phase: int) -> bool:
             break
     # The state of this function comes first, whatever its number: it is that of the others, too.
     state.sync_with([StateVersion(each[2], bool(each[3])) for each in rows], world)
-    tables = [{each[at]: each[at + 1 : at + 3] for at in range(1, len(each), 3)} for each in rows]
+    tables = [{each[at]: each[at + 1 : at + 4] for at in range(1, len(each), 4)} for each in rows]
     for other in mine[1:]:
-        if all(other.number in table for table in tables):
-            versions = [StateVersion(t[other.number][0], bool(t[other.number][1])) for t in tables]
-            other.sync_with(versions, world)
+        found = [table[other.number] for table in tables if other.number in table]
+        if len(found) == world.size and not all(clean == 0 and over for _, clean, over in found):
+            versions = [StateVersion(steps, bool(clean)) for steps, clean, _ in found]
+            if source_of(versions) is not None or not any(over for *_, over in found):
+                other.sync_with(versions, world, leads=False)
     return True
 
 

@@ -66,6 +66,32 @@ def all_states() -> list["State"]:
     return [state for _, state in sorted(_states.items())]
 
 
+class _Phase:
+    """The mutable field of this module: the number of the training function's call that runs."""
+
+    number = 0
+
+
+def begin_phase(number: int) -> None:
+    """Note that a training function is called; `number` of its call in this process."""
+    _Phase.number = number
+
+
+def _of(me: "weakref.ref[State]") -> "State":
+    state = me()
+    assert state is not None  # noqa: S101 - its tree is called by itself alone
+    return state
+
+
+def _stepped(me: "weakref.ref[State]") -> None:
+    """Note a finished step of any optimizer."""
+    state = me()
+    if state is not None:
+        state._tree.gradients.used()
+        if state._leads:
+            state._progress.optimizer_steps += 1
+
+
 class State:
     """The base of all states: attributes, a version, and their synchronisation between ranks.
 
@@ -98,10 +124,16 @@ class State:
     ) -> None:
         self._values: dict[str, Any] = {}
         self._counter = Steps()
-        self._tree = Tree(self._values, self._counter, self._part_for, self._has_part)
+        me = weakref.ref(self)  # a state ends with its last reference, not with a cycle
+        self._tree = Tree(
+            self._values,
+            self._counter,
+            lambda name, thing: _of(me)._part_for(name, thing),
+            lambda value: _of(me)._has_part(value),
+        )
         self._tree.gradients.is_local = passes_are_local
         self._tree.leaves.copy_all = snapshot
-        self._counter.on_step = self._stepped
+        self._counter.on_step = lambda: _stepped(me)
         self._kept_random: dict[str, Any] | None = None
         self._random = RandomStates()
         self._clock = ComputeClock()
@@ -112,6 +144,8 @@ class State:
         self._version = UNTRAINED
         self._torn = False  # the sender was lost while its tensors arrived
         self._local: frozenset[str] = frozenset()
+        self._phase = 0  # of the last commit
+        self._leads = True  # its commits are the job's steps: it is that of the training function
         self._sources: list[Any] = []
         self._arranged = -1  # the tree's count of changes when `_arrange` was called last
         self._counted = Counted()
@@ -170,10 +204,6 @@ class State:
         """Return the attributes of a kind."""
         return [value for value in self._values.values() if isinstance(value, kind)]
 
-    def _stepped(self) -> None:
-        self._tree.gradients.used()
-        self._progress.optimizer_steps += 1
-
     # ---- called by users ------------------------------------------------------------------
 
     @property
@@ -211,8 +241,11 @@ class State:
         began = time.perf_counter()
         self.save()
         self._version += 1
+        self._phase = _Phase.number
         if self._checkpoints is not None:
             self._checkpoints.take_if_due(self._live(), self._version)
+        if not self._leads:
+            return
         progress, committing = self._progress, time.perf_counter() - began
         if (computed := self._clock.finish_step()) is not None:
             progress.samples.record(self._version, computed)
@@ -262,7 +295,7 @@ class State:
 
         `commit()` does the same. Every rank must call it after the same commits.
         """
-        if self._version >= self._progress.leave_after:
+        if self._leads and self._version >= self._progress.leave_after:
             raise HostsUpdatedInterrupt(self._progress.leave_reason)
 
     def save(self) -> None:
@@ -317,7 +350,11 @@ class State:
         if member.group is None or member.world is None or member.world.round == self._round:
             return
         rows = gather([*self.state_version()], member.world.size)
-        self.sync_with([StateVersion(steps, bool(clean)) for steps, clean in rows], member.world)
+        states = [StateVersion(steps, bool(clean)) for steps, clean in rows]
+        leader = any(
+            s is not self and s._leads and s._round == member.world.round for s in all_states()
+        )
+        self.sync_with(states, member.world, leads=not leader)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these, in order, after every change of the world, for example to adapt a rate.
@@ -338,6 +375,11 @@ class State:
         """The round in which this state was last made the same on all ranks; 0: in none."""
         return self._round
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no commit has come since the training function of now was called."""
+        return self._phase != _Phase.number
+
     def state_version(self) -> StateVersion:
         """Return the version to report when this worker is READY for the next round."""
         if self._torn or self._version == UNTRAINED:
@@ -351,11 +393,15 @@ class State:
         for callback in self._callbacks:
             callback()
 
-    def sync_with(self, states: Sequence[StateVersion], world: World) -> None:
+    def sync_with(
+        self, states: Sequence[StateVersion], world: World, *, leads: bool = True
+    ) -> None:
         """Make this state the same on every rank; `states` are what the ranks have, by rank.
 
-        Collective, in the same order of states on every rank.
+        Collective, in the same order of states on every rank. `leads`: it is the state of the
+        training function, whose commits are the steps of the job.
         """
+        self._leads = leads
         member = session.start()
         self._progress, self._counter.settle = member.progress, member.settle
         reloads = self._checkpoints is not None
@@ -363,13 +409,14 @@ class State:
             states,
             world.round,
             reloads=reloads,
-            least=max(self._progress.version, 0),
+            least=max(self._progress.version, 0) if leads else 0,
             repair=world.repair,
         )
         self._carry_out(agreement, world)
         self._round = world.round
-        self._progress.synced_at = time.monotonic()
-        self._marks.entered(self._progress, world.size)
+        if leads:
+            self._progress.synced_at = time.monotonic()
+            self._marks.entered(self._progress, world.size)
         self._clock.restart()
 
     def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
@@ -426,7 +473,9 @@ class State:
             self._torn = False
         elif agreement.takes_all:
             sharing.stand_by(agreement)
-        self._version = self._progress.version = agreement.version if resumed is None else resumed
+        self._version = agreement.version if resumed is None else resumed
+        if self._leads:
+            self._progress.version = self._version
         self._keep(from_others=True)
         for module in self._all(Module):
             mark_in_sync(module)
