@@ -122,7 +122,8 @@ def test_a_difference_in_the_first_round_ends_the_job(scenario: MakeScenario) ->
     s = scenario(start_np=2, max_np=2).training(a=2)
     differ(s)
     assert actions(s) == ["stop"]
-    assert s.end is not None and s.end.exit_code == 65
+    assert s.end is not None
+    assert s.end.exit_code == 65
 
 
 @pytest.mark.parametrize("proven", [True, False])
@@ -140,7 +141,8 @@ def test_a_second_repair_needs_a_step_in_between_at_which_all_were_equal(
         leave(s, version=150)
         assert (s.round, s.world.repair) == ((5, "complete"), True)
     else:
-        assert s.end is not None and s.end.exit_code == 65
+        assert s.end is not None
+        assert s.end.exit_code == 65
         assert "the repair after round 3 did not help" in s.end.reason
 
 
@@ -233,7 +235,8 @@ def test_when_a_rank_has_finished_its_script_there_is_no_repair_any_more(
     s.send(ev.WorkerEnding("a.0.1", 3))
     differ(s)
     assert actions(s) == ["stop"]
-    assert s.end is not None and s.end.exit_code == 65
+    assert s.end is not None
+    assert s.end.exit_code == 65
     assert "as a rank has finished its script" in s.end.reason
 
 
@@ -243,7 +246,8 @@ def test_a_job_that_has_to_go_is_not_repaired_and_writes_no_such_state(
     s = after_a_kill(scenario)
     s.send(seen.JobLeaving("its time is over", 60.0))
     differ(s)
-    assert s.end is not None and s.end.exit_code == 65
+    assert s.end is not None
+    assert s.end.exit_code == 65
 
 
 def test_a_resumed_driver_knows_of_a_repair_and_of_steps_at_which_all_were_equal(

@@ -22,6 +22,8 @@ from elastic_driver.core.documents import (
 )
 from elastic_driver.core.events import StateDescribed
 from elastic_driver.core.progress import Division, Progress, StateMark, decode_progress
+from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.heartbeat_thread import next_pause
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from rendezvous.server import RendezvousServer
@@ -288,3 +290,20 @@ def test_a_state_that_cannot_be_described_ends_no_heartbeat(
             server.apply((Set(contract.JOB_STATE, encode(StateQuestion(1, step, ("a.0.1",)))),))
             event = events.get(timeout=10.0)
             assert (event["step"], event["missing"]) == (step, True)
+
+
+def test_the_end_of_a_script_brings_the_last_marks_of_its_round(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
+) -> None:
+    progress = TrainingProgress()
+    born = WorkerContext(worker="a.0.1", endpoint=server.url, token_file=token_file)
+    connection = DriverConnection(born, progress, lambda _notice: None, lambda: None)
+    connection.start()
+    progress.entered(4, 0)
+    progress.committed(1)
+    progress.marked(1, "ab")
+    progress.left()
+    connection.stop(over_in=4)
+    while (event := events.get(timeout=10.0))["type"] != "worker_ending":
+        pass
+    assert event["marks"] == [[1, "ab"]]
