@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.progress import Progress
-from elastic_driver.policies.commit_watch import LEAST, find_oddity
+from elastic_driver.core.progress import ODD_STEPS, Progress
+from elastic_driver.policies.commit_watch import find_oddity
 
 
 def ranks(*counts: tuple[int, int]) -> dict[int, Progress]:
@@ -25,10 +25,12 @@ def test_a_rank_that_trains_and_never_commits_is_named() -> None:
 
 
 def test_it_takes_twenty_of_each_on_both_sides() -> None:
-    assert find_oddity(ranks((LEAST, LEAST), (0, LEAST - 1))) is None
-    assert find_oddity(ranks((LEAST - 1, LEAST - 1), (0, 99))) is None
-    assert find_oddity(ranks((LEAST, LEAST), (0, LEAST))) is not None
-    assert find_oddity(ranks((LEAST, 0), (0, LEAST))) is not None, "the hooks see no steps there"
+    assert find_oddity(ranks((ODD_STEPS, ODD_STEPS), (0, ODD_STEPS - 1))) is None
+    assert find_oddity(ranks((ODD_STEPS - 1, ODD_STEPS - 1), (0, 99))) is None
+    assert find_oddity(ranks((ODD_STEPS, ODD_STEPS), (0, ODD_STEPS))) is not None
+    assert find_oddity(ranks((ODD_STEPS, 0), (0, ODD_STEPS))) is not None, (
+        "the hooks see no steps there"
+    )
 
 
 def test_ranks_that_commit_after_many_steps_are_right_though_one_heartbeat_is_older() -> None:
@@ -41,7 +43,7 @@ def test_a_rank_that_commits_and_never_trains_is_named() -> None:
     found = find_oddity(ranks((40, 40), (41, 0)))
     assert found is not None
     assert (found.kind, found.ranks) == ("no_steps", (1,))
-    assert "others have made 40" in found.reason
+    assert "others have made 40 steps" in found.reason
 
 
 def test_what_all_ranks_do_alike_is_right() -> None:
