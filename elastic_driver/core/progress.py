@@ -17,6 +17,7 @@ MAX_SAMPLES = 64  # of measured steps in one message
 MAX_LINKS = 16  # in one message
 MAX_MARKS = 16  # in one message
 MAX_DIGEST_CHARS = 32
+ODD_STEPS = 20  # of an optimizer without a commit, before anything is said
 Share = Annotated[int, Meta(ge=0, le=2**31)]
 
 

@@ -7,10 +7,9 @@ anything else until the world changes: then its state is that of the round's beg
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from elastic_driver.core.progress import Progress
+from elastic_driver.core.progress import ODD_STEPS, Progress
 from elastic_driver.policies.state_difference import name_ranks
 
-LEAST = 20  # commits, or steps of optimizers, before anything is said
 LATE = 3.0  # times the steps that other ranks take for a commit
 
 
@@ -24,12 +23,12 @@ class Oddity(NamedTuple):
 
 def find_oddity(progress: Mapping[int, Progress]) -> Oddity | None:
     """Return what is wrong with the commits of a round; `progress` by rank, of this round."""
-    commits = {rank: each for rank, each in progress.items() if each.commits >= LEAST}
+    commits = {rank: each for rank, each in progress.items() if each.commits >= ODD_STEPS}
     if not commits:
         return None
     others = f"{_have(sorted(commits))} made {min(c.commits for c in commits.values())} commits"
     a_commit = max(each.optimizer_steps / each.commits for each in commits.values())
-    least = max(LEAST, LATE * a_commit)
+    least = max(ODD_STEPS, LATE * a_commit)
     silent = [
         rank for rank, p in sorted(progress.items()) if not p.commits and p.optimizer_steps >= least
     ]
@@ -40,15 +39,15 @@ def find_oddity(progress: Mapping[int, Progress]) -> Oddity | None:
             f"{_have(silent)} trained at least {int(least)} steps in this round without a commit, "
             f"{others}; every rank has to call state.commit() after the same steps",
         )
-    trains = any(each.optimizer_steps >= LEAST for each in commits.values())
+    trains = any(each.optimizer_steps >= ODD_STEPS for each in commits.values())
     idle = [rank for rank, each in sorted(commits.items()) if not each.optimizer_steps]
     if trains and idle:
         steps = max(each.optimizer_steps for each in commits.values())
         return Oddity(
             "no_steps",
             tuple(idle),
-            f"{_have(idle)} committed at least {LEAST} times in this round without a step of an "
-            f"optimizer, others have made {steps}; every rank has to train",
+            f"{_have(idle)} committed at least {ODD_STEPS} times in this round and stepped no "
+            f"optimizer, others have made {steps} steps; every rank has to train",
         )
     return None
 

@@ -84,13 +84,13 @@ def _by_name(states: Sequence[Described], number: int) -> Difference:
     for leaf in (leaf for there in here for leaf in there):
         lacking = [s for s, known in zip(states, names, strict=True) if leaf.name not in known]
         if lacking:
-            return Difference(leaf.name, *_missing(leaf.name, states, lacking))
+            return Difference(leaf.name, *_lacking(leaf.name, states, lacking))
     first = here[0][0].name if here[0] else ""
     groups = _listed([name_ranks(state.ranks) for state in states])
     return Difference(first, (), f"from {first} on, the parts are in another order on {groups}")
 
 
-def _missing(
+def _lacking(
     name: str, states: Sequence[Described], lacking: Sequence[Described]
 ) -> tuple[tuple[StateValue, ...], str]:
     """Return who has a leaf, with the value, and who lacks it; and a sentence."""

@@ -51,6 +51,7 @@ _COUNTERS = (  # name, key in the document's counters, help
 _COUNTED = (  # name, event in the log, help
     ("hangs", "worker_hung", "Workers killed because they hung."),
     ("slow_ranks", "rank_slow", "Alarms about slow ranks."),
+    ("state_differences", "state_differs", "How often ranks held different states."),
     ("agents_cleared", "agent_cleared", "Agents that were suspected and live."),
     ("agents_lost", "agent_lost", "Agents that were lost."),
     ("work_moved", "work_moved", "How often work was moved."),

@@ -91,7 +91,8 @@ def _words(decision: Decision) -> Iterator[str]:
                 case order:
                     yield str(msgspec.to_builtins(order)["type"])
         case PublishWorld():
-            yield f"world of round {decision.world.round}"
+            repair = " to repair" if decision.world.repair else ""
+            yield f"world of round {decision.world.round}{repair}"
             yield from (f"{m.place.rank}={m.worker}@{m.version}" for m in decision.world.members)
         case PublishSave():
             yield f"save step {decision.request.step} by {', '.join(decision.request.members)}"

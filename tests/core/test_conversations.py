@@ -34,7 +34,7 @@ print(hashlib.sha256(repr(told).encode()).hexdigest())
 def test_the_main_stories_are_told() -> None:
     names = {path.stem for path in STORIES}
     told = {"loss", "growth", "drain", "hang", "preemption", "slow_worker", "dead_host"}
-    assert names == told | {"driver_death"}
+    assert names == told | {"driver_death", "repair"}
 
 
 @pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)

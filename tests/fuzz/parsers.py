@@ -29,10 +29,10 @@ from elastic_driver.core.progress import Progress, decode_progress
 from elastic_driver.errors import UsageError
 from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
-from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime import page_routes, run_dir
+from elastic_driver.runtime.event_routes import Reported
 from elastic_driver.runtime.host_lists import (
     MAX_HOSTS,
     MAX_SLOTS,
@@ -308,7 +308,7 @@ def _with_kind(*kinds: type[Any]) -> st.SearchStrategy[tuple[type[Any], bytes]]:
 
 def take_event(body: bytes) -> None:
     """An event of the wire; the journal keeps it as it is."""
-    event = msgspec.json.decode(body, type=ev.WireEvent | TaskEnded)
+    event = msgspec.json.decode(body, type=Reported)
     assert codec.decode(codec.encode(event)) == event
 
 
@@ -493,7 +493,7 @@ PARSERS = (
     ),
     Parser(
         "event",
-        nearly(ev.WireEvent | TaskEnded),
+        nearly(Reported),
         take_event,
         NOT_JSON,
         (  # numbers that the journal cannot hold
@@ -519,6 +519,7 @@ PARSERS = (
     ),
     Parser("token file", TOKEN_FILES, read_token, (TokenError,)),
     Parser("world", nearly(documents.WorldDocument), read_world, (ValueError, RecursionError)),
+    Parser("state", nearly(documents.StateQuestion), documents.decode_question, NOT_JSON),
     Parser("order", nearly(documents.Order), documents.decode_order, NOT_JSON),
     Parser(
         "progress",

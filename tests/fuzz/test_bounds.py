@@ -18,7 +18,14 @@ from elastic_driver.policies.nodecheck.messages import TaskEnded, TaskResult
 from elastic_driver.runtime.event_routes import EVENT_OF_PATH, StopRequest
 
 RECEIVED = (
-    *(ev.WireEvent, TaskEnded, TaskResult, *get_args(shards.Request), join.NodeReport),
+    *(
+        ev.WireEvent,
+        ev.StateDescribed,
+        TaskEnded,
+        TaskResult,
+        *get_args(shards.Request),
+        join.NodeReport,
+    ),
     *(*get_args(tf.TfRequest.__annotations__["request"]), OutputLines),
     *(Progress, StopRequest, *EVENT_OF_PATH.values()),
 )

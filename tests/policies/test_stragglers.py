@@ -6,11 +6,17 @@ from collections.abc import Sequence
 
 from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.documents import Allocation, World, decode, encode
-from elastic_driver.core.driver_events import RankRecovered, RankSlow, Tick
-from elastic_driver.core.events import Event
+from elastic_driver.core.documents import Allocation, StateQuestion, World, decode, encode
+from elastic_driver.core.driver_events import (
+    RankRecovered,
+    RankSlow,
+    StatesDiffer,
+    StatesEqual,
+    Tick,
+)
+from elastic_driver.core.events import Event, LeafMark, StateDescribed, StateValue, WorkerEnding
 from elastic_driver.core.members import Member, SlotInfo
-from elastic_driver.core.progress import Division, Progress, Sample
+from elastic_driver.core.progress import Division, Progress, Sample, StateMark
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent
 from elastic_driver.policies.stragglers import LOOK_S, SHARE, RoundPublished, Stragglers
@@ -42,6 +48,7 @@ class Bench:
         self.step_time = 0.5
         self.sent: list[Event] = []
         self.published: list[Allocation] = []
+        self.asked: list[StateQuestion] = []
         self.machine = Stragglers()
 
     def enter(self, found: World) -> None:
@@ -56,17 +63,35 @@ class Bench:
             self.now += self.takes
             found = {k: self.entries[k] for k in asked.keys if k in self.entries}
             read = KeysRead("stragglers", asked.keys, found if self.answers else {}, self.takes)
-            for decision in self.machine.handle(read, self.now):
-                match decision:
-                    case SendEvent(event=event):
-                        self.sent.append(event)
-                    case PublishKey(key=key, value=value):
-                        assert key == contract.JOB_ALLOCATION
-                        self.published.append(decode(Allocation, value))
-                    case Announce():
-                        announced.append(decision)
+            announced += self.hand_in(read)
+        return announced
+
+    def hand_in(self, event: KeysRead | StateDescribed | WorkerEnding) -> list[Announce]:
+        """Hand in an event; what was announced."""
+        announced = []
+        for decision in self.machine.handle(event, self.now):
+            match decision:
+                case SendEvent(event=event):
+                    self.sent.append(event)
+                case PublishKey(key=contract.JOB_STATE, value=value):
+                    self.asked.append(decode(StateQuestion, value))
+                case PublishKey(key=key, value=value):
+                    assert key == contract.JOB_ALLOCATION
+                    self.published.append(decode(Allocation, value))
+                case Announce():
+                    announced.append(decision)
         assert self.machine.check() == []
         return announced
+
+    def mark(self, step: int, *digests: str, round_id: int = 1, **more: int) -> list[Announce]:
+        """Each rank marks its state after a step, and there is a look; what was announced."""
+        for rank, digest in enumerate(digests):
+            marks = (StateMark(step, digest),) if digest else ()
+            self.revision += 1
+            document = Progress(round_id, step, self.step_time, marks=marks, **more)
+            worker = world().members[rank].worker
+            self.entries[contract.worker_progress(worker)] = encode(document), self.revision
+        return self.look()
 
     def write(
         self,
@@ -267,3 +292,67 @@ def test_a_worker_that_only_reports_steps_is_shown_and_not_judged() -> None:
     assert list(bench.machine.progress) == ["a.0.1"]
     bench.enter(World(3, world(3).members[1:], "test"))
     assert bench.machine.progress == {}, "it has left"
+
+
+def test_ranks_that_differ_are_asked_and_the_job_hears_of_the_difference() -> None:
+    bench = Bench()
+    bench.enter(world())
+    bench.mark(4, "aa", "aa", "aa")
+    assert bench.sent == [StatesEqual(1, 4)]
+    bench.mark(5, "bb", "bb", "bb")
+    assert len(bench.sent) == 1, "it is told once a round"
+    bench.mark(6, "cc", "cc", "dd")
+    assert bench.asked == [StateQuestion(1, 6, ("a.0.1", "c.0.1"))]
+    for worker, value in (("a.0.1", "0.02"), ("c.0.1", "0.01")):
+        leaves = (LeafMark("lr", value, value),)
+        assert bench.hand_in(StateDescribed(worker, 1, 6, leaves)) == []
+    values = (StateValue((0, 1), "0.02"), StateValue((2,), "0.01"))
+    reason = "lr is 0.02 on ranks 0, 1 and 0.01 on rank 2"
+    assert bench.sent[1:] == [StatesDiffer(1, 6, "lr", values, reason)]
+
+
+def test_marks_and_answers_of_another_round_are_passed_over() -> None:
+    bench = Bench()
+    bench.enter(world())
+    bench.mark(4, "aa", "aa", "bb")
+    assert len(bench.asked) == 1
+    bench.enter(world(round_id=2))
+    for worker in ("a.0.1", "c.0.1", "z.0.1"):
+        bench.hand_in(StateDescribed(worker, 1, 4, (LeafMark("lr", worker, worker),)))
+    bench.mark(4, "aa", "aa", "bb", round_id=1)
+    assert (len(bench.asked), bench.sent) == (1, [])
+    bench.mark(5, "cc", "cc", "cc", round_id=2)
+    assert bench.sent == [StatesEqual(2, 5)]
+
+
+def test_the_last_marks_come_with_the_ends_of_the_scripts() -> None:
+    bench = Bench()
+    bench.enter(world())
+    bench.mark(4, "aa", "aa", "")
+    for worker, digest in (("a.0.1", "bb"), ("b.0.1", "bb"), ("c.0.1", "cc"), ("z.0.1", "cc")):
+        bench.hand_in(WorkerEnding(worker, 1, marks=(StateMark(9, digest),)))
+    (differ,) = bench.sent
+    assert isinstance(differ, StatesDiffer)
+    assert (differ.step, differ.reason[:21]) == (9, "ranks 0, 1 and rank 2")
+
+
+def test_a_world_of_one_rank_proves_nothing() -> None:
+    bench = Bench()
+    bench.enter(world(1))
+    bench.mark(4, "aa")
+    assert bench.sent == []
+
+
+def test_a_rank_that_never_commits_is_announced_once_a_round() -> None:
+    bench = Bench()
+    bench.enter(world())
+    bench.mark(30, "aa", "aa", commits=30, optimizer_steps=30)
+    assert bench.look() == []
+    bench.revision += 1
+    silent = encode(Progress(1, 0, 0.1, reported=30, optimizer_steps=30))
+    bench.entries[contract.worker_progress("c.0.1")] = silent, bench.revision
+    (announced,) = bench.look()
+    assert (announced.event, announced.round) == ("commits_differ", 1)
+    assert announced.detail == {"kind": "no_commits", "ranks": "2"}
+    assert announced.reason.startswith("rank 2 has trained at least 20 steps")
+    assert bench.look() == []

@@ -39,6 +39,7 @@ def usual(random: Random) -> list[ev.Event]:
         seen.ProgressReported(number, (seen.ProgressReading(number, 0.1, answered=True),)),
         seen.RankSlow(worker, number, 2.0),
         seen.RankRecovered(worker, number),
+        seen.StatesEqual(number, number),
         ev.ScaleRequested(random.choice([None, random.randint(-1, 9)])),
         seen.SizeProposed(random.randint(-1, 9), WHY),
         ev.PlanApplied(
@@ -91,6 +92,7 @@ def seldom(random: Random) -> list[ev.Event]:
         ),
         seen.HostStarved(host, random.randint(0, 2), WHY),
         seen.MemoryExpected(random.choice([0, 8, 2**29]), WHY),
+        seen.StatesDiffer(number, number, "", (), WHY),
         ev.StacksRequested(random.choice(["", WHY])),
         seen.DriverResumed(random.randint(1, 2), random.choice(["", WHY]), random.random() < 0.5),
         *(returned(random, host, term) for term in (1, 2)),
@@ -126,6 +128,7 @@ def test_no_news_breaks_an_invariant_or_raises(seed: int) -> None:
             replace_slow=True,
             auto_scale=seed % 3 == 0,
             slow_for=0.0,
+            on_difference=random.choice([None, "repair", "warn"]),
         )
     )
     now = 0.0

@@ -89,6 +89,7 @@ STATUS: dict[str, Any] = {
     "events": {
         "worker_hung": 2,
         "rank_slow": 4,
+        "state_differs": 5,
         "work_moved": 6,
         "round_completed": 4,
         "agent_cleared": 2,

@@ -119,6 +119,27 @@ def test_a_worker_s_words_cannot_control_the_terminal() -> None:
     assert "\r" not in stream.getvalue()
 
 
+DIFFER = Announce("state_differs", "lr is 1 on rank 0 and 2 on rank 1", detail={"step": 120})
+SAID = "elasticrun: the ranks hold different states after step 120 (lr is 1 on rank 0 and 2 on "
+SAID += "rank 1)"
+
+
+def test_that_training_goes_wrong_is_said_even_when_quiet() -> None:
+    assert said(DIFFER, level=Level.QUIET) == [SAID]
+
+
+def test_that_training_goes_wrong_is_red_on_a_terminal_and_nothing_else_is() -> None:
+    for colors, as_json in ((True, False), (False, False), (True, True)):
+        stream = io.StringIO()
+        reporter = Reporter(stream, colors=colors, as_json=as_json)
+        reporter.announced(DIFFER, b'{"a":1}')
+        reporter.announced(completed(1, 1, 1, "\x1b[2J"), b"{}")
+        first, second = stream.getvalue().splitlines()
+        red = f"\x1b[31m{SAID}\x1b[0m" if colors else SAID
+        assert first == ('{"a":1}' if as_json else red)
+        assert "\x1b" not in second
+
+
 # ---- streams that are no help ------------------------------------------------------------
 
 

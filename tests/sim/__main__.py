@@ -26,7 +26,7 @@ def main() -> int:
     if (one := options.seed) is not None:
         seeds = range(one, one + 1)
     ends: Counter[str] = Counter()
-    rounds = replaced = promoted = events = died = 0
+    rounds = replaced = promoted = repaired = events = died = 0
     began = time.process_time()
     for seed in seeds:
         try:
@@ -39,11 +39,12 @@ def main() -> int:
         rounds += outcome.rounds
         replaced += outcome.replaced
         promoted += outcome.promoted
+        repaired += outcome.repaired
         events += outcome.events
         died += outcome.died
         ends[f"exit code {outcome.exit_code}"] += 1
     summary = ", ".join(f"{count} ended with {end}" for end, count in sorted(ends.items()))
-    did = f"{replaced} slow workers replaced, {promoted} spares promoted"
+    did = f"{replaced} slow workers replaced, {promoted} spares promoted, {repaired} repairs"
     print(f"{len(seeds)} seeds, {rounds} rounds, {did}, {died} drivers died: {summary}")
     minutes = (time.process_time() - began) / 60
     print(f"{events} events, {events / minutes:.0f} a minute and core")

@@ -46,6 +46,7 @@ from elastic_driver.core.rules.workers import ACTIVE
 from elastic_driver.settings import Settings
 from tests.sim.agents import OWN, SimAgent
 from tests.sim.clock import Clock
+from tests.sim.differences import Differences
 from tests.sim.driver import Driver
 from tests.sim.workers import STEP_S, Group, SimWorker, Violation, break_group
 
@@ -88,6 +89,7 @@ class Cluster:
         self.refused = 0  # orders of earlier drivers
         self.reunited = [0, 0]  # agents after a partition: those given up, those that went on
         self._pids = 1000
+        self.differences = Differences(self, seed)
         self._asking = Random(f"asking of {seed}")
         self._probing = Random(f"probing of {seed}")
 
@@ -456,7 +458,8 @@ class Cluster:
 
     def group(self, world: msg.World) -> Group:
         """The process group that the members of this world build."""
-        return self.groups.setdefault(world.round, Group(world.round, world.size))
+        new = Group(world.round, world.size, repair=world.repair)
+        return self.groups.setdefault(world.round, new)
 
     def birth_group(self, order: msg.StartWorkerOrder) -> Group:
         """The process group of plain workers that were born together into the same round."""
@@ -467,6 +470,8 @@ class Cluster:
         """Everybody has joined: the state is synced, then steps follow each other."""
         group.training = True
         members = list(group.members.values())
+        if self.elastic:
+            self.differences.begin(group)
         source = [w.version for w in members if w.clean] or [w.version for w in members]
         version = max(0, *source)
         if not self.elastic:

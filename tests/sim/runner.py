@@ -39,6 +39,7 @@ class Outcome:
     ignored: int
     replaced: int  # slow workers
     promoted: int  # spares
+    repaired: int  # worlds
     events: int
     died: int  # drivers
     refused: int  # orders of earlier drivers
@@ -74,6 +75,7 @@ def settings_of(random: Random, slots: int) -> Settings:
         settle=random.choice([0.0, 0.3, 1.0]),
         last_call=random.choice([0.0, 0.02, 0.2]),
         plain_after=random.choice([0.5, 3.0]),
+        on_difference="repair",
     )
 
 
@@ -153,6 +155,7 @@ def run_seed(seed: int, *, mortal: bool = False) -> Outcome:
         cluster.job.effects.ignored_events,
         cluster.replaced,
         cluster.promoted,
+        cluster.differences.repaired,
         cluster.driver.handled,
         cluster.driver.died,
         cluster.refused,
@@ -169,6 +172,8 @@ def _play(cluster: Cluster, faults: Faults) -> None:
     faults.discover()
     clock.after(cluster.random.uniform(0.1, 4.0), lambda: faults.inject_until(FAULTS_S))
     faults.partitions.part_until(FAULTS_S)
+    if cluster.elastic:
+        cluster.differences.differ_until(FAULTS_S)
     clock.run(FAULTS_S, over)
     if not over():
         cluster.driver.live_on()
@@ -176,6 +181,7 @@ def _play(cluster: Cluster, faults: Faults) -> None:
         clock.run(FAULTS_S + QUIET_S, over)
     if not over():
         _check_best_size(cluster)
+        cluster.differences.check_quiet()
         if cluster.driver.mortal:
             _check_after_a_crash(cluster)
         cluster.goal = cluster.trained + 10

@@ -6,6 +6,7 @@ import pytest
 
 from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.plain import Plain
+from elastic_driver.core.rules.rounds import Rounds
 from tests.core.broken import BROKEN, Break
 from tests.sim.broken_resumes import BROKEN_RESUMES
 from tests.sim.runner import SeedFailed, run_seed
@@ -37,6 +38,17 @@ def test_slow_workers_are_replaced_in_some_seeds() -> None:
 
 def test_spares_take_over_in_some_seeds() -> None:
     assert any(run_seed(seed).promoted for seed in range(SEEDS))
+
+
+def test_ranks_that_differ_are_repaired_in_some_seeds() -> None:
+    assert any(run_seed(seed).repaired for seed in range(SEEDS))
+
+
+def test_a_core_that_forgets_to_repair_its_ranks_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Rounds, "want_repair", lambda _self, _reason: None)
+    _assert_found_out(range(100), "quiet, but the members hold the states|failed without a reason")
 
 
 @pytest.mark.parametrize("break_it", BROKEN, ids=lambda broken: broken.__name__)

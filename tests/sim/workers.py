@@ -39,6 +39,7 @@ class Group:
     training: bool = False
     broken: bool = False
     stuck: bool = False  # its members wait for each other, and nobody finishes a step
+    repair: bool = False  # all its members take over the state of rank 0
 
     def stands_still(self) -> bool:
         """Whether no member can finish a step."""
@@ -61,6 +62,7 @@ class SimWorker:
         self.group: Group | None = None
         self.left = 0
         self.version = -1
+        self.kind = 0  # of its state: see `differences`
         self.clean = True
         self.ready = False
         self.stepped_in = self.rank = 0

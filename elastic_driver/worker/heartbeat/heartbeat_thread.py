@@ -66,7 +66,7 @@ class HeartbeatThread:
             born.worker, born.leave_notice, self._leave_alone_if_due if waits else None
         )
         progress.on_first_step = self.preemption.wake  # it is reported at once
-        progress.on_first_mark = self.preemption.wake  # this one too
+        progress.on_first_mark = progress.on_no_commit = self.preemption.wake  # these, too
         self.leases = contract.worker_lease(born.worker), contract.worker_half_lease(born.worker)
         self.world_revision = 0  # of the newest world that the training thread has got
         self._client = client

@@ -22,6 +22,7 @@ from elastic_driver.core.measured import StepTimes
 from elastic_driver.core.progress import (
     MAX_MARKS,
     MAX_SAMPLES,
+    ODD_STEPS,
     Division,
     GradientNorms,
     Links,
@@ -150,6 +151,7 @@ class TrainingProgress:
     gradients: GradientNorms | None = None  # measured in this round
     on_first_step: Callable[[], None] = lambda: None  # called at the first step of a round
     on_first_mark: Callable[[], None] = lambda: None  # called at the first mark of a round
+    on_no_commit: Callable[[], None] = lambda: None  # called after `ODD_STEPS` without a commit
     # Describes the state of a marked step: name, digest and value of every leaf; None: not kept.
     leaves: Callable[[int], list[tuple[str, str, str]] | None] = lambda _step: None
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
@@ -192,6 +194,12 @@ class TrainingProgress:
         self.reported(now)
         if self.reported_steps == 1:
             self.on_first_step()
+
+    def optimizer_stepped(self) -> None:
+        """Record a finished step of an optimizer."""
+        self.optimizer_steps += 1
+        if self.optimizer_steps == ODD_STEPS and not self.reported_steps:
+            self.on_no_commit()
 
     def marked(self, step: int, digest: str) -> None:
         """Record the digest of the state after a committed step, for the comparison of ranks."""

@@ -22,6 +22,8 @@ from elastic_driver.core.documents import (
 )
 from elastic_driver.core.events import StateDescribed
 from elastic_driver.core.progress import Division, Progress, StateMark, decode_progress
+from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.heartbeat_thread import next_pause
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from rendezvous.server import RendezvousServer
@@ -234,8 +236,13 @@ def test_a_worker_that_steps_its_optimizer_and_never_commits_reports_that(
     progress = TrainingProgress()
     progress.entered(1, 7)
     with sending_heartbeats(server, token_file, progress):
-        progress.optimizer_steps = 25
-        found = eventually(lambda: written(server), within=10.0, what="a step of an optimizer")
+        for _ in range(25):
+            progress.optimizer_stepped()
+        found = eventually(
+            lambda: (w := written(server)) and w.optimizer_steps == 25 and w,
+            within=1.5,  # sooner than a heartbeat that has nothing to tell
+            what="steps of an optimizer",
+        )
         assert (found.step, found.commits, found.optimizer_steps) == (7, 0, 25)
         assert found.reported == 25, "the round has no commit"
         progress.committed(8)
@@ -288,3 +295,20 @@ def test_a_state_that_cannot_be_described_ends_no_heartbeat(
             server.apply((Set(contract.JOB_STATE, encode(StateQuestion(1, step, ("a.0.1",)))),))
             event = events.get(timeout=10.0)
             assert (event["step"], event["missing"]) == (step, True)
+
+
+def test_the_end_of_a_script_brings_the_last_marks_of_its_round(
+    server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
+) -> None:
+    progress = TrainingProgress()
+    born = WorkerContext(worker="a.0.1", endpoint=server.url, token_file=token_file)
+    connection = DriverConnection(born, progress, lambda _notice: None, lambda: None)
+    connection.start()
+    progress.entered(4, 0)
+    progress.committed(1)
+    progress.marked(1, "ab")
+    progress.left()
+    connection.stop(over_in=4)
+    while (event := events.get(timeout=10.0))["type"] != "worker_ending":
+        pass
+    assert event["marks"] == [[1, "ab"]]
