@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -13,32 +14,47 @@ Parameters = Iterable[tuple[str, torch.Tensor]]
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
 
-def names_of(
-    optimizer: torch.optim.Optimizer, named_parameters: Parameters | None
-) -> dict[torch.Tensor, str]:
-    """Return the name of each parameter of the optimizer.
+class ParameterNames:
+    """The names of an optimizer's parameters, also of those that are added later.
 
-    Raises HorovodUsageError for names that are not unique, or missing.
+    All ranks give the same ones. A parameter that the script has not named has its place as name.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if named_parameters is None:
+
+    def __init__(
+        self, param_groups: Sequence[dict[str, Any]], named_parameters: Parameters | None
+    ) -> None:
+        """Take names from the script.
+
+        Args:
+            param_groups: of the optimizer.
+            named_parameters: pairs, of parameters outside of the optimizer, too; None for none.
+
+        Raises HorovodUsageError for names that are not unique, or missing.
+        """
+        self._known: dict[torch.Tensor, str] = {}
+        if named_parameters is None:
+            return
+        pairs = list(named_parameters)
+        if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+            raise HorovodUsageError("named_parameters are pairs: give model.named_parameters()")
+        counts = Counter(name for name, _ in pairs)
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        if twice:
+            raise HorovodUsageError(
+                f"named_parameters have names more than once: {', '.join(twice)}"
+            )
+        self._known = {p: name for name, p in pairs}
+        missing = sum(p not in self._known for group in param_groups for p in group["params"])
+        if missing:
+            raise HorovodUsageError(f"named_parameters lack {missing} parameters of the optimizer")
+
+    def of(self, param_groups: Sequence[dict[str, Any]]) -> dict[torch.Tensor, str]:
+        """Return the name of each parameter of these groups."""
         return {
-            p: f"parameter.{number}.{index}"
-            for number, group in enumerate(optimizer.param_groups)
+            p: self._known.get(p) or f"parameter.{number}.{index}"
+            for number, group in enumerate(param_groups)
             for index, p in enumerate(group["params"])
         }
-    pairs = list(named_parameters)
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
-        raise HorovodUsageError("named_parameters are pairs: give model.named_parameters()")
-    counts = Counter(name for name, _ in pairs)
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
-        raise HorovodUsageError(f"named_parameters have names more than once: {', '.join(twice)}")
-    known = {p: name for name, p in pairs}
-    missing = sum(p not in known for p in parameters)
-    if missing:
-        raise HorovodUsageError(f"named_parameters lack {missing} parameters of the optimizer")
-    return {p: known[p] for p in parameters}
 
 
 def groups_of(
