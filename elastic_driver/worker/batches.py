@@ -34,11 +34,14 @@ evenly over as few virtual workers as can hold them, and the others have none in
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from elastic_driver import contract
@@ -136,10 +139,10 @@ class Step:
         turn, sums = self._pass, self._pass.sums
         if turn.balanced is not None:
             turn.balanced.begin(self.number, sums.device)
-        sums.begin(turn.ranges, self.weights, turn.rank)
+        sums.begin(turn.ranges, self.weights, turn.rank, str(self))
         waited = 0.0
         try:
-            with without_ddp_sync(turn.batches.model):
+            with without_ddp_sync(turn.batches.model), self._optimizers_wait():
                 for virtual_worker in self._mine:
                     began = time.perf_counter()
                     micro_batch = next(turn.loader)
@@ -158,6 +161,11 @@ class Step:
         before = turn.batches.counted
         turn.batches.counted = Counted(before.samples + self._samples, before.waited + waited)
 
+    @property
+    def begun(self) -> bool:
+        """Whether the inner loop has begun; it may have ended since."""
+        return self._begun
+
     def require_summed(self, what: str) -> None:
         """Raise `UsageError` if the inner loop has not ended; `what` was done too early."""
         if not self.summed:
@@ -165,6 +173,21 @@ class Step:
                 f"{what} before the gradients of {self} were summed; "
                 "run `for micro_batch in step:` to its end first, without break"
             )
+
+    @contextmanager
+    def _optimizers_wait(self) -> Iterator[None]:
+        """Refuse steps of optimizers that would use the gradients of this step too early."""
+
+        def refuse(optimizer: Optimizer, *_: object) -> None:
+            trained = (each for group in optimizer.param_groups for each in group["params"])
+            if self._pass.batches.current is self and self._pass.sums.sums_any(trained):
+                self.require_summed("the optimizer stepped")
+
+        hook = register_optimizer_step_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def __str__(self) -> str:
         return f"step {self.number} of epoch {self.epoch}"
@@ -174,7 +197,7 @@ class FixedBatch:
     """Iterates a data set in optimizer steps of virtual_workers × micro_batch_size samples.
 
     Every rank makes the same number of steps, so no rank waits at the end of an epoch. Progress is
-    the number of steps trained: it moves when the optimizer steps, and training resumes in the
+    the number of steps trained: it moves when the state is committed, and training resumes in the
     middle of an epoch with any other number of workers. Iterating again after an epoch is done
     starts the next one. After a rejoin it continues with the rest of the current epoch, even
     if no step is left.
@@ -274,14 +297,24 @@ class FixedBatch:
             self.step = number + 1  # also where a GradScaler skipped the optimizer's step
 
     def advance(self) -> None:
-        """Count the current step as trained: the optimizer has stepped.
+        """Count the current step as trained, whether or not an optimizer has used its gradient.
 
-        The state calls it after each optimizer step, on every rank. A second call changes nothing.
-        Raises `UsageError` inside the loop over a step's micro-batches.
+        The state calls it at each commit, on every rank. A second call changes nothing, nor does
+        one before the loop over the step's micro-batches begins: then the step is still to be
+        trained. Raises `UsageError` inside of that loop, and where it was left before its end.
         """
-        if self.current is not None:
-            self.current.require_summed("the optimizer stepped")
+        if self.current is not None and self.current.begun:
+            self.current.require_summed("the state was committed")
             self.step = self.current.number + 1
+
+    def trained_by(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Sum the gradients of these parameters, too, from the next step on.
+
+        The state calls it with all parameters that its optimizers train, in the same order on every
+        rank, when it is synchronized and whenever they change. Those of the model are summed
+        anyway, and those in the model of another `FixedBatch` by that one.
+        """
+        self.sums.given = list(parameters)
 
     def set_epoch(self, epoch: int) -> None:
         """Train `epoch` from its start; no change if it is the current one, which goes on."""

@@ -248,7 +248,7 @@ def test_leaving_the_micro_batches_early_is_an_error_that_says_what_to_do() -> N
         for _ in step:
             break
         break
-    with pytest.raises(UsageError, match="optimizer stepped before the gradients of step 0"):
+    with pytest.raises(UsageError, match="state was committed before the gradients of step 0"):
         batches.advance()
     iterator = iter(batches_of())
     next(iterator)
