@@ -93,13 +93,14 @@ class Envelope(Struct, frozen=True):
     """All of a state but its tensors, which follow in the order of the specs, `parts` first.
 
     Checkpoints store it too. `resumed`: the sender has read this state from a checkpoint, of this
-    many committed steps.
+    many committed steps. `durable`: what parts add to checkpoints only (`checkpoints.durable`).
     """
 
     parts: dict[str, PackedValue]
     plain: dict[str, PackedValue]
     random: bytes
     resumed: int | None = None
+    durable: dict[str, bytes] = {}
 
 
 def split(state: LiveState) -> dict[str, Outgoing]:
