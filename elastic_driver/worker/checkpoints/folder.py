@@ -4,12 +4,18 @@ A checkpoint is one folder below the `checkpoint_dir`, named after its step and 
 Each rank adds its files and, last, a report of them. A folder is complete when it has a manifest,
 which names the size and checksum of every file and is put in place by one rename when all reports
 are there. Nothing here reads the content of the files, and nothing is unpickled. `keeper` calls it.
+
+Which checkpoint is the newest follows from when it was written, not from its step: a training that
+could not read its last checkpoints begins at an earlier step. A manifest names the checkpoints of
+its own training; only these are ever deleted, and only if they can be read.
 """
 
 import hashlib
 import os
 import re
 import shutil
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -17,13 +23,13 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
-from elastic_driver.errors import ElasticError
+from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.worker.state_sync.values import TensorKind
 from rendezvous.wire import UNREADABLE
 
 MANIFEST = "manifest.json"
 VALUES = "values.msgpack"  # everything in the state that is no tensor
-FORMAT = 1
+FORMAT = 2
 READ_BYTES = 4 * 1024 * 1024
 _NAME = re.compile(r"step-(\d{12})-[0-9A-Za-z._-]+")
 T = TypeVar("T")
@@ -31,6 +37,10 @@ T = TypeVar("T")
 
 class DamagedError(ElasticError):
     """A file of a checkpoint has changed since it was written, or is missing."""
+
+
+class OtherFormatError(UsageError):
+    """A checkpoint of another version of elastic-driver; it is left as it is."""
 
 
 class Mark(Struct, frozen=True, array_like=True):
@@ -62,7 +72,9 @@ class Report(Struct, frozen=True):
 class Manifest(Struct, frozen=True):
     """A complete checkpoint: the state after `version` committed steps of a world of `world_size`.
 
-    `tensors` are in the order in which the state sends them.
+    `tensors` are in the order in which the state sends them. `order` is larger than that of every
+    manifest that could be read when this one was written. `earlier` are the names of the complete
+    checkpoints of the same training, the newest first.
     """
 
     version: int
@@ -71,7 +83,18 @@ class Manifest(Struct, frozen=True):
     chunks: tuple[Chunk, ...]
     files: dict[str, Mark]
     torch: str  # version that wrote it
+    order: int = 0  # unix milliseconds of its completion, unless a clock was set back
+    earlier: tuple[str, ...] = ()
+    run: str = ""  # the run that wrote it
     format: int = FORMAT
+
+
+class Age(Struct, frozen=True):
+    """The part of a manifest of any format that says which one is newer, and whose it is."""
+
+    order: int = 0
+    run: str = ""
+    format: int = 1
 
 
 # ---- names -------------------------------------------------------------------------------
@@ -94,14 +117,57 @@ def version_of(folder: Path) -> int:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether the checkpoint was finished; it may be damaged all the same."""
-    return (folder / MANIFEST).is_file()
+    """Return whether the checkpoint was finished; it may be damaged or unreadable all the same.
+
+    True also where that cannot be seen: what is perhaps complete is never deleted as half written.
+    """
+    try:
+        (folder / MANIFEST).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def checkpoints(root: Path) -> list[Path]:
     """Return all checkpoint folders, complete or not, the highest step first."""
     found = [path for path in root.iterdir() if version_of(path) >= 0]
     return sorted(found, key=lambda path: (version_of(path), path.name), reverse=True)
+
+
+def newest_first(root: Path) -> list[Path]:
+    """Return all complete checkpoints, the one that was written last first."""
+    found = [path for path in checkpoints(root) if is_complete(path)]
+    return sorted(found, key=_order_of, reverse=True)  # of equal ones, the highest step
+
+
+def _order_of(folder: Path) -> int:
+    """Return the order of a checkpoint; that of its folder where the manifest cannot be read."""
+    try:
+        age = age_of(folder)
+        if age.order:
+            return age.order
+    except (OSError, DamagedError):
+        pass
+    with suppress(OSError):
+        return folder.stat().st_mtime_ns // 10**6
+    return 0
+
+
+def ages(root: Path) -> dict[str, Age]:
+    """Return the ages of all complete checkpoints of this format that can be read, by name."""
+    found = {}
+    for path in checkpoints(root):
+        with suppress(OSError, DamagedError):
+            if (age := age_of(path)).format == FORMAT:
+                found[path.name] = age
+    return found
+
+
+def next_order(ages: Iterable[Age]) -> int:
+    """Return the order of a checkpoint that is completed now, beside checkpoints of these ages."""
+    return max([time.time_ns() // 10**6, *(age.order + 1 for age in ages)])
 
 
 # ---- writing -----------------------------------------------------------------------------
@@ -152,6 +218,29 @@ def read_document(path: Path, kind: type[T]) -> T:
         raise DamagedError(problem) from None
 
 
+def age_of(folder: Path) -> Age:
+    """Return the age of a checkpoint of any format; raises as `read_document` does."""
+    return read_document(folder / MANIFEST, Age)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a complete checkpoint.
+
+    Raises `DamagedError` and OSError as `read_document` does, `OtherFormatError` for a checkpoint
+    of another version of elastic-driver.
+    """
+    found = age_of(folder).format
+    if found != FORMAT:
+        raise OtherFormatError(
+            f"{folder} is a checkpoint of format {found}, this version of elastic-driver reads "
+            f"format {FORMAT}: go on with the version that wrote it, or give another checkpoint_dir"
+        )
+    manifest = read_document(folder / MANIFEST, Manifest)
+    if manifest.version != version_of(folder):
+        raise DamagedError(f"{MANIFEST} is not this folder's")
+    return manifest
+
+
 def complete(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, on disk after all other files: from now on the checkpoint is loaded."""
     _sync(folder)
@@ -173,12 +262,10 @@ def _sync(path: Path) -> None:
 def verified(folder: Path) -> Manifest:
     """Return the manifest of a complete checkpoint, after a check of every byte of its files.
 
-    Raises `DamagedError` with the name of the first file that has changed since it was written, and
-    OSError where a file cannot be read.
+    Raises `DamagedError` with the name of the first file that has changed since it was written,
+    OSError where a file cannot be read, `OtherFormatError` as `read_manifest` does.
     """
-    manifest = read_document(folder / MANIFEST, Manifest)
-    if manifest.format != FORMAT or manifest.version != version_of(folder):
-        raise DamagedError(f"{MANIFEST} is not this folder's")
+    manifest = read_manifest(folder)
     strange = [name for name in manifest.files if Path(name).name != name]
     strange += [chunk.file for chunk in manifest.chunks if chunk.file not in manifest.files]
     if strange:
@@ -193,6 +280,20 @@ def verified(folder: Path) -> Manifest:
         if found != mark:
             raise DamagedError(f"{name} does not have the checksum it was written with")
     return manifest
+
+
+def is_readable(folder: Path) -> bool:
+    """Return whether a complete checkpoint seems whole: each of its files opens, at its size."""
+    try:
+        manifest = read_manifest(folder)
+        for name, mark in manifest.files.items():
+            with (folder / name).open("rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size != mark.size:
+                    return False
+                file.read(1)
+    except (OSError, ElasticError):
+        return False
+    return True
 
 
 # ---- removing ----------------------------------------------------------------------------
@@ -216,18 +317,26 @@ def set_aside(folder: Path) -> Path:
         return folder
 
 
-def retire(root: Path, keep: int) -> None:
-    """Delete all complete checkpoints but the newest `keep`, and old half-written ones.
+def make_room(folder: Path) -> None:
+    """Rename a complete checkpoint of an earlier run that has the name of one to be written now."""
+    number = 2
+    while is_complete(folder):
+        other = folder.with_name(f"{folder.name}.{number}")
+        if not other.exists():
+            folder.rename(other)
+        number += 1
 
-    A half-written one of a step before a complete one is never completed: ranks write in the
-    order of steps.
+
+def retire(root: Path, newest: Path, old: Iterable[str]) -> None:
+    """Delete old checkpoints, by name, and half-written ones of steps before the newest one.
+
+    Ranks write in the order of steps, so these are never completed.
     """
-    found = checkpoints(root)
-    finished = [path for path in found if is_complete(path)]
-    newest = version_of(finished[0]) if finished else 0
-    half = [path for path in found if path not in finished and version_of(path) < newest]
-    for path in finished[keep:] + half:
-        remove(path)
+    for name in old:
+        remove(root / name)
+    for path in checkpoints(root):
+        if version_of(path) < version_of(newest) and not is_complete(path):
+            remove(path)
 
 
 def sweep(root: Path) -> list[Path]:

@@ -11,7 +11,8 @@ import atexit
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,13 +26,14 @@ from torch import Tensor
 from elastic_driver import contract
 from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.errors import ElasticError, UsageError
+from elastic_driver.worker.checkpoints import durable, tensors
 from elastic_driver.worker.checkpoints import folder as folders
-from elastic_driver.worker.checkpoints import tensors
-from elastic_driver.worker.checkpoints.folder import DamagedError, Manifest, Report
+from elastic_driver.worker.checkpoints.folder import Age, DamagedError, Manifest, Report
 from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.sharing import Envelope, LiveState
 from elastic_driver.worker.state_sync.values import TensorSpec, first_line
 from elastic_driver.worker.worker_log import say
+from rendezvous.wire import UNREADABLE
 
 KEEP = 3
 PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
@@ -42,6 +44,7 @@ MAX_WAIT_S = 30.0  # longest that training waits for the previous checkpoint
 LOGGED_WAIT_S = 3.0  # a shorter wait is not logged
 EXIT_S = 60.0  # a process that ends waits this long for its own share …
 EXIT_OTHERS_S = 10.0  # … and this long for the others'
+_ALONE = uuid.uuid4().hex  # the run of a process that was not started by elasticrun
 # The rank of this process, the workers that write together, and the name of their attempt.
 Group = tuple[int, Sequence[str], str]
 
@@ -62,11 +65,15 @@ class Checkpoints:
         self.root, self.keep = root, _at_least_1("keep", KEEP if keep is None else keep)
         self.in_trouble = False  # the last attempt failed, and that was logged
         self.disk = Lock()  # held while a rank writes its share, or completes a checkpoint
+        self.history = History()  # used by the writers, with the disk's lock
+        self.run = os.environ.get(contract.RUN_ID, "") or _ALONE
         self._world: Group | None = None
         self._staging: tensors.Staging | None = None
         self._writers: list[CheckpointWriter] = []  # the newest last; earlier ones wait for reports
         self._late = False  # training has had to wait for the disk, and that was logged
         self._stuck = False  # the disk has not answered within MAX_WAIT_S
+        self._told = False  # that others write into the same folder
+        self._began = folders.next_order(())
 
     # ---- taking --------------------------------------------------------------------------
 
@@ -122,7 +129,8 @@ class Checkpoints:
         pack = None
         if rank == 0:
             parts, random = frozenset(state.parts), state.random.portable()
-            pack = partial(sharing.make_envelope, contents, parts, random)
+            envelope = partial(sharing.make_envelope, contents, parts, random)
+            pack = partial(_pack, envelope, durable.notes_of(state.values))
         # All members compute the same name, and another world computes another one.
         names = "\n".join([os.environ.get(contract.RUN_ID, ""), *members])
         digest = hashlib.sha256(names.encode()).hexdigest()[:8]
@@ -172,6 +180,17 @@ class Checkpoints:
             writer.join(max(0.0, deadline - time.monotonic()))
         return not any(writer.is_alive() for writer in self._writers)
 
+    def tell_of_others(self, ages: Mapping[str, Age]) -> None:
+        """Say once that another run has written into this folder since this one began."""
+        others = {a.run for a in ages.values() if a.run != self.run and a.order > self._began}
+        if others and not self._told:
+            self._told = True
+            say(
+                f"another job ({min(others)}) writes checkpoints to {self.root} too; a job that is "
+                "started again goes on from the one that was written last: give each job a "
+                "checkpoint_dir of its own"
+            )
+
     # ---- loading -------------------------------------------------------------------------
 
     def load_newest(self, state: LiveState) -> int | None:
@@ -181,12 +200,13 @@ class Checkpoints:
         half-written checkpoints; logs and renames damaged ones. Raises `UsageError` where the state
         is built differently from that of the checkpoint.
         """
-        root = self.root
+        root, self.history.earlier = self.root, ()
         try:
             root.mkdir(parents=True, exist_ok=True)
             for path in folders.sweep(root):
                 say(f"{path} was half written when its job ended; deleted")
-            candidates = folders.checkpoints(root)
+            candidates = folders.newest_first(root)
+            self._began = folders.next_order(folders.ages(root).values())
         except OSError as error:
             say(f"checkpoint_dir {root} cannot be used: {describe(error)}; training goes on")
             return None
@@ -198,17 +218,46 @@ class Checkpoints:
             except OSError as error:
                 say(f"{path} cannot be read: {describe(error)}; trying the one before")
             else:
-                envelope = sharing.unpack((path / folders.VALUES).read_bytes())
-                fill = partial(tensors.read_into, path, manifest)
-                try:
-                    sharing.take_over(state, envelope, fill, with_random=True)
-                except UsageError as error:
-                    raise UsageError(f"{path} does not fit this script's state: {error}") from error
+                self._load(state, path, manifest)
+                self.history.earlier = path.name, *manifest.earlier
                 say(f"going on from step {manifest.version}, read from {path}")
                 return manifest.version
         if candidates:
             say(f"no checkpoint in {root} can be used: training starts from the beginning")
         return None
+
+    def _load(self, state: LiveState, path: Path, manifest: Manifest) -> None:
+        """Load a checkpoint whose files are whole; raises `UsageError` where it does not fit."""
+        try:
+            envelope = sharing.unpack((path / folders.VALUES).read_bytes())
+            fill = partial(tensors.read_into, path, manifest)
+            sharing.take_over(state, envelope, fill, with_random=True)
+            durable.restore(state.values, envelope.durable)
+        except (UsageError, *UNREADABLE) as error:
+            raise UsageError(f"{path} does not fit this script's state: {error}") from error
+
+
+@dataclass
+class History:
+    """The checkpoints of a training, as the rank knows them that completes them."""
+
+    earlier: tuple[str, ...] | None = None  # names, the newest first; None: not known yet
+
+    def before(self, root: Path, folder: Path, ages: Mapping[str, Age]) -> tuple[str, ...]:
+        """Return the names of the readable ones before `folder`, which is about to be completed.
+
+        A rank that has neither loaded nor completed one takes them from the newest one.
+        """
+        if self.earlier is None:
+            steps = {name: folders.version_of(root / name) for name in ages}
+            older = [name for name in ages if steps[name] < folders.version_of(folder)]
+            self.earlier = ()
+            if older:
+                last = max(older, key=lambda name: ages[name].order)
+                self.earlier = (last,)
+                with suppress(OSError, ElasticError):
+                    self.earlier = last, *folders.read_manifest(root / last).earlier
+        return tuple(name for name in self.earlier if folders.is_readable(root / name))
 
 
 @dataclass(eq=False, repr=False)
@@ -271,17 +320,27 @@ class CheckpointWriter(Thread):
         # Rank 0 alone creates the folder of all, so that a rank that does not see it fails.
         if rank == 0:
             self.owner.root.mkdir(parents=True, exist_ok=True)
+            folders.make_room(folder)
         elif not self.owner.root.is_dir():
             raise DamagedError(
                 f"rank {rank} does not see the folder; give a checkpoint_dir that is the same on "
                 "every host"
             )
+        self._await_room()
         folder.mkdir(exist_ok=True)
         report = tensors.write_share(folder, self.staging)
         if self.pack is not None:
             values = msgspec.msgpack.encode(self.pack())
             report.files[folders.VALUES] = folders.write_file(folder / folders.VALUES, values)
         folders.write_document(folder / f"part-{rank}.json", report)
+
+    def _await_room(self) -> None:
+        """Wait until rank 0 has renamed an earlier run's checkpoint that has this one's name."""
+        until = time.monotonic() + MAX_WAIT_S
+        while folders.is_complete(self.folder):
+            if time.monotonic() >= until:
+                raise DamagedError(f"{self.folder.name} is there, and rank 0 did not rename it")
+            time.sleep(FIRST_POLL_S)
 
     def _complete(self) -> bool:
         """On rank 0, complete the checkpoint if all ranks have reported; return whether to stop.
@@ -297,6 +356,8 @@ class CheckpointWriter(Thread):
         reports = self._reports()
         if reports is None:
             return False
+        ages = folders.ages(owner.root)
+        earlier = owner.history.before(owner.root, self.folder, ages)
         manifest = Manifest(
             version=self.version,
             world_size=staging.size,
@@ -304,6 +365,9 @@ class CheckpointWriter(Thread):
             chunks=tuple(chunk for report in reports for chunk in report.chunks),
             files={name: mark for report in reports for name, mark in report.files.items()},
             torch=str(torch.__version__),
+            order=folders.next_order(ages.values()),
+            earlier=earlier,
+            run=owner.run,
         )
         manifest.files[tensors.INDEX] = tensors.write_index(self.folder, manifest)
         folders.complete(self.folder, manifest)
@@ -312,7 +376,9 @@ class CheckpointWriter(Thread):
         if owner.in_trouble:
             say(f"checkpoints are written again, to {owner.root}: step {self.version}")
         owner.in_trouble = False
-        folders.retire(owner.root, owner.keep)
+        owner.history.earlier = self.folder.name, *earlier
+        folders.retire(owner.root, self.folder, earlier[owner.keep - 1 :])
+        owner.tell_of_others(ages)
         return True
 
     def _reports(self) -> list[Report] | None:
@@ -352,6 +418,10 @@ class CheckpointWriter(Thread):
                 f"{reason}; training goes on, and every later checkpoint is tried again"
             )
         self.owner.in_trouble |= logged
+
+
+def _pack(envelope: Callable[[], Envelope], notes: durable.Notes) -> Envelope:
+    return msgspec.structs.replace(envelope(), durable=durable.written(notes))
 
 
 def _at_least_1(name: str, value: int | None) -> int:

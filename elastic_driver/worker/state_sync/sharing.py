@@ -116,7 +116,8 @@ class Envelope(Struct, frozen=True):
     """All of a state but its tensors, which follow in the order of the specs, `parts` first.
 
     Checkpoints store it too. `resumed`: the sender has read this state from a checkpoint, of this
-    many committed steps. `problem`: the sender could not pack its state, and why.
+    many committed steps. `durable`: what parts add to checkpoints only (`checkpoints.durable`).
+    `problem`: the sender could not pack its state, and why.
     """
 
     parts: dict[str, PackedValue]

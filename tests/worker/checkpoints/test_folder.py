@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elastic_driver.worker.checkpoints import folder as folders
-from elastic_driver.worker.checkpoints.folder import Chunk, DamagedError, Manifest
+from elastic_driver.worker.checkpoints.folder import (
+    Chunk,
+    DamagedError,
+    Manifest,
+    OtherFormatError,
+)
 
 
-def make(root: Path, version: int, *, complete: bool = True, attempt: str = "1-abc") -> Path:
-    folder = root / folders.folder_name(version, attempt)
+def make(root: Path, version: int, *, complete: bool = True, order: int = 0) -> Path:
+    folder = root / folders.folder_name(version, "1-abc")
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"content" * 1000)
     if complete:
         files = {"data": folders.mark_of(folder / "data")}
-        folders.complete(folder, Manifest(version, 1, {}, (), files, "2"))
+        folders.complete(folder, Manifest(version, 1, {}, (), files, "2", order))
     return folder
 
 
@@ -78,21 +87,89 @@ def test_the_highest_step_comes_first_and_strangers_are_left_alone(tmp_path: Pat
         make(tmp_path, version)
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-final").mkdir()
-    assert [folders.version_of(path) for path in folders.checkpoints(tmp_path)] == [100, 20, 9]
-    folders.retire(tmp_path, keep=1)
+    found = folders.checkpoints(tmp_path)
+    assert [folders.version_of(path) for path in found] == [100, 20, 9]
+    folders.retire(tmp_path, found[0], [found[1].name, found[2].name])
     assert sorted(p.name for p in tmp_path.iterdir())[:2] == ["notes", "step-000000000100-1-abc"]
     assert (tmp_path / "step-final").is_dir()
 
 
-def test_older_ones_are_deleted_and_a_newer_half_written_one_stays(tmp_path: Path) -> None:
-    for version in (10, 20, 30, 40):
-        make(tmp_path, version)
+def test_what_is_named_is_deleted_and_a_newer_half_written_one_stays(tmp_path: Path) -> None:
+    made = {version: make(tmp_path, version) for version in (10, 20, 30, 40)}
     make(tmp_path, 25, complete=False)
     newer = make(tmp_path, 50, complete=False)  # somebody may be writing it right now
-    folders.retire(tmp_path, keep=3)
+    folders.retire(tmp_path, made[40], [made[10].name])
     found = [folders.version_of(path) for path in folders.checkpoints(tmp_path)]
     assert found == [50, 40, 30, 20]
     assert not folders.is_complete(newer)
+
+
+def test_the_one_that_was_written_last_is_the_newest_whatever_its_step(tmp_path: Path) -> None:
+    for order, version in enumerate((90, 100, 4, 8), start=1):
+        make(tmp_path, version, order=order)
+    make(tmp_path, 200, complete=False)
+    found = [folders.version_of(path) for path in folders.newest_first(tmp_path)]
+    assert found == [8, 4, 100, 90]
+
+
+def test_an_order_is_above_all_others_though_a_clock_was_set_back(tmp_path: Path) -> None:
+    future = 2**53
+    make(tmp_path, 10, order=future)
+    assert folders.next_order(folders.ages(tmp_path).values()) == future + 1
+    assert folders.next_order(()) < future
+
+
+def test_what_cannot_be_looked_at_is_never_taken_for_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, look = make(tmp_path, 10), Path.stat
+
+    def stat(path: Path, **more: bool) -> os.stat_result:
+        if path.parent == folder:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return look(path, **more)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert folders.is_complete(folder)
+    assert folders.sweep(tmp_path) == []
+    assert folder.exists()
+
+
+@pytest.mark.parametrize("harm", [truncate, lambda path: path.unlink()])
+def test_one_that_lacks_a_part_of_a_file_is_not_readable(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    folder = make(tmp_path, 7)
+    assert folders.is_readable(folder)
+    harm(folder / "data")
+    assert not folders.is_readable(folder)
+
+
+def test_a_checkpoint_of_another_format_is_named_and_is_not_damaged(tmp_path: Path) -> None:
+    folder = make(tmp_path, 7)
+    write_as_format(folder, 1)
+    with pytest.raises(OtherFormatError, match=r"step-000000000007.* format 1, .* reads format 2"):
+        folders.verified(folder)
+    assert folders.ages(tmp_path) == {}
+    assert not folders.is_readable(folder)
+
+
+def write_as_format(folder: Path, number: int) -> None:
+    """Give a checkpoint the manifest of another format: fields that this one does not have."""
+    manifest = {"format": number, "steps": 7, "files": "elsewhere"}
+    body = msgspec.json.encode(manifest)
+    line = hashlib.sha256(body).hexdigest().encode() + b"\n"
+    (folder / folders.MANIFEST).write_bytes(line + body)
+
+
+def test_one_in_the_way_of_a_new_one_is_renamed(tmp_path: Path) -> None:
+    for _ in range(3):
+        folder = make(tmp_path, 10)
+        folders.make_room(folder)
+        assert not folder.exists()
+    found = folders.newest_first(tmp_path)
+    assert [folders.version_of(path) for path in found] == [10, 10, 10]
+    assert all(folders.verified(path).version == 10 for path in found)
 
 
 def test_a_sweep_deletes_what_is_half_written_and_nothing_else(tmp_path: Path) -> None:

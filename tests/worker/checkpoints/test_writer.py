@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from elastic_driver.core.documents import World
 from elastic_driver.core.members import Member, SlotInfo
+from elastic_driver.errors import ElasticError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
@@ -102,6 +104,71 @@ def test_whatever_the_number_of_writers_one_reader_gets_the_same(tmp_path: Path,
     found = shared(2)
     assert Checkpoints(tmp_path, 10).load_newest(found) == 10
     assert contents(found) == contents(state)
+
+
+class Shelf:
+    """A part that adds something to checkpoints only."""
+
+    def __init__(self, told: str, count: int = 0) -> None:
+        self.told, self.count = told, count
+        self.threads: list[str] = []
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+    def durable(self) -> Callable[[], bytes]:
+        self.threads.append(threading.current_thread().name)
+        told = self.told
+
+        def note() -> bytes:
+            self.threads.append(threading.current_thread().name)
+            return told.encode()
+
+        return note
+
+    def restore_durable(self, data: bytes) -> None:
+        self.told = f"{data.decode()} at {self.count}"
+
+
+def test_what_a_part_adds_is_of_the_commit_and_comes_back_after_its_state(tmp_path: Path) -> None:
+    shelf, empty = Shelf("first", count=3), Shelf("")
+    ranks = Ranks(tmp_path, 2)
+    state = shared(1, shelf=shelf, empty=empty)
+    ranks.take(10, state)
+    shelf.told = "later"
+    assert ranks.drain()
+    here = threading.current_thread().name
+    assert shelf.threads == [here, "elastic-checkpoints"], "on rank 0 only"
+    found, untouched = Shelf("mine"), Shelf("untouched")
+    ranks.each[0].load_newest(shared(2, shelf=found, empty=untouched))
+    assert (found.told, untouched.told) == ("first at 3", "untouched")
+
+
+def test_a_part_whose_note_fails_costs_that_checkpoint_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(Shelf):
+        def durable(self) -> Callable[[], bytes]:
+            def note() -> bytes:
+                if self.count:
+                    raise ElasticError("the shelf is away")
+                return b"x"
+
+            return note
+
+    shelf = Broken("", count=1)
+    ranks = Ranks(tmp_path, 1)
+    ranks.take(10, shared(1, shelf=shelf))
+    assert ranks.drain()
+    assert ranks.complete() == []
+    assert "the shelf is away; training goes on" in capsys.readouterr().err
+    shelf.count = 0
+    ranks.take(20, shared(1, shelf=shelf))
+    assert ranks.drain()
+    assert ranks.complete() == [20]
 
 
 def test_each_rank_writes_its_share_only(tmp_path: Path) -> None:
