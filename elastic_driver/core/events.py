@@ -124,7 +124,8 @@ class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_
     `version` is the number of committed steps in its state (−1: nothing trained yet), `clean` means
     that its tensors are exactly those. `reason` says why it left. `bound`: it uses the device of
     the slot that it was started for, so a spare can take no other one. `undone`: seconds since
-    its last commit, if it goes back to that.
+    its last commit, if it goes back to that. `phase`: the number of the training function's call
+    in its script.
     """
 
     round: Count
@@ -133,6 +134,7 @@ class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_
     reason: Text
     bound: bool = False
     undone: Seconds = 0.0
+    phase: Count = 0
 
 
 class WorkerStepped(WorkerReport, frozen=True, tag="worker_stepped", forbid_unknown_fields=True):

@@ -43,6 +43,7 @@ class Member(Struct, frozen=True, array_like=True):
     place: SlotInfo
     version: int = -1  # committed steps; −1: a newcomer that holds no trained state
     clean: bool = True  # its tensors are those of `version`
+    phase: int = 0  # the number of the training function's call that it is in
 
 
 class SlotRun(Struct, frozen=True, array_like=True):
@@ -62,11 +63,12 @@ class HostGroup(Struct, frozen=True, array_like=True):
 
 
 class Standings(Struct, frozen=True, array_like=True):
-    """A run of `count` ranks that have the same version of the state."""
+    """A run of `count` ranks with the same version of the state, in the same training function."""
 
     count: Count
     version: int
     clean: bool
+    phase: int = 0
 
 
 class Roster(Struct, frozen=True, array_like=True):
@@ -159,7 +161,9 @@ class Members(Sequence[Member]):
         node = block.node + offset
         place = SlotInfo(host, block.slots[local_rank], *ranks, *sizes, node, self._nodes)
         state = self.roster.standings[bisect_right(self._states_from, rank) - 1]
-        return Member(worker_id(host, named, incarnation), place, state.version, state.clean)
+        return Member(
+            worker_id(host, named, incarnation), place, state.version, state.clean, state.phase
+        )
 
     def _hosts_with(self, local_rank: int) -> list[int]:
         """Return how many hosts have this local rank, before each block and behind them all."""
@@ -192,8 +196,8 @@ def roster_of(members: Sequence[Member]) -> Roster:
 def standings_of(members: Sequence[Member]) -> tuple[Standings, ...]:
     """Return the versions of the members' states, in runs."""
     return tuple(
-        Standings(sum(1 for _ in alike), version, clean)
-        for (version, clean), alike in groupby(members, key=lambda m: (m.version, m.clean))
+        Standings(sum(1 for _ in alike), *standing)
+        for standing, alike in groupby(members, key=lambda m: (m.version, m.clean, m.phase))
     )
 
 

@@ -32,6 +32,7 @@ R = TypeVar("R")
 S = TypeVar("S", bound=State)
 
 MAX_STATES = 8  # that are made the same besides that of the training function
+_GOES_ON = "the other workers have gone on to training function {}: going there"
 NOBODY = -1  # in place of a state's number
 _phases = itertools.count(1)  # the calls of training functions in this process
 MAX_EQUAL_BREAKS = 3  # worlds of the same members that break without a step between
@@ -52,26 +53,42 @@ def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
     return training_loop(function, _join)
 
 
-def _join(state: State) -> bool:
+def _join(state: State, phase: int) -> bool | None:
+    return False if enter(state, phase) else None
+
+
+def enter(state: State, phase: int) -> bool:
+    """Join the job for the training function of this number, unless the others are further.
+
+    Returns False where this process is to skip the function.
+    """
     member = session.start()
-    if member.group is None:
-        member.join("started", state)
-    return False
+    member.phase = phase
+    if member.group is not None:
+        return True
+    if phase < (furthest := member.phase_of_others()):
+        say(_GOES_ON.format(furthest))
+        return False
+    member.join("started", state)
+    return True
 
 
 def training_loop(
-    function: Callable[Concatenate[S, P], R], join: Callable[[S], bool]
+    function: Callable[Concatenate[S, P], R], join: Callable[[S, int], bool | None]
 ) -> Callable[Concatenate[S, P], R]:
     """Return `function` as `run` does; `join` joins the first world.
 
-    `join` returns whether the reset callbacks are to be called in that world already.
+    `join` gets the state and the number of the call. It returns whether the reset callbacks are to
+    be called in that world already; None: this process is to skip the function.
     """
 
     @functools.wraps(function)
     def train(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         phase = next(_phases)
         begin_phase(phase)
-        rejoined = join(state)
+        rejoined = join(state, phase)
+        if rejoined is None:
+            return cast("R", None)  # the others have ended this function before
         member = session.start()
         breaks: deque[object] = deque(maxlen=MAX_EQUAL_BREAKS)
         while True:
@@ -81,7 +98,7 @@ def training_loop(
                     for each in all_states():
                         each.on_reset()
                 if not meet(state, phase):
-                    return cast("R", None)  # the others have ended this function before
+                    return cast("R", None)
                 return function(state, *args, **kwargs)
             except StateLostError as lost:
                 say(str(lost))
@@ -126,7 +143,7 @@ def meet(state: State, phase: int) -> bool:
         rows = gather(row, world.size)
         phases = [each[0] for each in rows]
         if phase < max(phases):
-            say(f"the other workers have gone on to training function {max(phases)}: going there")
+            say(_GOES_ON.format(max(phases)))
             return False
         if phase == min(phases):
             break

@@ -1,15 +1,16 @@
 """The state of a job: model, optimizer, and every value that a script trains with.
 
-In synchronous data parallelism every rank holds the same state at a step boundary, so a commit copies
-hardly anything. It walks what the script has given (`state_sync.tree`), notes every tensor by object,
-memory and version, and copies small things and whatever changes outside of an optimizer's step
-(`state_sync.leaves`). After a failure a rank is *clean* if all that was not copied is unchanged. The
-clean rank with the highest version sends its state to every rank that differs. Where no rank is clean,
-the newest checkpoint is used, or the job ends: a step that is half done is never gone on from.
+In synchronous data parallelism every rank holds the same state at a step boundary, so a commit
+copies hardly anything. It walks what the script has given (`state_sync.tree`), notes every tensor
+by object, memory and version, and copies small things and whatever changes outside of an
+optimizer's step (`state_sync.leaves`). After a failure a rank is *clean* if all that was not copied
+is unchanged. The clean rank with the highest version sends its state to every rank that differs.
+Where no rank is clean, the newest checkpoint is used, or the job ends: a step that is half done is
+never gone on from.
 
-`version` counts committed steps, of all rounds together. With a `checkpoint_dir` the state is kept on
-disk as well (`keeper`), in case every holder is lost. A script may have several states: each has a
-version and a clean mark of its own, and `run` makes all of them the same on every rank.
+`version` counts committed steps, of all rounds together. With a `checkpoint_dir` the state is kept
+on disk as well (`keeper`), in case every holder is lost. A script may have several states: each has
+a version and a clean mark of its own, and `run` makes all of them the same on every rank.
 """
 
 import itertools
@@ -96,9 +97,9 @@ class State:
     """The base of all states: attributes, a version, and their synchronisation between ranks.
 
     Every keyword argument becomes an attribute. Modules, optimizers and objects with `state_dict()`
-    and `load_state_dict()` are kept as such, also inside of lists and dictionaries; numbers, strings,
-    containers of them, tensors, NumPy values, dataclasses and the like by content, and they stay the
-    script's own objects. Names that start with an underscore belong to the class.
+    and `load_state_dict()` are kept as such, also inside of lists and dictionaries; numbers,
+    strings, containers of them, tensors, NumPy values, dataclasses and the like by content, and
+    they stay the script's own objects. Names that start with an underscore belong to the class.
 
     Args:
         snapshot: copy all tensors at each commit, also those that only an optimizer's step changes.
@@ -228,15 +229,15 @@ class State:
         """Mark a step boundary: no step until here will be lost or done again.
 
         Sends no message, and copies only what changes outside of an optimizer's step, and this
-        rank's share of all where a checkpoint is due. Raises `HostsUpdatedInterrupt`, after the same
-        step on every rank, when the world is about to change, and `UsageError` for what cannot be
-        kept, with its name.
+        rank's share of all where a checkpoint is due. Raises `HostsUpdatedInterrupt`, after the
+        same step on every rank, when the world is about to change, and `UsageError` for what cannot
+        be kept, with its name.
         """
         if self._version == UNTRAINED and current.is_initialized() and current.size() > 1:
             raise UsageError(
                 "this state is committed, but was never made the same on all ranks: make it before "
-                "the function under @elastic.run is called, on every rank, or call its sync() at the "
-                "top of that function"
+                "the function under @elastic.run is called, on every rank, or call its sync() at "
+                "the top of that function"
             )
         began = time.perf_counter()
         self.save()

@@ -139,7 +139,7 @@ class Rounds:
         for worker_id, place in places:
             worker = by_id[worker_id]
             self.workers.admit(worker, place)
-            members.append(Member(worker_id, place, worker.version, worker.clean))
+            members.append(Member(worker_id, place, worker.version, worker.clean, worker.phase))
             ranks.setdefault(place.host, {})[worker_id] = place.rank
         self.workers.forget_founders()
         current = self.current
@@ -211,7 +211,9 @@ class Rounds:
             for rank, (name, slot) in enumerate(zip(names, slots, strict=True))
         )
         places = zip(assign(seats), standings, strict=True)
-        return tuple(Member(name, place, s.version, s.clean) for (name, place), s in places)
+        return tuple(
+            Member(name, place, s.version, s.clean, s.phase) for (name, place), s in places
+        )
 
     def close(self, now: float, reason: str, *, at_boundary: bool) -> bool:
         """Begin to close the round; return False, and end the job, at the reset limit.

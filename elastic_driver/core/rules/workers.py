@@ -93,6 +93,7 @@ class Worker:
     admitted: int | None = None  # seniority: order of first admission to a round
     version: int = -1  # committed steps it reported with its last READY
     clean: bool = True
+    phase: int = 0  # the number of the training function's call that it is in
     left: int = 0  # the round it reported to have left with its last READY
     blamed: bool = False  # its failure was counted against its host
     left_behind: bool = False  # it is ending, and a round was formed without it
@@ -246,6 +247,7 @@ class WorkerStateRegistry:
         if not self.apply(worker, WorkerNews.READY):
             raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, not awaited as READY")
         worker.left, worker.version, worker.clean = event.round, event.version, event.clean
+        worker.phase = event.phase
         if event.round:
             self._note_member(worker)  # perhaps of a round that is not in the books
         worker.bound = event.bound

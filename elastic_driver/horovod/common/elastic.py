@@ -11,7 +11,7 @@ from elastic_driver.horovod.common import basics
 from elastic_driver.horovod.common.exceptions import NotInYetError
 from elastic_driver.worker import current, state
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER
-from elastic_driver.worker.run import training_loop
+from elastic_driver.worker.run import enter, training_loop
 from elastic_driver.worker.state_sync.sharing import Agreement
 from elastic_driver.worker.world import session
 
@@ -101,11 +101,13 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     return training_loop(func, _join)
 
 
-def _join(kept: state.State) -> bool:
-    """Join the job; return whether this process has another place than it was told before."""
+def _join(kept: state.State, phase: int) -> bool | None:
+    """Join the job; return whether this process has another place than it was told before.
+
+    None: the other workers are in a later training function.
+    """
     told = (current.rank(), current.size()) if basics.is_initialized() else None
     basics.enter_job()
-    member = session.start()
-    if member.group is None:
-        member.join("started", kept)
+    if not enter(kept, phase):
+        return None
     return told is not None and told != (current.rank(), current.size())

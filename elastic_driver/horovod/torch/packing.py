@@ -1,7 +1,7 @@
 """Objects of a script as bytes that torch's safe unpickler reads: Horovod's calls send them.
 
-A script may allow classes of its own with `torch.serialization.add_safe_globals`, as for `torch.load`.
-`apart` takes the tensors out of a value, which travel by themselves.
+A script may allow classes of its own with `torch.serialization.add_safe_globals`, as for
+`torch.load`. `apart` takes the tensors out of a value, which travel by themselves.
 """
 
 import io

@@ -231,7 +231,7 @@ class Checkpoints:
         try:
             envelope = sharing.unpack((path / folders.VALUES).read_bytes())
             fill = partial(tensors.read_into, path, manifest)
-            sharing.take_over(state, envelope, fill, with_random=True)
+            sharing.take_over(state, envelope, fill, with_random=True, same_script=False)
             durable.restore(state.values, envelope.durable)
         except (UsageError, *UNREADABLE) as error:
             raise UsageError(f"{path} does not fit this script's state: {error}") from error

@@ -118,22 +118,36 @@ class DriverConnection:
         *,
         bound: bool,
         undone: float = 0.0,
+        phase: int = 0,
     ) -> None:
         """Report READY for the next round after round `left`; `bound`: to a device.
 
-        `undone`: seconds since the last commit, if the state goes back to that.
+        `undone`: seconds since the last commit, if the state goes back to that. `phase`: the number
+        of the training function's call.
         """
         if left:
             self._heartbeat.report_first_step(self.client, left, math.inf)
         reason = reason[:MAX_REASON_CHARS]
         self._ready = events.WorkerReady(
-            self.born.worker, left, *state_version, reason, bound, undone
+            self.born.worker, left, *state_version, reason, bound, undone, phase
         )
         # The driver that gets it is the one we know, or a later one.
         known = self._seen[contract.JOB_DRIVER], self._heartbeat.driver_revision
         self._seen[contract.JOB_DRIVER] = max(known)
         self._ready_at = time.monotonic()
         self._post_ready(self._ready)
+
+    def phase_of_others(self) -> int:
+        """Return the furthest training function that members of the newest world are in; 0: none.
+
+        For a worker that is in no world yet.
+        """
+        found = self.client.batch(Watch({contract.JOB_WORLD: 0}, 0.0), deadline=math.inf)[0]
+        for value in new_documents(found, Counter()).values():
+            world = self._read(documents.decode_world, contract.JOB_WORLD, value)
+            if world is not None:
+                return max(member.phase for member in world.members)
+        return 0
 
     def await_world(
         self, left: int, checkpoint: FinalCheckpointTask | None = None

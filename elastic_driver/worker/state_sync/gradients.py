@@ -61,9 +61,9 @@ class Gradients:
         found = [p for o in optimizers for p in trained_by(o) if p.grad is not None]
         if found and self.is_local_now(before):
             raise UsageError(
-                "commit() found gradients that no optimizer step has used, and that were not summed "
-                "over the ranks: each rank holds a part that no other has, so it cannot be kept; "
-                "commit after optimizer.step(), once for all accumulated batches"
+                "commit() found gradients that no optimizer step has used, and that were not "
+                "summed over the ranks: each rank holds a part that no other has, so it cannot be "
+                "kept; commit after optimizer.step(), once for all accumulated batches"
             )
         self._kept = [(p, p.grad, p.grad.detach().clone()) for p in found if p.grad is not None]
 

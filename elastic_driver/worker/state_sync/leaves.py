@@ -9,9 +9,9 @@ are: it is *learned*.
 
 - A tensor is known by its object, its memory and its version counter. At each commit, and after a
   failure, these are compared.
-- In the first steps, and now and then later, the content is compared as well (`fingerprint`): between
-  the commit and the first optimizer step, and from commit to commit. That finds changes which no
-  version shows (`tensor.data`, captured graphs).
+- In the first steps, and now and then later, the content is compared as well (`fingerprint`):
+  between the commit and the first optimizer step, and from commit to commit. That finds changes
+  which no version shows (`tensor.data`, captured graphs).
 - A tensor that moves outside of an optimizer's step is copied from then on. One that begins to do
   so later is found at the next commit.
 - Whatever no optimizer of the state trains is copied at first, up to `UNPROVEN_BYTES`, until it is

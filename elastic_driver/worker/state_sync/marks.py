@@ -1,10 +1,10 @@
 """Marks of a state: short digests by which the driver compares what the ranks hold.
 
 A mark is made right after a commit, of every leaf that the ranks are to have alike, at the same
-commits on every rank: the second of a round, the fourth, eighth and sixteenth, and then each so many
-that the marks take at most a thousandth of the training time. This number is a power of two, so ranks
-that choose different ones have commits in common. The marks travel with the heartbeats. Where they
-differ, the driver asks for the leaves of a mark, and names the first one that differs.
+commits on every rank: the second of a round, the fourth, eighth and sixteenth, and then each so
+many that the marks take at most a thousandth of the training time. This number is a power of two,
+so ranks that choose different ones have commits in common. The marks travel with the heartbeats.
+Where they differ, the driver asks for the leaves of a mark, and names the first one that differs.
 """
 
 import os

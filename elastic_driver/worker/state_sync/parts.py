@@ -299,8 +299,8 @@ class ModulePart(StatePart):
 
 
 _OTHERWISE = (
-    "{name} is built differently on the worker that holds the trained state: {what}; build the same "
-    "model on every worker, whatever its rank"
+    "{name} is built differently on the worker that holds the trained state: {what}; build the "
+    "same model on every worker, whatever its rank"
 )
 
 

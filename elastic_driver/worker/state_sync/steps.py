@@ -1,9 +1,9 @@
 """Watches the steps of all optimizers of this process, and the collectives around them.
 
 Torch calls hooks before and after each `step()`, of any optimizer. They say which tensors an
-optimizer has changed since the commit, also where a tensor's version counter does not (fused kernels
-leave it as it is). A step is *exposed* if a collective came after it, or inside it, and before the
-commit: this rank may learn of a lost peer there, with the step already taken.
+optimizer has changed since the commit, also where a tensor's version counter does not (fused
+kernels leave it as it is). A step is *exposed* if a collective came after it, or inside it, and
+before the commit: this rank may learn of a lost peer there, with the step already taken.
 """
 
 import weakref

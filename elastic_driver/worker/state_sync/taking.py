@@ -1,4 +1,4 @@
-"""Copies plain values at a commit, and makes them what they were again, in the script's own objects."""
+"""Copies plain values at a commit, and puts them back, in the script's own objects."""
 
 from collections.abc import Callable
 from typing import Any

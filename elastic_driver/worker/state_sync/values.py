@@ -1,8 +1,8 @@
 """The kinds of plain values that a state can keep and send: tables of types.
 
-A plain value is a tree: numbers, strings, dates, paths, enums, NumPy values, tensors, and containers
-of them. `taking` copies such values for a commit, `message` sends them. What is in no table
-cannot be kept, and `UnkeptError` names it.
+A plain value is a tree: numbers, strings, dates, paths, enums, NumPy values, tensors, and
+containers of them. `taking` copies such values for a commit, `message` sends them. What is in no
+table cannot be kept, and `UnkeptError` names it.
 """
 
 import dataclasses
@@ -59,8 +59,8 @@ def refuse(path: str, value: Any) -> UnkeptError:
     return UnkeptError(
         path,
         f"it is of the class {kind.__qualname__}",
-        "make it a dataclass, give the class state_dict() and load_state_dict(), or keep it outside "
-        "of the state",
+        "make it a dataclass, give the class state_dict() and load_state_dict(), or keep it "
+        "outside of the state",
     )
 
 

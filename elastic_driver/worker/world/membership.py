@@ -66,6 +66,7 @@ class JobMembership:
             )
         self._left = 0  # the round left last
         self._device_failures = 0  # in a row
+        self.phase = 0  # the number of the training function's call
         self._left_groups: list[RoundGroup] = []  # a peer may still be in them
         self._endings: list[threading.Thread] = []  # of gloo's old groups
 
@@ -73,6 +74,10 @@ class JobMembership:
     def group(self) -> RoundGroup | None:
         """The group of the current round; None between two rounds."""
         return self._notices.group
+
+    def phase_of_others(self) -> int:
+        """Return the furthest training function that the job's workers are in; 0: not known."""
+        return 0 if self._driver is None or self._left else self._driver.phase_of_others()
 
     def start(self) -> None:
         """Start the heartbeat, after waiting for a driver that is away.
@@ -249,7 +254,9 @@ class JobMembership:
             bound = self._choice.device is not None or accelerator.in_use() is not None
             undone = time.monotonic() - self.progress.committed_at if broken else 0.0
             try:
-                self._driver.report_ready(self._left, version, reason, bound=bound, undone=undone)
+                self._driver.report_ready(
+                    self._left, version, reason, bound=bound, undone=undone, phase=self.phase
+                )
             except AbortedError:
                 if self._notices.alone is None:
                     raise
