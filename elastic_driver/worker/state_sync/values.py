@@ -148,9 +148,7 @@ kinds: dict[type, Kind] = {
     defaultdict: _dict_kind(lambda name: defaultdict(_FACTORIES.get(name or "")), _default_of),
     set: Kind(list, _fill_set, lambda items, _: set(items)),
     frozenset: Kind(list, None, lambda items, _: frozenset(items)),
-    deque: Kind(
-        list, _fill_deque, lambda items, room: deque(items, room), lambda value: value.maxlen
-    ),
+    deque: Kind(list, _fill_deque, deque, lambda value: value.maxlen),
     types.SimpleNamespace: Kind(
         _attributes, _fill_attributes, _made(lambda _: types.SimpleNamespace(), _fill_attributes)
     ),
