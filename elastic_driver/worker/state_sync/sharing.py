@@ -22,6 +22,7 @@ from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.transfer import Route, carry_bytes, carry_tensors
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import TensorSpec
+from elastic_driver.worker.worker_log import say
 
 VALUES, GRADIENTS = "values", "gradients"
 
@@ -244,15 +245,18 @@ def _require_names(
             f"this worker's state has the parts {', '.join(state.parts) or '(none)'}, the "
             f"trained one {', '.join(parts) or '(none)'}; run the same script on every worker"
         )
-    mine = [name for name in state.values if name not in state.parts]
-    missing = [name for name in mine if name not in values]
-    more = [name for name in values if name not in state.values and not same_script]
-    if missing or more:
+    if same_script:
+        return
+    lacking = [name for name in values if name not in state.values]
+    fresh = [name for name in state.values if name not in state.parts and name not in values]
+    if lacking:
+        renamed = f" ({fresh[0]!r} is new)" if fresh else ""
         raise UsageError(
-            f"the trained state has no value {missing[0]!r}, which this script's state has"
-            if missing
-            else f"the trained state has a value {more[0]!r}, which this script's state lacks"
+            f"the trained state has a value {lacking[0]!r}, which this script's state
+            lacks{renamed}" "; give the state what it had, under the same names"
         )
+    if fresh:
+        say(f"the trained state has no {', '.join(map(repr, fresh))}; the first values are used")
 
 
 # ---- the transfer ------------------------------------------------------------------------
