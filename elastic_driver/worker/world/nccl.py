@@ -13,11 +13,14 @@ Pitfalls of torch's calls (docs/nccl.md lists what was tried on a GPU):
 """
 
 import os
+import threading
 import time
+from functools import partial
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world.device import Accelerator
+from elastic_driver.worker.world.nccl_threads import ProxyThreads
 
 KIND, BACKEND = "cuda", "nccl"
 SPIN_S = 0.002  # before a wait for the device sleeps
@@ -47,6 +50,7 @@ class Nccl(Accelerator):
     def __init__(self, index: int) -> None:
         """`index`: this worker's device among those that CUDA sees."""
         super().__init__(KIND, BACKEND, index)
+        self._threads = ProxyThreads()  # of this round's communicator; none yet
         # Keep torch's watchdog from ending the process.
         for name, value in _VARIABLES.items():
             if (found := os.environ.setdefault(name, value)) != value:
@@ -66,8 +70,10 @@ class Nccl(Accelerator):
 
     def connect(self) -> None:
         """See `Accelerator.connect`. Raises `UsageError` where NCCL refuses the devices."""
+        self._threads = ProxyThreads()
         try:
             super().connect()
+            self._threads.finish()
         except (RuntimeError, ValueError) as error:
             if any(text in str(error) for text in _MISUSE):
                 reason = str(error).strip().splitlines()[-1]  # NCCL's own words come last
@@ -76,6 +82,16 @@ class Nccl(Accelerator):
                     "needs a GPU of its own (see CUDA_VISIBLE_DEVICES), or use backend='gloo'"
                 ) from error
             raise
+
+    def abort(self) -> None:
+        """See `Accelerator.abort`."""
+        ended = threading.Event()
+        wake = partial(self._threads.wake_until, ended)
+        threading.Thread(target=wake, name="elastic-wake-nccl", daemon=True).start()
+        try:
+            super().abort()
+        finally:
+            ended.set()
 
     def settle(self) -> None:
         """See `Accelerator.settle`; a thread that waits longer than `SPIN_S` sleeps.
