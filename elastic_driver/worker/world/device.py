@@ -53,8 +53,8 @@ class Accelerator:
     def open(self) -> None:
         """Begin to open the device, on a thread of its own; `connect` waits for that.
 
-        It takes half a second on a GPU. A newcomer that opens it before it is in a round has done
-        so when the survivors of a loss are ready for the next one.
+        It takes 0.2 to 0.5 s on a GPU, for which the other members of a newcomer's round need not
+        wait then.
         """
         self._opening = threading.Thread(target=self._open, name="elastic-open-device", daemon=True)
         self._opening.start()

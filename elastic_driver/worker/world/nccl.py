@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from functools import partial
+from typing import Any
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.worker_log import say
@@ -50,6 +51,7 @@ class Nccl(Accelerator):
     def __init__(self, index: int) -> None:
         """`index`: this worker's device among those that CUDA sees."""
         super().__init__(KIND, BACKEND, index)
+        self._event: Any = None  # is reused
         self._threads = ProxyThreads()  # of this round's communicator; none yet
         # Keep torch's watchdog from ending the process.
         for name, value in _VARIABLES.items():
@@ -100,10 +102,13 @@ class Nccl(Accelerator):
         """
         if self._module.is_current_stream_capturing():  # a wait would make the capture void
             return
-        event = self._module.Event(blocking=True)
+        if self._event is None:
+            self._event = self._module.Event(blocking=True)
+        event = self._event
         event.record(self._module.current_stream(self._device))
         until = time.perf_counter() + SPIN_S
         while not event.query():
             if time.perf_counter() >= until:
                 event.synchronize()
                 return
+            time.sleep(0)  # for this process' other threads

@@ -65,6 +65,25 @@ def test_both_threads_of_a_communicator_wake_and_nobody_else(sockets: Sockets) -
     assert select.select(others, [], [], 0)[0] == []
 
 
+def test_no_descriptor_stays_that_nccl_has_forgotten(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, own, _ = sockets
+    monkeypatch.setattr(nccl_threads, "AT_MOST", 2)
+    ended = threading.Event()
+    waking = threading.Thread(target=threads.wake_until, args=(ended,))
+    waking.start()
+    forgotten = [own[0].accept()[0].detach() for _ in range(2)]
+    with socket.create_connection(own[0].getsockname()) as other, own[0].accept()[0] as kept:
+        ended.set()
+        waking.join(10)
+        for descriptor in forgotten:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(descriptor)
+        other.sendall(b"x")
+        assert kept.recv(1) == b"x", "a connection that is none of our calls stays"
+
+
 def test_a_socket_that_was_closed_is_not_called(
     sockets: Sockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,5 +92,7 @@ def test_a_socket_that_was_closed_is_not_called(
     own[0].close()
     monkeypatch.setattr(nccl_threads, "AT_MOST", 2)
     with socket.create_server(address) as another:  # which has got its number
-        threads.wake_until(threading.Event())
+        ended = threading.Event()
+        threading.Timer(0.2, ended.set).start()
+        threads.wake_until(ended)
         assert select.select([another], [], [], 0)[0] == []
