@@ -49,11 +49,14 @@ class _Step(Struct):
 class ComputeClock:
     """Measures the steps of the training thread that owns it."""
 
-    DEVICE = "cpu"  # the type of the parameters' device
-
     def __init__(self) -> None:
         self._hooks: list[Any] = []
         self._step, self._finished = _Step(), _Step()
+
+    @staticmethod
+    def times(device: torch.device) -> bool:
+        """Return whether this clock is for work on this device."""
+        return bool(device.type == "cpu")
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these optimizers' parameters from now on."""
@@ -63,7 +66,7 @@ class ComputeClock:
         self.restart()
         for optimizer in optimizers:
             trained = [p for p in _parameters([optimizer]) if p.requires_grad]
-            if trained and trained[-1].device.type == self.DEVICE:  # usually nearest to the loss
+            if trained and self.times(trained[-1].device):  # usually nearest to the loss
                 hook = trained[-1].register_post_accumulate_grad_hook(self._pass_begins)
                 self._hooks += [hook, optimizer.register_step_pre_hook(self._optimizer_begins)]
 

@@ -72,10 +72,11 @@ def last_words(job: RunningJob) -> list[dict[str, str]]:
 def test_survivors_of_kills_go_on_in_their_processes_and_lose_no_step(run: Run) -> None:
     with run("-np", "3", "--min-np", "1", "--", TRAIN, WIDTH="1024") as job:
         job.until_size(3, START_S)
-        survivors, full, threads = [], [], {}
+        survivors, full, threads, files = [], [], {}, {}
         for kill in range(5):
             pids = set(job.until_size(3, START_S, steps=10))
             threads[kill] = {pid: psutil.Process(pid).num_threads() for pid in pids}
+            files[kill] = {pid: psutil.Process(pid).num_fds() for pid in pids}
             victim = max(pids)
             killed_at = job.kill(victim)
             survivors.append(next_step_of(job, pids - {victim}, killed_at))
@@ -86,6 +87,8 @@ def test_survivors_of_kills_go_on_in_their_processes_and_lose_no_step(run: Run) 
         print("median:", round(statistics.median(survivors), 3), "s; full size again:", full)
         oldest = min(threads[0])
         print("threads of the oldest worker:", [seen.get(oldest) for seen in threads.values()])
+        print("its open files:", [seen.get(oldest) for seen in files.values()])
+        assert files[4][oldest] <= files[1][oldest] + 4, "nor an open file"
         assert threads[4][oldest] <= threads[1][oldest] + 4, "a re-formed group leaves no thread"
         assert_no_step_lost_or_repeated(job, min(r.step for r in job.live().values()))
         assert_equal_everywhere(job)

@@ -52,6 +52,8 @@ class SecondGloo:
 
     # ---- what the worker does with it ----------------------------------------------------
 
+    def open(self) -> None: ...
+
     def begin(self) -> None:
         self._connections.close()  # all members have left the round before
         port = urlsplit(os.environ.get(contract.RENDEZVOUS, "")).port

@@ -117,6 +117,16 @@ def test_what_is_recorded_for_later_or_not_seen_whole_is_not_measured(
     assert clock.finish_step() is not None
 
 
+def test_a_clock_follows_the_parameters_of_its_own_kind_of_device() -> None:
+    followed = []
+    for device in ("meta", "cpu"):  # the first is not the processor either
+        for clock in (DeviceClock(), ComputeClock()):
+            layer = nn.Linear(2, 2, device=device)
+            clock.watch([torch.optim.SGD(layer.parameters(), lr=0.1)])
+            followed.append(len(layer.bias._post_accumulate_grad_hooks or {}))
+    assert followed == [1, 0, 0, 1]
+
+
 def test_the_clock_is_that_of_the_device_that_trains() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

@@ -21,11 +21,13 @@ class BackendChoice:
     """The device half of this worker's groups; None: gloo carries everything.
 
     `by_vote`: the half exists only in rounds in which every worker votes with a device, because
-    the script has not asked for it.
+    the script has not asked for it. `early`: open the device before there is a round, because it
+    is hardly another worker's, too.
     """
 
     device: Accelerator | None = None
     by_vote: bool = False
+    early: bool = False
 
 
 def accelerator_names() -> tuple[str, str]:
@@ -60,7 +62,7 @@ def choose_backend(backend: str | None, slot: int) -> BackendChoice:
     index = device_of(slot, kind) if built else None
     if index is not None:
         device = nccl.Nccl(index) if own == nccl.BACKEND else Accelerator(kind, own, index)
-        return BackendChoice(device, by_vote=backend is None)
+        return BackendChoice(device, backend is None, early=backend is not None or index == slot)
     if backend is None:
         # Where torch has no such backend, no worker of the job has it, and no vote is needed.
         return BackendChoice(by_vote=built)

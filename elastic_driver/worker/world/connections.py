@@ -33,11 +33,11 @@ class GroupConnections:
     def __init__(self, exclude_port: int | None = None) -> None:
         self.held: list[socket.socket] = []
         self._exclude_port = exclude_port
-        self._before = frozenset(inode for inode, _ in _open_sockets())
+        self._before = frozenset(inode for inode, _ in open_sockets())
 
     def finish(self) -> None:
         """Hold the connections that were made since this object."""
-        for inode, descriptor in _open_sockets():
+        for inode, descriptor in open_sockets():
             if inode in self._before:
                 continue
             with contextlib.suppress(OSError):  # closed meanwhile, or a listener
@@ -68,7 +68,7 @@ class GroupConnections:
         """Drop all copies in a forked child, so that peers see the end of the parent."""
         ours = {os.fstat(connection.fileno()).st_ino for connection in self.held}
         with open(os.devnull, "r+b", buffering=0) as null:
-            for inode, descriptor in _open_sockets():
+            for inode, descriptor in open_sockets():
                 if inode in ours:  # replaced, not closed: gloo's copy of the number stays valid
                     os.dup2(null.fileno(), descriptor, inheritable=False)
 
@@ -109,7 +109,7 @@ def link_usage(connections: list[socket.socket]) -> Links | None:
     return Links(own, tuple(uses[:MAX_LINKS]))
 
 
-def _open_sockets() -> list[tuple[int, int]]:
+def open_sockets() -> list[tuple[int, int]]:
     """Return (inode, descriptor) of every open socket."""
     found = []
     with contextlib.suppress(OSError):  # no /proc

@@ -87,6 +87,8 @@ class JobMembership:
         """
         if self._driver is None:
             return
+        if self._choice.device is not None and self._choice.early:
+            self._choice.device.open()
         try:
             self._driver.start()
         except UnreachableError as error:

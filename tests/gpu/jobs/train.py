@@ -4,9 +4,10 @@ Every tenth step it writes down a digest of the state, too: that waits for the d
 that share one take turns to use.
 
 MODE `ddp` (DistributedDataParallel) or `fixed` (a deterministic FixedBatch). SECOND_GROUP=1: there
-is another group of all ranks, which is used once in a round and has nothing to do later. The model
-has some WIDTH² parameters: the larger, the longer a step is inside the all-reduce. The last line of
-each worker tells the digest of model and optimizer, the backend and its threads.
+is another group of all ranks, which is used once in a round and has nothing to do later.
+NEWCOMERS_WAIT: seconds that whoever replaces another waits before it joins. The model has some
+WIDTH² parameters: the larger, the longer a step is inside the all-reduce. The last line of each
+worker tells the digest of model and optimizer, the backend and its threads.
 """
 
 import hashlib
@@ -34,6 +35,8 @@ RECORDS = Path(os.environ["STEP_RECORDS"])
 DIGESTS = RECORDS.parent / "digests"
 
 DIGESTS.mkdir(exist_ok=True)
+if len(list(RECORDS.iterdir())) >= int(os.environ["WORLD_SIZE"]):  # others have trained before
+    time.sleep(float(os.environ.get("NEWCOMERS_WAIT", "0")))
 elastic.init(backend=BACKEND)
 torch.manual_seed(int(os.environ["LOCAL_RANK"]))  # models differ until the state is shared
 model = torch.nn.Sequential(

@@ -24,7 +24,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, built: bool = True) -> Non
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*nccl._VARIABLES, *nccl._CONFLICTING, "CUDA_VISIBLE_DEVICES"):
+    for name in (
+        *(*nccl._VARIABLES, *nccl._DEFAULTS, *nccl._CONFLICTING),
+        "CUDA_VISIBLE_DEVICES",
+    ):
         monkeypatch.setenv(name, "")  # so that what is set in a test is taken back
         monkeypatch.delenv(name)
 
@@ -42,6 +45,7 @@ def test_nccl_takes_the_device_of_the_slot(monkeypatch: pytest.MonkeyPatch, name
     assert isinstance(choice.device, nccl.Nccl)
     assert str(choice.device._device) == "cuda:3"
     assert not choice.by_vote
+    assert choice.early
 
 
 def test_nothing_asked_for_is_a_vote_where_torch_has_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +53,7 @@ def test_nothing_asked_for_is_a_vote_where_torch_has_nccl(monkeypatch: pytest.Mo
     choice = backend.choose_backend(None, 1)
     assert choice.device is not None
     assert choice.by_vote
+    assert choice.early
     assert backend.choose_backend(None, 2) == backend.BackendChoice(None, by_vote=True)
     gpus(monkeypatch, 0)
     assert backend.choose_backend(None, 0) == backend.BackendChoice(None, by_vote=True)

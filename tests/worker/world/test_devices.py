@@ -16,7 +16,7 @@ from elastic_driver.errors import WorldBrokenError
 from elastic_driver.worker.world import device as device_half
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.connections import GroupConnections
-from elastic_driver.worker.world.device import DeviceHalf
+from elastic_driver.worker.world.device import Accelerator, DeviceHalf
 from elastic_driver.worker.world.groups import RoundGroup
 from tests.support.gloo import run_ranks
 
@@ -115,6 +115,39 @@ def test_a_cut_off_that_takes_for_ever_or_fails_is_problem(monkeypatch: pytest.M
         half.wait_until_cut_off()
         assert str(half.problem()).endswith(what)
     slow.let.set()
+
+
+class Slow:
+    """A type of device that takes until `opened` to be opened; notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.calls: list[str] = []
+
+    def set_device(self, device: torch.device) -> None:
+        thread = threading.current_thread().name
+        self.calls.append(thread)
+        if thread == "elastic-open-device":
+            assert self.opened.wait(10)
+            self.calls.append("opened")
+            raise RuntimeError("out of memory")  # the thread that connects meets it, too
+
+
+def test_a_device_is_opened_on_a_thread_for_which_the_connecting_one_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: slow)
+    group = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(eager_connect_single_device=id))
+    monkeypatch.setattr(device_half.c10d, "_get_default_group", lambda: group)
+    device = Accelerator("cuda", "nccl", 0)
+    device.open()
+    connecting = threading.Thread(target=device.connect, name="connecting")
+    connecting.start()
+    assert "connecting" not in slow.calls
+    slow.opened.set()
+    connecting.join(10)
+    assert slow.calls == ["elastic-open-device", "opened", "connecting"]
 
 
 # ---- what a group does for its half ------------------------------------------------------

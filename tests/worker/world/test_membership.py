@@ -58,6 +58,18 @@ def test_taking_a_group_down_is_bounded_and_an_error_is_not_taken_for_a_hang(how
     assert member._notices._taken_down_since is None
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_device_of_its_own_is_opened_before_the_driver_hears_of_the_worker(early: bool) -> None:
+    order: list[str] = []
+    device = SimpleNamespace(open=lambda: order.append("device"))
+    member = JobMembership(None, BackendChoice(device, early=early))  # type: ignore[arg-type]
+    member.start()
+    assert not order, "without a driver the script comes first"
+    member._driver = SimpleNamespace(start=lambda: order.append("driver"))  # type: ignore[assignment]
+    member.start()
+    assert order == (["device", "driver"] if early else ["driver"])
+
+
 def test_the_device_is_selected_also_where_gloo_carries_its_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -134,6 +134,7 @@ class Cuda:
     def __init__(self) -> None:
         self.calls: list[object] = []
         self.capturing = False
+        self.done = False
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
@@ -144,20 +145,25 @@ class Cuda:
     def Event(self, *, blocking: bool) -> Any:
         return SimpleNamespace(
             record=lambda stream: self.calls.append((blocking, stream)),
-            synchronize=lambda: self.calls.append("waited"),
+            query=lambda: self.done,
+            synchronize=lambda: self.calls.append("slept"),
         )
 
     def synchronize(self, device: torch.device) -> None:
         self.calls.append(f"all of {device}")
 
 
-def test_the_wait_for_the_stream_sleeps_and_leaves_a_capture_alone(device: nccl.Nccl) -> None:
+def test_a_long_wait_for_the_stream_sleeps_and_a_capture_is_left_alone(device: nccl.Nccl) -> None:
     cuda = device._module = Cuda()
+    recorded = True, "the stream of cuda:0"
     device.settle()
-    assert cuda.calls == [(True, "the stream of cuda:0"), "waited"]
+    assert cuda.calls == [recorded, "slept"]
+    cuda.done = True
+    device.settle()
+    assert cuda.calls == [recorded, "slept", recorded]
     cuda.capturing = True
     device.settle()
-    assert len(cuda.calls) == 2
+    assert len(cuda.calls) == 3
 
 
 def test_before_a_roll_back_all_streams_are_waited_for(device: nccl.Nccl) -> None:
