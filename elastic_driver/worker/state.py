@@ -33,6 +33,7 @@ from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
 from elastic_driver.worker.compute_clock import ComputeClock, clock_for
 from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress
+from elastic_driver.worker.marks import Marks
 from elastic_driver.worker.positions import (
     Advancing,
     Counted,
@@ -41,7 +42,6 @@ from elastic_driver.worker.positions import (
     division_of,
 )
 from elastic_driver.worker.state_sync import sharing
-from elastic_driver.worker.state_sync.marks import Marks
 from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.parts import StatePart, part_for
 from elastic_driver.worker.state_sync.rng import RandomStates

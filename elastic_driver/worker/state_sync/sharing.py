@@ -252,8 +252,8 @@ def _require_names(
     if lacking:
         renamed = f" ({fresh[0]!r} is new)" if fresh else ""
         raise UsageError(
-            f"the trained state has a value {lacking[0]!r}, which this script's state lacks{renamed};"
-            " give the state what it had, under the same names"
+            f"the trained state has a value {lacking[0]!r}, which this script's state lacks"
+            f"{renamed}; give the state what it had, under the same names"
         )
     if fresh:
         say(f"the trained state has no {', '.join(map(repr, fresh))}; the first values are used")
