@@ -10,6 +10,7 @@ Where they differ, the driver asks for the leaves of a mark, and names the first
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -27,6 +28,7 @@ LONGEST = 1 << 20  # commits between two marks
 KEPT = 4  # marks whose leaves are kept, for the driver's question
 _TEXT = 120  # characters of a value that are shown
 Leaf = tuple[str, str, str]  # name, digest, and value as text
+Compared = tuple[Tree, frozenset[str]]  # a state, and the names that are left out
 
 
 class Marks:
@@ -47,8 +49,8 @@ class Marks:
         self._kept.clear()
         progress.leaves = self.leaves
 
-    def committed(self, tree: Tree, step: int, local: frozenset[str]) -> None:
-        """Make a mark of a committed step where one is due."""
+    def committed(self, step: int, states: Callable[[], Sequence[Compared]]) -> None:
+        """Make a mark of a committed step where one is due; `states` are those to compare."""
         progress = self._progress
         if progress is None:
             return
@@ -57,7 +59,7 @@ class Marks:
         if count not in FIRST and (count < max(FIRST) or count % self._every):
             return
         began = time.perf_counter()
-        found = _leaves_of(tree, local)
+        found = [leaf for tree, local in states() for leaf in _leaves_of(tree, local)]
         root = blake2b(digest_size=8)
         for name, digest, _ in found:
             root.update(name.encode(errors="replace"))

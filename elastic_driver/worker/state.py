@@ -252,10 +252,15 @@ class State:
             progress.samples.record(self._version, computed)
         self._measure(computed, committing)
         leaves = progress.committed(self._version)
-        self._marks.committed(self._tree, self._version, self._local)
+        self._marks.committed(self._version, self._compared)
         self._say_copies()
         if leaves:
             raise HostsUpdatedInterrupt(progress.leave_reason)
+
+    def _compared(self) -> list[tuple[Tree, frozenset[str]]]:
+        """Return what a mark is made of: this state, and the others that all ranks have."""
+        alike = [s for s in all_states() if s is not self and s._round == self._round]
+        return [(each._tree, each._local) for each in (self, *alike)]
 
     def _measure(self, cost: StepCost | None, committing: float) -> None:
         """Note the samples and the times of a step, whose commit took so many seconds."""

@@ -56,6 +56,7 @@ class Leaves:
         self._still: list[int] = []  # numbers of the tensors that are not copied
         self._last: object = None  # optimizers and growth of the last commit that was looked into
         self._unproven: set[str] = set()  # copied until they are known to stand still
+        self._committed: list[Tensor] = []  # those whose versions are known
         self._versions: list[int] = []  # of all, at the commit
         self._pointers: list[int] = []
         self._contents: dict[str, int] | None = None  # of those that stand still, if compared
@@ -64,6 +65,7 @@ class Leaves:
         self._copies: list[Tensor] = []
         self._early: set[str] = set()  # have changed before the first optimizer step
         self._check_at = 0.0
+        self._idle = 0  # commits in a row in which nothing has changed
         steps.before_first = self._look_before_step
 
     # ---- what there is ---------------------------------------------------------------------
@@ -88,7 +90,17 @@ class Leaves:
             self._unproven |= set(fresh)
         if fresh and known:
             self.learning = max(self.learning, LEARNING)
-        self._versions, self._pointers, self._choice = [], [], None
+        # A tensor that is new stands for itself: it was put in, not written to.
+        seen = dict(
+            zip(
+                map(id, self._committed),
+                zip(self._versions, self._pointers, strict=True),
+                strict=True,
+            )
+        )
+        now = [seen.get(id(t)) or (t._version, t.data_ptr()) for t in self.tensors]
+        self._versions, self._pointers = [v for v, _ in now], [p for _, p in now]
+        self._committed, self._choice = self.tensors, None
 
     @property
     def copied_bytes(self) -> int:
@@ -135,7 +147,7 @@ class Leaves:
             self._copies = [torch.empty_like(t, requires_grad=False) for t in choice]
         if choice:
             with torch.no_grad():
-                torch._foreach_copy_(self._copies, [t.detach() for t in choice])
+                torch._foreach_copy_(self._copies, choice)
         self._moved = choice
 
     def _not_moving(self) -> list[int]:
@@ -186,7 +198,8 @@ class Leaves:
                 self._unproven.clear()
                 self._choice = None
         idle = not stepped and not any(growth) and bool(self._trained)
-        if unusual or idle:
+        self._idle = self._idle + 1 if idle else 0
+        if unusual or 0 < self._idle <= LEARNING:
             self.learning = max(self.learning, 1)
 
     def _learn_contents(self, stepped: set[str]) -> None:
@@ -255,7 +268,7 @@ class Leaves:
         ]
         if plain:
             with torch.no_grad():
-                torch._foreach_copy_([t.detach() for t, _ in plain], [c for _, c in plain])
+                torch._foreach_copy_([t for t, _ in plain], [c for _, c in plain])
         done = {id(tensor) for tensor, _ in plain}
         for tensor, copy in zip(self._moved, self._copies, strict=True):
             if id(tensor) not in done:
