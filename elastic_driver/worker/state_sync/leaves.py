@@ -75,29 +75,22 @@ class Leaves:
         unique: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named:
             unique.setdefault(id(tensor), (name, tensor))
-        before = dict(zip(self.names, self._usual, strict=False))
+        usual = dict(zip(self.names, self._usual, strict=False))
         known = set(self.names)
         self.names = [name for name, _ in unique.values()]
         self.tensors = [tensor for _, tensor in unique.values()]
-        self._usual = [before.get(name, set()) for name in self.names]
+        self._usual = [usual.get(name, set()) for name in self.names]
         self._trained = trained
         fresh = [n for n in self.names if n not in known and n not in trained]
-        sizes = {name: tensor.nbytes for name, tensor in zip(self.names, self.tensors, strict=True)}
-        if (
-            sum(sizes[name] for name in {*fresh, *self._unproven} if name in sizes)
-            <= UNPROVEN_BYTES
-        ):
+        candidates = {*fresh, *self._unproven}
+        pairs = zip(self.names, self.tensors, strict=True)
+        if sum(tensor.nbytes for name, tensor in pairs if name in candidates) <= UNPROVEN_BYTES:
             self._unproven |= set(fresh)
         if fresh and known:
             self.learning = max(self.learning, LEARNING)
         # A tensor that is new stands for itself: it was put in, not written to.
-        seen = dict(
-            zip(
-                map(id, self._committed),
-                zip(self._versions, self._pointers, strict=True),
-                strict=True,
-            )
-        )
+        before = zip(self._committed, self._versions, self._pointers, strict=True)
+        seen = {id(tensor): (version, pointer) for tensor, version, pointer in before}
         now = [seen.get(id(t)) or (t._version, t.data_ptr()) for t in self.tensors]
         self._versions, self._pointers = [v for v, _ in now], [p for _, p in now]
         self._committed, self._choice = self.tensors, None
