@@ -322,7 +322,7 @@ def new_documents(result: Result, seen: Counter[str]) -> dict[str, bytes]:
 def next_pause(before: float, size: int, *, stepped: bool) -> float:
     """Return the seconds between two heartbeats of a worker that trains in a world of `size`.
 
-    If the worker has not `stepped` since the last heartbeat, it grows from `before`, the last pause.
+    If the worker has not `stepped` since the last one, it grows from `before`, the last pause.
     """
     return usual_pause(size) if stepped else before * GROWTH
 
