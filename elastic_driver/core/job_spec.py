@@ -59,7 +59,7 @@ class JobSpec:
         "Each worker sees only the GPU of its slot, and its LOCAL_RANK is 0 (as in torchrun).")
     verify_state: bool = option(Heading.POLICY, FLAG, True,
         "Compare what the ranks keep after every change of the world, and every so many commits "
-        "(docs/verify-state.md); --no-verify-state: do not.", shown="on")
+        "(docs/verify-state.md), or do not.", shown="on")
     rehearse: bool = True  # a warm parent takes a tiny training step
     slot_ports: int = 0  # free ports that each agent offers for its workers' servers
 # fmt: on

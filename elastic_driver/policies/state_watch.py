@@ -110,7 +110,12 @@ class StateWatch:
                 del self._steps[mark.step]
                 self.equal_step = max(mark.step, self.equal_step or 0)
         while len(self._steps) > OPEN_STEPS:
-            del self._steps[min(self._steps)]
+            del self._steps[self._least_of_use()]
+
+    def _least_of_use(self) -> int:
+        """Return the oldest step after which no ranks are known to differ, if there is one."""
+        alike = (step for step, marked in self._steps.items() if marked.differs_since is None)
+        return min(alike, default=min(self._steps))
 
     def ended(self, rank: int) -> None:
         """Record that the script of a rank is over: no more marks and no answers come from it."""

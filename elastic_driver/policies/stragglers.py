@@ -83,7 +83,7 @@ class Stragglers(Restorable):
                 return []
             case KeysRead():
                 self._due = now + max(LOOK_S, SHARE * event.seconds)
-                return [*self._look(event, now), *self._compare(now)]
+                return [*self._look(event, now), *self._compare(now), *self._commits()]
             case StateDescribed(worker=worker, round=number):
                 if number == self._world.round and worker in self._ranks:
                     self._states.described(self._ranks[worker], event)
@@ -188,7 +188,7 @@ class Stragglers(Restorable):
     # ---- states and commits --------------------------------------------------------------
 
     def _compare(self, now: float) -> list[Decided]:
-        """Compare the states of the ranks, and their commits, as far as they are known."""
+        """Compare the states of the ranks, as far as they are known."""
         number, states = self._world.round, self._states
         decided: list[Decided] = []
         if states.equal_step is not None and not self._told_equal and self._world.size > 1:
@@ -203,7 +203,7 @@ class Stragglers(Restorable):
                 decided.append(PublishKey(contract.JOB_STATE, question, why))
             case Told(step, (leaf, values, reason)):
                 decided.append(SendEvent(StatesDiffer(number, step, leaf, values, reason), reason))
-        return [*decided, *self._commits()]
+        return decided
 
     def _commits(self) -> list[Announce]:
         """Announce, once a round, that some ranks commit and others do not."""

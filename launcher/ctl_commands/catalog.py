@@ -79,10 +79,9 @@ def _others() -> Iterable[Command]:
 
 
 def _of_table(option: Option) -> Argument:
-    names = tuple(sorted((option.long, *option.aliases), key=lambda name: name.startswith("--")))
     default = f" [{option.default_text}]" if option.default_text else ""
     words, metavar = option.kind.words, option.kind.metavar
-    return Argument(names, metavar, option.help + default, words, option.heading.value)
+    return Argument(option.spellings, metavar, option.help + default, words, option.heading.value)
 
 
 def _of_parser(name: str, parser: CommandParser) -> Command:

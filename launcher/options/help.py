@@ -58,8 +58,7 @@ def _ignored(width: int) -> str:
 
 
 def _entry(option: Option, width: int) -> str:
-    spellings = sorted((option.long, *option.aliases), key=lambda s: s.startswith("--"))
-    head = f"  {', '.join(spellings)} {option.kind.metavar}".rstrip()
+    head = f"  {', '.join(option.spellings)} {option.kind.metavar}".rstrip()
     default = option.default_text
     text = f"{option.help} [{default}]" if default else option.help
     lines = textwrap.wrap(text, width, initial_indent=_PAD, subsequent_indent=_PAD)

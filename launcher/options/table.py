@@ -253,6 +253,13 @@ class Option:
         return f"--{self.name}"
 
     @property
+    def spellings(self) -> tuple[str, ...]:
+        """All spellings, short ones first; of a switch also that of its opposite."""
+        opposites = (word for word, switch in OPPOSITES.items() if switch == self.long)
+        known = (self.long, *self.aliases, *opposites)
+        return tuple(sorted(known, key=lambda word: word.startswith("--")))
+
+    @property
     def variable(self) -> str:
         """The environment variable that sets it: `ELASTICRUN_MIN_NP`."""
         return "ELASTICRUN_" + self.name.upper().replace("-", "_")

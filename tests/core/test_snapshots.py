@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from elastic_driver.core import snapshots
+from elastic_driver.core.driver_events import StatesDiffer
+from elastic_driver.core.events import StateValue
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.hosts import Drain, Host
 from elastic_driver.core.rules.workers import WorkerState
@@ -16,6 +18,7 @@ from elastic_driver.core.snapshots import SnapshotError, pack, unpack
 from elastic_driver.policies.shard_messages import Shard
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.settings import Settings
+from tests.core.scenario import Scenario
 
 
 @pytest.mark.parametrize(
@@ -104,3 +107,15 @@ def test_damaged_bytes_are_refused_in_one_line(damage: bytes) -> None:
 def test_a_snapshot_of_another_machine_is_refused() -> None:
     with pytest.raises(SnapshotError, match="a snapshot of a TfCluster"):
         Job.restored(TfCluster(1.0).snapshot())
+
+
+def test_a_job_that_has_given_up_or_whose_states_differ_comes_back() -> None:
+    few = Scenario(start_np=2, start_timeout=5.0)
+    few.hosts(a=1)
+    few.wait(10.0)
+    differ = Scenario(start_np=2).training(a=2)
+    differ.send(StatesDiffer(1, 5, "lr", (StateValue((0,), "1"),), "a test"))
+    for scenario, status in ((few, 75), (differ, 65)):
+        job = Job.restored(scenario.job.snapshot())
+        assert job.outcome.end is not None
+        assert job.outcome.end.exit_code == status

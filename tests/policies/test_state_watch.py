@@ -182,6 +182,14 @@ def test_steps_that_some_ranks_never_mark_do_not_pile_up() -> None:
     assert bench.watch.equal_step == 1000
 
 
+def test_a_step_after_which_ranks_differ_is_not_dropped_for_later_ones() -> None:
+    bench = Bench(3)
+    bench.mark(1, "aa", "bb", None)
+    for step in range(2, 3 * OPEN_STEPS):
+        bench.mark(step, "aa", None, None)
+    assert bench.look(ALL_S) == Question(1, (0, 1))
+
+
 def test_alone_a_rank_is_equal_to_itself() -> None:
     bench = Bench(1)
     bench.mark(3, "aa")

@@ -206,7 +206,7 @@ class JobOutcome:
         """End the job; only the first call has an effect."""
         if self.end is None:
             self.effects.announce("job_succeeded" if exit_code == 0 else "job_failed", reason)
-            self.end = EndJob(exit_code, reason, failure)
+            self.end = EndJob(int(exit_code), reason, failure)
             self.effects.decide(self.end)
             self.effects.begin_pass()
 

@@ -23,16 +23,17 @@ from elastic_driver.core import documents, events
 from elastic_driver.core.progress import MAX_DIGEST_CHARS, Progress, StateMark
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.progress import (
+    LONGEST_WAIT_S,
+    TrainingProgress,
+    usual_pause,
+)
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from elastic_driver.worker.worker_log import say
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, RequestError, WokenError
 from rendezvous.wire import EVENTS_PATH, Entries, Result, Set, Watch, expect
 
-HEARTBEATS_PER_S = 256.0  # of all workers of a world that trains
-LONGEST_WAIT_S = 2.0  # between two heartbeats: the progress the driver reads is never older
-SHORTEST_WAIT_S = 0.25
 GROWTH = 1.5  # of the wait while no step is made
 STOP_S = 1.0  # the longest wait for the thread to end
 RECENT_STEPS = 11  # whose median is the current step time
@@ -321,12 +322,9 @@ def new_documents(result: Result, seen: Counter[str]) -> dict[str, bytes]:
 def next_pause(before: float, size: int, *, stepped: bool) -> float:
     """Return the seconds between two heartbeats of a worker that trains in a world of `size`.
 
-    If the worker has `stepped` since the last heartbeat, the pause is longer in a larger world, to
-    bound the driver's load. Otherwise it grows from `before`, the last pause.
+    If the worker has not `stepped` since the last one, it grows from `before`, the last pause.
     """
-    if stepped:
-        return min(max(size / HEARTBEATS_PER_S, SHORTEST_WAIT_S), LONGEST_WAIT_S)
-    return before * GROWTH
+    return usual_pause(size) if stepped else before * GROWTH
 
 
 def new_leaf_mark(name: str, digest: str, text: str) -> events.LeafMark:

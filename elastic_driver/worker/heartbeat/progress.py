@@ -37,6 +37,9 @@ SAMPLE_S = 0.075  # the least total time of the steps of one sample
 COVERED_S = 4.0  # the time that the samples of one message cover: at least two heartbeats
 LEAST_SAMPLES = 8  # in a message, however long steps are
 LARGEST_BACKLOG = 4096  # steps between two heartbeats
+HEARTBEATS_PER_S = 256.0  # of all workers of a world that trains
+LONGEST_WAIT_S = 2.0  # between two heartbeats: the progress the driver reads is never older
+SHORTEST_WAIT_S = 0.25
 
 
 class StepCost(Struct, frozen=True):
@@ -110,6 +113,15 @@ def steps_per_sample(step_time: float) -> int:
     while every * step_time < SAMPLE_S and every < LARGEST_BACKLOG:
         every *= 2
     return every
+
+
+def usual_pause(size: int) -> float:
+    """Return the seconds between two heartbeats of a worker that trains in a world of `size`.
+
+    The pause is longer in a larger world, to bound the driver's load. Marks of the state should not
+    follow each other faster: a heartbeat carries `MAX_MARKS`, and those of all ranks have to meet.
+    """
+    return min(max(size / HEARTBEATS_PER_S, SHORTEST_WAIT_S), LONGEST_WAIT_S)
 
 
 @dataclass(slots=True, eq=False)

@@ -587,7 +587,9 @@ def test_an_event_from_the_wire_that_comes_twice_changes_nothing(
     scenario: MakeScenario, seed: int
 ) -> None:
     random = Random(seed)
-    s = scenario(start_np=2, min_np=1, max_np=4, spares=seed % 2, fruitless_restarts=99)
+    sizes = {"start_np": 2, "min_np": 1, "max_np": 4}
+    more = {"fruitless_restarts": 99, "on_difference": "repair"}
+    s = scenario(**sizes, spares=seed % 2, **more)
     s.training(a=2, b=2)
     for _ in range(60):
         s.now += random.choice([0.0, 0.01, 1.0])
