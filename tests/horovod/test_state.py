@@ -7,6 +7,7 @@ import gc
 import json
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -81,6 +82,24 @@ def test_restore_before_the_first_commit_brings_back_the_beginning() -> None:
     state.restore()
     assert all(map(torch.equal, model.state_dict().values(), before))
     assert state.batch == 0
+
+
+def test_a_scheduler_of_the_first_optimizer_sets_the_rates_after_a_restore() -> None:
+    model = torch.nn.Linear(4, 4)
+    first = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(first, gamma=0.5)
+    optimizer = hvd.DistributedOptimizer(first, named_parameters=model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler)
+    for expected in (0.05, 0.025):
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch looks for a step of the first optimizer
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+        state.commit()
+        state.restore()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
 def test_restore_amid_a_backward_pass_forgets_the_reductions() -> None:

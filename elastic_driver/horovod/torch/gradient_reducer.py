@@ -65,13 +65,15 @@ class GradientReducer:
         self._naming = naming
         self._how = how
         self._group_of = {p: group for group in together for p in group}
+        self._ids: list[int] = []  # of the parameters
         self._hooks: dict[torch.Tensor, Any] = {}
+        self._without_hook: list[torch.Tensor] = []
         self._sparse: set[torch.Tensor] = set()  # parameters that have had such a gradient
         self._engine: object = None
         self._left: dict[torch.Tensor, int] = {}  # backward passes until the reduction
         self._waiting: dict[torch.Tensor, None] = {}  # for the rest of their groups
         self._under_way: dict[torch.Tensor, Callable[[], torch.Tensor]] = {}
-        self._taken: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # gradients, versions
+        self._taken: dict[torch.Tensor, _Taken] = {}
         self.follow(param_groups)
         for parameter in self._hooks:
             if parameter.grad is None:  # as Horovod's has it before the first backward pass
@@ -81,15 +83,17 @@ class GradientReducer:
         """Reduce the gradients of exactly these parameters from now on; later ones included."""
         if self._how.op == Adasum:
             return
-        parameters = [p for group in param_groups for p in group["params"]]
-        if [*map(id, parameters)] != [*map(id, self.names)]:
-            self.names = self._naming.of(param_groups)
+        ids = [id(p) for group in param_groups for p in group["params"]]
+        if ids != self._ids:
+            self._ids, self.names = ids, self._naming.of(param_groups)
             self._left = {p: self._left.get(p, self.passes) for p in self.names}
             for gone in [p for p in self._hooks if p not in self.names]:
                 self._hooks.pop(gone).remove()
-        for parameter in self.names:
-            if parameter.requires_grad and parameter not in self._hooks:
+            self._without_hook = [p for p in self.names if p not in self._hooks]
+        if self._without_hook:
+            for parameter in [p for p in self._without_hook if p.requires_grad]:
                 self._hook(parameter)
+            self._without_hook = [p for p in self._without_hook if not p.requires_grad]
 
     def reset(self) -> None:
         """Forget what is under way, and count the backward passes anew."""
@@ -150,9 +154,7 @@ class GradientReducer:
             for parameter in list(self._waiting):  # the others of its group need no gradient
                 if parameter in self._waiting:
                     self._reduce_group([p for p in self._group_of[parameter] if p in self._waiting])
-            under_way, self._under_way = self._under_way, {}
-            for parameter, result in under_way.items():
-                self._set(parameter, result())
+            self._set_all()
         finally:
             self.reset()
 
@@ -196,14 +198,14 @@ class GradientReducer:
             gradient = torch.zeros_like(parameter)
             gradient = gradient.to_sparse(1) if parameter in self._sparse else gradient
             parameter.grad = gradient
-        self._taken[parameter] = gradient, gradient._version
+        taken = self._taken[parameter] = _Taken(gradient, gradient._version)
         if gradient.is_sparse:
             self._sparse.add(parameter)
             if not self._how.sparse_as_dense:
                 self._begin_sparse(parameter, gradient)
                 return
         if parameter not in self._group_of:
-            sent, context = self._compressed(gradient)
+            sent, context = self._compressed(taken)
             before, after = self._factors()
             name, process_set = self.names[parameter], self._how.process_set
             handle = allreduce_async_(
@@ -227,7 +229,7 @@ class GradientReducer:
 
     def _reduce_group(self, group: list[torch.Tensor]) -> None:
         """Begin the reduction of several gradients as one operation."""
-        sent = [self._compressed(self._taken[parameter][0]) for parameter in group]
+        sent = [self._compressed(self._taken[parameter]) for parameter in group]
         before, after = self._factors()
         handle = grouped_allreduce_async_(
             [tensor for tensor, _ in sent],
@@ -249,10 +251,11 @@ class GradientReducer:
             del self._waiting[parameter]
             self._under_way[parameter] = lambda index=index: result(index)  # type: ignore[misc]
 
-    def _compressed(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def _compressed(self, taken: "_Taken") -> tuple[torch.Tensor, Any]:
+        gradient = taken.gradient
         # `.data` has a count of changes of its own: that of the gradient shows the script's alone.
-        dense = gradient.to_dense() if gradient.is_sparse else gradient.data
-        return self._how.compression.compress(dense)
+        taken.moved = gradient.to_dense() if gradient.is_sparse else gradient.data
+        return self._how.compression.compress(taken.moved)
 
     def _operation(self) -> int:
         return Sum if self._how.predivide != 1.0 else self._how.op
@@ -266,22 +269,38 @@ class GradientReducer:
 
     def _require_unchanged(self) -> None:
         """Raise for a gradient that is not as its reduction has found it: who won is chance."""
-        for parameter, (gradient, version) in self._taken.items():
-            if parameter.grad is not gradient or gradient._version != version:
+        for parameter, taken in self._taken.items():
+            gradient = taken.gradient
+            if parameter.grad is not gradient or gradient._version != taken.version:
                 raise AssertionError(
                     f"the gradient of {self.names.get(parameter, 'a parameter')} was changed while "
                     "it was reduced: call optimizer.synchronize() before that, and put the step "
                     "into `with optimizer.skip_synchronize():`"
                 )
 
-    def _set(self, parameter: torch.Tensor, reduced: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None  # noqa: S101 - it is the one that was taken
-        if reduced.is_sparse:
-            parameter.grad = reduced
-        elif gradient.is_sparse:
-            parameter.grad = reduced.to_sparse(gradient.sparse_dim())
-        elif reduced.data_ptr() == gradient.data_ptr():
-            torch.autograd.graph.increment_version(gradient)
-        else:
-            gradient.copy_(reduced)
+    def _set_all(self) -> None:
+        """Wait for all results, and make them the gradients."""
+        in_place = []
+        for parameter, result in self._under_way.items():
+            reduced, taken = result(), self._taken[parameter]
+            gradient = taken.gradient
+            if reduced is taken.moved and not gradient.is_sparse:
+                in_place.append(gradient)
+            elif reduced.is_sparse:
+                parameter.grad = reduced
+            elif gradient.is_sparse:
+                parameter.grad = reduced.to_sparse(gradient.sparse_dim())
+            else:
+                gradient.copy_(reduced)
+        torch.autograd.graph.increment_version(in_place)
+
+
+class _Taken:
+    """A gradient as its reduction has found it; `moved` is what is reduced in its place."""
+
+    __slots__ = ("gradient", "moved", "version")
+
+    def __init__(self, gradient: torch.Tensor, version: int) -> None:
+        self.gradient = gradient
+        self.version = version
+        self.moved: torch.Tensor | None = None

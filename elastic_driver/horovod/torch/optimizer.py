@@ -107,10 +107,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc] # torc
         Raises AssertionError where gradients are not reduced, or are changed meanwhile.
         """
         reducer = self._reducer
-        reducer.follow(self.param_groups)
         if not self._should_synchronize:
             if reducer.is_busy():
                 raise AssertionError(_NEVER)
+            reducer.follow(self.param_groups)
         elif closure is None or reducer.has_begun():
             if self._synchronized:
                 warnings.warn(_TWICE, stacklevel=2)
@@ -119,6 +119,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc] # torc
             self.synchronize()
             closure = closure and self._reducing(closure, only_if_begun=True)
         else:
+            reducer.follow(self.param_groups)
             closure = self._reducing(closure, only_if_begun=False)
         self._synchronized = False
         return super().step(closure)
