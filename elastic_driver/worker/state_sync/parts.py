@@ -11,13 +11,19 @@ receive into from the document, so that parameters are written in place.
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+
+# For those who still import them from here.
+from elastic_driver.worker.positions import Advancing as Advancing  # noqa: PLC0414
+from elastic_driver.worker.positions import Counted as Counted  # noqa: PLC0414
+from elastic_driver.worker.positions import CountsSamples as CountsSamples  # noqa: PLC0414
+from elastic_driver.worker.positions import division_of as division_of  # noqa: PLC0414
 from elastic_driver.worker.state_sync.values import IMMUTABLE, TensorSpec, apart, copied, join
 
 _SHAPE = attrgetter("shape")
@@ -218,45 +224,6 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 # ---- optimizer steps ---------------------------------------------------------------------
-
-
-@runtime_checkable
-class Advancing(Protocol):
-    """A sampler, or another object with a position in the data."""
-
-    def advance(self) -> None:
-        """Count all samples that the loop has received until now as trained.
-
-        The state calls it after each step of its first optimizer.
-        """
-
-    def reset(self) -> None:
-        """Share the rest of the data among the workers of the new world."""
-
-
-class Counted(NamedTuple):
-    """Samples that this process has trained, and its seconds of waiting for data (0: unknown)."""
-
-    samples: int = 0
-    waited: float = 0.0
-
-
-@runtime_checkable
-class CountsSamples(Protocol):
-    """A sampler, or other data, that counts the samples which this process has trained."""
-
-    counted: Counted
-
-
-def division_of(sources: Sequence[Any]) -> tuple[int | None, int | None]:
-    """Return the micro-batches and the samples of a step of a `FixedBatch`, if there is one.
-
-    Nothing else has virtual workers.
-    """
-    for source in sources:
-        if count := getattr(source, "virtual_workers", None):
-            return count, count * source.micro_batch_size
-    return None, None
 
 
 def count_parameters(models: Sequence[nn.Module]) -> int | None:
