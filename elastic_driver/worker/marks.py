@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_driver import contract
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.progress import TrainingProgress, usual_pause
 from elastic_driver.worker.state_sync.fingerprint import contents
 from elastic_driver.worker.state_sync.tree import Tree, digest_input
 from elastic_driver.worker.state_sync.values import UnkeptError
@@ -25,6 +25,7 @@ from elastic_driver.worker.state_sync.values import UnkeptError
 FIRST = frozenset({2, 4, 8, 16})  # commits of a round
 SHARE = 0.0008  # of the training time
 LONGEST = 1 << 20  # commits between two marks
+MARKS_IN_A_PAUSE = 8  # of heartbeats, at most
 KEPT = 4  # marks whose leaves are kept, for the driver's question
 _TEXT = 120  # characters of a value that are shown
 Leaf = tuple[str, str, str]  # name, digest, and value as text
@@ -67,7 +68,7 @@ class Marks:
         self._kept[step] = found
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
-        progress.marks.append((step, root.hexdigest()))
+        progress.marked(step, root.hexdigest())
         self._choose(time.perf_counter() - began, progress)
 
     def _choose(self, cost: float, progress: TrainingProgress) -> None:
@@ -75,10 +76,13 @@ class Marks:
         self._cost = cost if not self._cost else min(cost, 2 * self._cost)
         times = sorted(progress.step_times)
         usual = times[len(times) // 2] if times else 0.0
-        every = 1
-        while every < LONGEST and every * usual * SHARE < self._cost:
+        pause = usual_pause(progress.size)  # a heartbeat carries the newest marks only
+        every = 2
+        while every < LONGEST and (
+            every * usual * SHARE < self._cost or every * usual * MARKS_IN_A_PAUSE < pause
+        ):
             every *= 2
-        self._every = max(every, 2)
+        self._every = every
 
     def leaves(self, step: int) -> list[Leaf] | None:
         """Return the leaves of a mark, for the heartbeat thread; None where they are gone."""

@@ -1,9 +1,18 @@
-"""What a state needs of samplers and batches: positions in the data that move with its commits."""
+"""Positions in the data: what a state moves at each commit, and what it counts.
 
-from collections.abc import Sequence
+A *position* says which samples the state has seen. At every commit the state calls `advance_all`,
+just before it keeps each `state_dict()`: so a position is that of the batches that the loop had
+received by then, whatever optimizers did. Nothing else moves it. After a change of the world it
+calls `reset()`, before the state is sent; receivers, and ranks that roll back, load the kept
+`state_dict()` instead.
+"""
+
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
+
+from elastic_driver.errors import HostsUpdatedInterrupt, UsageError, WorldBrokenError
 
 
 @runtime_checkable
@@ -13,7 +22,8 @@ class Advancing(Protocol):
     def advance(self) -> None:
         """Count all samples that the loop has received until now as trained.
 
-        The state calls it at each commit, whatever optimizers have done.
+        The state calls it at every commit, on every rank. A second call without a batch between
+        changes nothing.
         """
 
     def reset(self) -> None:
@@ -34,13 +44,38 @@ class CountsSamples(Protocol):
     counted: Counted
 
 
+def advance_all(positions: Iterable[tuple[str, Advancing]]) -> None:
+    """Move positions at a commit; each comes with its name in the state.
+
+    Raises `UsageError` with one line that names the position which cannot be moved, and why. A
+    change or a break of the world, in a position of the script's own, passes as it is.
+    """
+    for name, position in positions:
+        try:
+            position.advance()
+        except (HostsUpdatedInterrupt, WorldBrokenError):
+            raise
+        except UsageError as error:
+            raise UsageError(f"state.{name} cannot be committed: {error}") from error
+        except Exception as error:
+            said = (str(error).strip().splitlines() or ["no message"])[0]
+            raise UsageError(
+                f"state.{name} cannot be committed: {type(position).__name__}.advance() raised "
+                f"{type(error).__name__}: {said}"
+            ) from error
+
+
 def division_of(sources: Sequence[Any]) -> tuple[int | None, int | None]:
     """Return the micro-batches and the samples of a step of a `FixedBatch`, if there is one.
 
     Nothing else has virtual workers.
     """
     for source in sources:
-        if count := getattr(source, "virtual_workers", None):
+        try:
+            count = getattr(source, "virtual_workers", None)
+        except UsageError:  # before the first world a `FixedBatch` may not know it
+            count = None
+        if count:
             return count, count * source.micro_batch_size
     return None, None
 

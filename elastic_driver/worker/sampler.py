@@ -1,93 +1,131 @@
 """The samples that this worker trains, so that an epoch trains each one exactly once.
 
 `ElasticSampler` goes into `DataLoader(sampler=…)` and into `TorchState(sampler=…)`; the state
-calls `advance()` after each optimizer step, `reset()` after a rejoin, and keeps `state_dict()` with
-each commit.
+calls `advance()` and keeps `state_dict()` at each commit, and calls `reset()` after a rejoin.
 
 The order of an epoch follows from (seed, epoch) alone. The world consumes it from the front:
 whatever its size, k samples trained by each of W workers are the next k·W positions. So the whole
 progress is one number, the *position*: it is equal on every rank, it is a few bytes to commit or
 send, and after a resize everything behind it, and nothing else, is shared among the new workers.
 
-A loader draws indices ahead of the loop (`num_workers`, `prefetch_factor`), so the indices that
-were drawn do not tell which were trained. The batches that the loop has *received* when the
-optimizer steps do. torch has no public hook for that, so `find_loader` finds the loader that
-iterates a sampler, and `_SamplerPass` reads its count of batches. Prefetching, gradient
-accumulation, a short last batch and several optimizers make no difference.
+At a commit, the samples of all batches that the loop has *received* are trained (`loops`).
+Prefetching, gradient accumulation, a short last batch, and whatever optimizers do make no
+difference. Only an *evaluation* takes nothing away: a loop from the start of the data, without
+gradients, in which no commit was made. It begins anew each time.
+
+Where a loop has trained everything, the state also keeps whether it had *ended* by the commit. If
+so, the next loop is of the next epoch. If the commit was in its last batch, the script comes back
+to this epoch, and its loop finds nothing left.
 
 Positions and lengths are samples. No list of indices is ever made.
 """
 
 import sys
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sized
-from types import FrameType
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping, Sized
+from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, Sampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+import torch
+from torch.utils.data import Sampler, get_worker_info
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.worker.current import rank_and_size
+from elastic_driver.worker.loops import BareLoop, find_loop, optimizer_steps, watch_optimizers
 from elastic_driver.worker.positions import Counted
+from elastic_driver.worker.worker_log import say
 
 __all__ = ["ElasticSampler"]
 
-_FRAMES = 6  # sampler ← batch sampler ← _next_index ← _next_data ← __next__; more is not a loader
-_KEPT = ("samples", "seed", "epoch", "position", "replayed")  # a commit keeps these
 
+class _Progress(NamedTuple):
+    """Where a sampler is in its data.
 
-def find_loader(frame: FrameType | None, sampler: Sampler[int]) -> tuple[Any, BatchSampler | None]:
-    """Return the loader's iterator for which `frame` called `iter(sampler)`, and its batch sampler.
-
-    `frame` is the caller of `Sampler.__iter__`: torch's `BatchSampler`, called by the
-    iterator of a `DataLoader`. The result is (None, None) for any other caller.
+    Attributes:
+        epoch: the present one.
+        position: samples of it that the world has trained.
+        replayed: samples of it that were trained twice.
+        ended: whether all of it is trained, by a loop that had ended.
+        continues: whether the next loop is of this epoch even if nothing is left of it. This is
+            not kept by a commit.
     """
-    batches = frame.f_locals.get("self") if frame is not None else None
-    if isinstance(batches, BatchSampler) and batches.sampler is sampler:
-        for _ in range(_FRAMES):
-            if frame is None:
-                break
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, _BaseDataLoaderIter) and hasattr(caller, "_num_yielded"):
-                return caller, batches
-            frame = frame.f_back
-    return None, None
+
+    epoch: int = 0
+    position: int = 0
+    replayed: int = 0
+    ended: bool = False
+    continues: bool = False
+
+    def is_over(self, samples: int) -> bool:
+        """Return whether the next loop is of the next epoch."""
+        done = self.ended or (self.position >= samples and not self.continues)
+        return done and samples > 0
 
 
 class _SamplerPass:
-    """One iteration over the rest of an epoch, by one world."""
+    """One loop over the rest of an epoch, by one world."""
 
-    def __init__(self, start: int, samples: int, loader: Any, batches: BatchSampler | None) -> None:
+    def __init__(self, before: _Progress, start: _Progress, samples: int, loop: BareLoop) -> None:
+        self.before = before  # where the sampler was when this loop began
         self.start = start
+        self.loop = loop
         self.rank, self.size = rank_and_size()
-        self.remaining = samples - start
+        self.remaining = samples - start.position
         self.length = -(-self.remaining // self.size)  # of each rank, padding included
         self.usable = self.length  # of these, as many as the loader will hand out
-        if batches is not None and batches.drop_last:
-            self.usable -= self.length % batches.batch_size
-        self.batches = batches
-        # A weak reference, so that the end of the user's loop ends the loader's workers.
-        self._loader = weakref.ref(loader) if loader is not None else None
+        if loop.drop_last and loop.unit is not None:
+            self.usable -= self.length % loop.unit
         self.drawn = 0
         self.trained = 0  # by each rank
         self.counted = 0  # of these, as many as the sampler has counted
+        self.seen = (0, 0)  # batches and indices that were drawn by the last commit
+        self.steps = optimizer_steps()  # by the last commit
+        self.committed = False  # while the loop was in it
+        self.recorded = False  # by the script, which knows best
+        self.gradients = False  # on when it drew
+        self.thread: int | None = None  # that draws
 
     def received(self) -> int:
-        """Return the samples that the loop has got from the loader, each batch counted as full.
+        """Return the samples that the loop has received; 0 where that is not known."""
+        return min(self.loop.batches() * (self.loop.unit or 0), self.length)
 
-        After the end of the loop it is all samples of this rank, or 0 if the loop was left early.
+    def has_everything(self) -> bool:
+        """Return whether the loop has got all that there is for it.
+
+        What a batch sampler of the script's own has handed on is known at the end only.
         """
-        loader = self._loader() if self._loader is not None else None
-        if loader is not None and self.batches is not None:
-            return int(loader._num_yielded * self.batches.batch_size)
-        # The optimizer may step once more for a loop's leftover, after its end.
-        return self.length if self.drawn == self.length else 0
+        if self.loop.unit is None:
+            return self.loop.of_loader and self.drawn >= self.length and bool(self.loop.has_ended())
+        return self.received() >= self.usable
+
+    def is_evaluation(self) -> bool:
+        """Return whether it has trained nothing, once it has ended."""
+        fresh = self.start.position == 0 and self.usable > 0
+        return fresh and not (self.gradients or self.committed or self.recorded)
+
+    def has_ended(self) -> bool:
+        """Return whether the loop had ended by a commit that comes now."""
+        ended = self.loop.has_ended()
+        if ended is None:  # or it is in its last batch
+            new = not self.committed and (not self.gradients or self.has_everything())
+            return new or self.trained >= self.usable
+        return ended
 
     def trains(self, count: int) -> None:
-        """Record that each rank has trained `count` samples of this pass, from its start."""
+        """Record that each rank has trained `count` samples of this loop, from its start."""
         self.trained = max(self.trained, min(count, self.usable))
+
+    def progress(self, *, ended: bool, continues: bool) -> _Progress:
+        """Return where the sampler is, by what was trained of this loop."""
+        trained, start = self.trained * self.size, self.start
+        return _Progress(
+            epoch=start.epoch,
+            position=start.position + min(trained, self.remaining),
+            replayed=start.replayed + max(0, trained - self.remaining),
+            ended=ended and self.trained >= self.usable and not continues,
+            continues=continues,
+        )
 
 
 class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follow torch
@@ -100,18 +138,23 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         loader = DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
         state = elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0)
 
-    Iterating again after an epoch is done starts the next one. After a rejoin it continues with
-    the rest of the current epoch, even if no sample is left. A loop may also name its epochs
-    by `set_epoch`.
+    Iterating again after an epoch is done starts the next one. After a rejoin a loop continues
+    with the rest of the epoch of the last commit. After a commit in the last batch nothing is left
+    of it: the loop finds no batch. After a commit behind the loop the next epoch begins. A script
+    that comes back to the same epoch there names its epochs by `set_epoch`.
+
+    A sampler for validation works in the same way. A loop under `torch.no_grad()` in which no
+    commit is made takes nothing away: the next one begins anew.
 
     Args:
         dataset: anything with a length.
         shuffle: whether each epoch has a random order; else it has the order of the data set.
         seed: of all epochs' orders; the same on every worker.
-        batch_size: samples that each rank trains in one optimizer step. Needed only where
+        batch_size: samples that each rank trains from one commit to the next. Needed only where
             the loader is not a torch `DataLoader`, or the loop itself fetches batches ahead.
 
-    Raises `UsageError` for a data set without a length, and for a batch size below 1.
+    Raises `UsageError` for a data set without a length, and for a batch size below 1. `len()` and
+    iterating raise it in a process of `elasticrun` that has not joined a world yet.
     """
 
     def __init__(
@@ -122,63 +165,144 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             raise UsageError(f"batch_size is {batch_size}; give the samples of one step, from 1")
         self.samples = len(dataset)
         self.shuffle, self.seed, self.batch_size = shuffle, seed, batch_size
-        self.epoch = self.position = self.replayed = 0
         self.counted = Counted()
-        self._replayed_before = 0  # in earlier passes over this epoch
+        self._progress = _Progress()
         self._pass: _SamplerPass | None = None
-        self._rejoined = False
+        self._world = 0  # how many there were
+        self._named = False  # the script names its epochs, or was told to
+        watch_optimizers()
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch."""
+        return self._progress.epoch
+
+    @property
+    def position(self) -> int:
+        """The samples of this epoch that the world has trained."""
+        return self._progress.position
+
+    @property
+    def replayed(self) -> int:
+        """The samples of this epoch that were trained twice."""
+        return self._progress.replayed
 
     def __iter__(self) -> Iterator[int]:
         """Return this rank's share of the rest of the epoch, or of the next epoch."""
-        if self._is_over():
-            self._start(self.epoch + 1)
-        self._rejoined = False
-        self._replayed_before = self.replayed
-        self._pass = _SamplerPass(self.position, self.samples, *find_loader(sys._getframe(1), self))
-        return self._draw(self._pass)
+        if get_worker_info() is not None:
+            raise UsageError(
+                "an ElasticSampler is iterated in a process of a DataLoader, where nobody sees "
+                "what is trained; give it to the DataLoader as sampler=, not to its data set"
+            )
+        before = self._left_behind()
+        start = before._replace(ended=False, continues=False)
+        if before.is_over(self.samples):
+            start = _Progress(before.epoch + 1)
+        share = _SamplerPass(before, start, self.samples, find_loop(sys._getframe(1), self))
+        self._progress, self._pass = start, share
+        draws = self._draw(share, self._world)
+        share.loop.draws = weakref.ref(draws)
+        return draws
 
-    def _draw(self, share: _SamplerPass) -> Iterator[int]:
-        order = Permutation(self.samples, mix(self.seed, self.epoch)) if self.shuffle else None
+    def _draw(self, share: _SamplerPass, world: int) -> Generator[int, None, None]:
+        order = None
+        if self.shuffle:
+            order = Permutation(self.samples, mix(self.seed, share.start.epoch))
+        share.thread = threading.get_ident()
+        share.loop.begins()
         for turn in range(share.length):
+            if world != self._world:
+                raise UsageError(
+                    "a loop over an ElasticSampler goes on after the world has changed; make the "
+                    "iterator of its loader inside the function decorated with @elastic.run"
+                )
+            share.gradients = share.gradients or torch.is_grad_enabled()
             offset = (share.rank + turn * share.size) % share.remaining  # wraps into the padding
-            position = share.start + offset
+            position = share.start.position + offset
             share.drawn += 1
             yield order[position] if order is not None else position
+        share.loop.exhausted = True
 
     def __len__(self) -> int:
-        """Return the samples of this rank in the current pass, or in a pass that starts now."""
-        if self._pass is not None and not self._is_over():
-            return self._pass.length
-        left = self.samples if self._is_over() else self.samples - self.position
+        """Return the samples of this rank in the loop under way, or in one that starts now.
+
+        It is the length for the present number of workers.
+        """
         size = rank_and_size()[1]
+        if self._pass is not None and not self._pass.has_ended():
+            return self._pass.length
+        progress = self._left_behind()
+        left = self.samples - (0 if progress.is_over(self.samples) else progress.position)
         return (left + size - 1) // size
 
-    def _is_over(self) -> bool:
-        """Return whether the next iteration belongs to the next epoch."""
-        if self._rejoined or self.samples == 0:
-            return False
-        done = self._pass is not None and self._pass.trained >= self._pass.usable
-        return done or self.position >= self.samples
+    def _left_behind(self) -> _Progress:
+        """Return where a loop begins that starts now, without a commit since the one before."""
+        share, now = self._pass, self._progress
+        if share is None:
+            return now
+        if share.is_evaluation():
+            return share.before._replace(continues=now.continues or share.before.continues)
+        if share.has_everything():
+            share.trains(share.usable)
+        elif optimizer_steps() > share.steps and not share.recorded and self.batch_size is None:
+            share.trains(share.received())
+        return share.progress(ended=True, continues=now.continues)
+
+    # ---- what the state calls ------------------------------------------------------------
 
     def advance(self) -> None:
         """Count all samples that the loop has received until now as trained.
 
-        The state calls it after each step, on every rank. A second call in a step changes nothing.
-        Raises `UsageError` where nothing tells how many samples a step trains.
+        The state calls it at each commit, on every rank. A second call without a batch between
+        changes nothing. Raises `UsageError` where nothing tells which samples were trained.
         """
         share = self._pass
         if share is None:
-            return  # a step that used none of this sampler's data
+            return  # the loop has used none of this sampler's data since the last commit
+        over = share.has_ended()
+        if over and share.is_evaluation():
+            self._progress, self._pass = self._left_behind(), None
+            return
+        share.trains(self._trained_by_now(share, over))
+        share.committed = share.committed or not over
+        share.seen = (share.loop.batches(), share.drawn)
+        share.steps = optimizer_steps()
+        self._move(share, ended=over)
+        if self._progress.ended and share.committed and not self._named:
+            self._warn(share)
+
+    def _trained_by_now(self, share: _SamplerPass, over: bool) -> int:
+        """Return the samples of a loop that each rank has trained by a commit that comes now."""
+        if share.recorded:
+            return share.trained
+        if over and share.has_everything():
+            return share.usable
+        loop = share.loop
         if self.batch_size is not None:
-            share.trains(share.trained + self.batch_size)
-        elif share.batches is not None:
-            share.trains(share.received())
-        elif share.trained == 0:
+            listed = loop.exhausted and not loop.of_loader  # the loop may have made a list of all
+            if share.seen == (loop.batches(), share.drawn) and not listed:
+                return share.trained  # no batch since the last commit
+            return min(share.trained + self.batch_size, share.drawn)
+        why = loop.disorder(share.drawn, share.length)
+        if share.thread not in (None, threading.get_ident()):
+            why = "another thread fetches batches ahead"
+        if why:
             raise UsageError(
-                "ElasticSampler cannot tell how many samples an optimizer step trains, because no "
-                "torch DataLoader(batch_size=…) iterates it; give ElasticSampler(batch_size=…)"
+                f"ElasticSampler cannot tell which samples were trained by this commit: {why}; "
+                "give DataLoader(batch_size=…) alone, or ElasticSampler(batch_size=…), the "
+                "samples that each rank trains from one commit to the next"
             )
-        self._move(share)
+        return share.received()
+
+    def _warn(self, share: _SamplerPass) -> None:
+        """Say once, on one rank, that this script may come back to an epoch that is over."""
+        self._named = True
+        if share.rank == 0:
+            say(
+                f"a commit follows the loop over epoch {self.epoch} of an ElasticSampler; if the "
+                f"workers change there, the next loop is of epoch {self.epoch + 1}; a script that "
+                "comes back to the same epoch calls sampler.set_epoch(state.epoch) before its loop"
+            )
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that batch `batch_idx` of this loop (from 0), of `batch_size` samples, is trained.
@@ -187,34 +311,44 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         does no harm.
         """
         if self._pass is not None:
+            self._pass.recorded = True
             self._pass.trains((batch_idx + 1) * batch_size)
-            self._move(self._pass)
+            self._move(self._pass, ended=False)
 
-    def _move(self, share: _SamplerPass) -> None:
+    def _move(self, share: _SamplerPass, *, ended: bool) -> None:
         self.counted = Counted(self.counted.samples + share.trained - share.counted)
         share.counted = share.trained
-        trained = share.trained * share.size
-        self.position = share.start + min(trained, share.remaining)
-        self.replayed = self._replayed_before + max(0, trained - share.remaining)
+        self._progress = share.progress(ended=ended, continues=self._progress.continues)
 
     def set_epoch(self, epoch: int) -> None:
         """Train `epoch` from its start; no change if it is the current one, which goes on."""
-        if epoch != self.epoch:
-            self._start(epoch)
+        self._named = True
+        if self._pass is not None and self._pass.has_ended():
+            self._progress, self._pass = self._left_behind(), None
+        if epoch == self.epoch:  # the caller counts the epochs, so none begins by itself
+            self._progress = self._progress._replace(ended=False, continues=True)
         else:
-            self._rejoined = True  # the caller counts the epochs, so none begins by itself
-
-    def _start(self, epoch: int) -> None:
-        self.epoch, self.position, self.replayed = epoch, 0, 0
-        self._pass, self._rejoined = None, False
+            self._progress, self._pass = _Progress(epoch), None
 
     def reset(self) -> None:
         """Share the rest among the workers of the new world, from the next iteration on."""
-        self._pass, self._rejoined = None, True
+        if self._pass is not None and self._pass.is_evaluation():
+            self._progress = self._pass.before
+        self._progress = self._progress._replace(continues=True)
+        self._pass = None
+        self._world += 1
 
     def state_dict(self) -> dict[str, int]:
-        """Return the progress, equal on every rank at a step boundary: five numbers."""
-        return {name: getattr(self, name) for name in _KEPT}
+        """Return the progress, equal on every rank at a commit: six numbers."""
+        now = self._progress
+        return {
+            "samples": self.samples,
+            "seed": self.seed,
+            "epoch": now.epoch,
+            "position": now.position,
+            "replayed": now.replayed,
+            "ended": int(now.ended),
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from another sampler's progress.
@@ -226,8 +360,10 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
                 f"the sampler's state is of a data set of {state['samples']} samples, this one has "
                 f"{self.samples}; give every worker the same data, or start without this state"
             )
-        for name in _KEPT:
-            setattr(self, name, state[name])
+        self.seed = state["seed"]
+        ended = bool(state.get("ended", 0))  # earlier versions did not keep it
+        self._progress = _Progress(state["epoch"], state["position"], state["replayed"], ended)
+        self._pass = None
         self.reset()
 
 

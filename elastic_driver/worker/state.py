@@ -38,6 +38,7 @@ from elastic_driver.worker.positions import (
     Advancing,
     Counted,
     CountsSamples,
+    advance_all,
     count_parameters,
     division_of,
 )
@@ -90,7 +91,7 @@ def _stepped(me: "weakref.ref[State]") -> None:
     if state is not None:
         state._tree.gradients.used()
         if state._leads:
-            state._progress.optimizer_steps += 1
+            state._progress.optimizer_stepped()
 
 
 class State:
@@ -312,8 +313,7 @@ class State:
         """
         if self._tree.leaves.copy_all or not self._counter.steps:
             self._counter.settle()  # no optimizer's step has waited for what the ranks exchanged
-        for position in self._all(Advancing):
-            position.advance()
+        advance_all((n, v) for n, v in self._values.items() if isinstance(v, Advancing))
         self._keep()
 
     def _keep(self, *, from_others: bool = False) -> None:

@@ -267,6 +267,7 @@ def test_progress_stays_small_for_a_data_set_of_a_billion_samples() -> None:
         "epoch": 0,
         "position": 3,
         "replayed": 0,
+        "ended": 0,
     }
 
 
@@ -290,8 +291,9 @@ def test_an_explicit_batch_size_serves_loops_that_fetch_ahead_of_themselves() ->
 
 def test_a_loader_that_cannot_be_recognised_is_an_error_not_a_guess() -> None:
     sampler = ElasticSampler(range(20))
-    iter(sampler)
-    with pytest.raises(UsageError, match=r"give ElasticSampler\(batch_size=…\)"):
+    iterator = iter(sampler)
+    next(iterator)
+    with pytest.raises(UsageError, match=r"or ElasticSampler\(batch_size=…\)"):
         sampler.advance()
 
 

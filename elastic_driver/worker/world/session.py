@@ -3,7 +3,8 @@
 Scripts call `init` themselves or leave it to `@elastic.run`. The membership stops when the script
 ends, or as soon as an exception that ends it is shown: the process may take seconds to end, and the
 others do not wait for that. A forked child drops it: it must neither send heartbeats nor hold on to
-the connections of the training process.
+the connections of the training process. It keeps rank and size, which the processes of a loader ask
+for. No process that a worker has started joins the job beside it.
 
 A worker that makes no progress for long counts as hung (`heartbeat.stall_watch`,
 `core.rules.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
@@ -46,8 +47,9 @@ class _Session:
 def init(backend: str | None = None) -> None:
     """Join the job: wait for the first round with this process, and build its process group.
 
-    Does nothing when this process is in a world already. Without `elasticrun` the process becomes
-    a world of one, so that a script can be tried with plain `python`.
+    Does nothing when this process is in a world already, or was started by one that is. Without
+    `elasticrun` the process becomes a world of one, so that a script can be tried with plain
+    `python`.
 
     Args:
         backend: as for torch's `init_process_group`: "gloo", or the accelerator's own, such as
@@ -59,6 +61,8 @@ def init(backend: str | None = None) -> None:
             worker is incomplete.
         RendezvousError: the rendezvous cannot be reached or refuses this worker.
     """
+    if _Session.membership is None and current.has_parent_in_world():
+        return
     member = start(backend)
     if member.group is None:
         member.join("started")
@@ -102,6 +106,12 @@ def leave_initial() -> None:
 def _context() -> context.WorkerContext | None:
     """Return the context of this process, and use it; None where elasticrun has not started it."""
     born = context.from_environment()
+    if born is not None and current.has_parent_in_world():
+        raise UsageError(
+            f"this process was started by worker {born.worker}, which trains in the job, and "
+            "cannot join beside it; begin the script's training under "
+            'if __name__ == "__main__":, which the processes of a loader leave out'
+        )
     if born is None:
         if not _Session.alone:
             say("not started by elasticrun: training in this process alone, as a world of one")
@@ -257,7 +267,7 @@ def _forget_in_child() -> None:
     _Session.membership = _Session.initial = None
     if member is not None:
         member.forget_in_child()
-    current.forget()
+    current.inherit()
 
 
 atexit.register(_shutdown, script_is_over=True)
