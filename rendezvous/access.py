@@ -86,6 +86,7 @@ ROUTES = (
     RouteRights("POST", "/v1/shards/{dataset}:next", TRAINERS),
     RouteRights("POST", "/v1/shards/{dataset}:done", TRAINERS),
     RouteRights("POST", "/v1/shards/{dataset}:resume", TRAINERS),
+    RouteRights("POST", "/v1/shards/{dataset}:agree", TRAINERS),
     RouteRights("POST", "/v1/shards/{dataset}:extend", TRAINERS),
     RouteRights("POST", "/v1/tf/cluster_spec", TRAINERS),
     RouteRights("GET", "/v1/tf/waiting_nodes", TRAINERS),

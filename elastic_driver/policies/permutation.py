@@ -51,6 +51,23 @@ class Permutation:
             found = self.encipher(found)
         return found
 
+    def position(self, number: int) -> int:
+        """Return the position at which the order has this number: the inverse of `order[…]`."""
+        if not 0 <= number < self.size:
+            raise IndexError(f"{number} is outside an order of {self.size}")
+        found = self._decipher(number)
+        while found >= self.size:
+            found = self._decipher(found)
+        return found
+
+    def _decipher(self, index: int) -> int:
+        a, b = self._sides
+        left, right = divmod(index, b)
+        for first, second in reversed(self._keys):
+            right = (right - _hash(left, second) % b) % b
+            left = (left - _hash(right, first) % a) % a
+        return left * b + right
+
     def encipher(self, index: Any) -> Any:
         """Apply the cipher once to a number, or to each of a NumPy array of 64-bit unsigned ones.
 

@@ -10,15 +10,18 @@ The ledger keeps no set of what is to do or done, since the source counts forwar
 with the shards that are handed out, returned or in quarantine, not with the data set.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 
+import msgspec
 from msgspec import Struct, field
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.shard_messages import Quarantined, Shard
 from elastic_driver.policies.shard_sources import RangeSource, Source, StreamSource
+
+MAX_AGREED = 8  # answers that are kept for requests which come again
 
 
 class _Holder(Struct):
@@ -69,6 +72,9 @@ class ShardLedger:
         self._epoch = 0
         self._done = self._done_records = 0
         self._first_token = self._next_token = 1  # _first_token: the first that still counts
+        self._blamed: set[str] = set()  # holders that lost a member and were not heard since
+        self._base: m.LedgerState | None = None  # where a world begins whose model knows nothing
+        self._agreed: OrderedDict[str, m.Agreed] = OrderedDict()  # newest answers, by request
 
     # ---- requests of workers ----------------------------------------------------------------
 
@@ -93,15 +99,22 @@ class ShardLedger:
             if self._is_all_poison() or not self.source.next_epoch():
                 return self._end()
             shard = self._take()
-        token, self._next_token = self._next_token, self._next_token + 1
-        held = self._holders.setdefault(worker, _Holder(expires=now))
-        held.tokens[shard] = token
+        self._blamed.discard(worker)
+        token = self._hold(worker, shard, now)
         if request:
+            held = self._holders[worker]
             held.requests[shard], held.asked[request] = request, shard
-        self._doing[shard] = worker
-        self.renew(worker, now)
         self._epoch = shard.epoch
         return m.Granted(shard, token, self._lease)
+
+    def _hold(self, worker: str, shard: Shard, now: float, token: int = 0) -> int:
+        """Give a shard to a worker; return its token, a new one where none is given."""
+        if not token:
+            token, self._next_token = self._next_token, self._next_token + 1
+        self._holders.setdefault(worker, _Holder(expires=now)).tokens[shard] = token
+        self._doing[shard] = worker
+        self.renew(worker, now)
+        return token
 
     def _take(self) -> Shard | None:
         """Return the next shard to do: first those that came back, then the source's.
@@ -110,10 +123,12 @@ class ShardLedger:
         """
         if self._returned:
             return self._returned.popleft()
-        shard = self.source.take()
-        while shard is not None and (poison := self._poison.get(_records(shard))) is not None:
-            self._quarantine[shard] = Quarantined(shard, poison.losses, poison.reason)
-            shard = self.source.take()
+        while (shard := self.source.take()) is not None:
+            poison = self._poison.get(_records(shard))
+            if poison is not None:
+                self._quarantine[shard] = Quarantined(shard, poison.losses, poison.reason)
+            elif shard not in self._doing:
+                break
         return shard
 
     def _is_all_poison(self) -> bool:
@@ -134,6 +149,7 @@ class ShardLedger:
 
     def done(self, worker: str, shard: Shard, token: int, now: float) -> m.DoneAnswer:
         """Record that the worker has trained a shard. A repeated report gets the same answer."""
+        self._blamed.discard(worker)
         holder, past = self._doing.get(shard), self._past.get(shard)
         late = holder is None and past is not None and token in past.tokens
         if holder == worker and self._holders[worker].tokens[shard] == token:
@@ -198,12 +214,14 @@ class ShardLedger:
         """Blame the oldest shard of a holder for a loss, though the holder lives on.
 
         Such a holder is a world whose members train its shards together, and one member was lost.
-        The others go on, so only losses without progress between them count against a shard.
-        Returns the shard if it is now in quarantine.
+        The others go on, so only losses without progress between them count against a shard. Until
+        the holder is heard again further losses count as the same one: the rest of the world died
+        with its member. Returns the shard if it is now in quarantine.
         """
         held = self._holders.get(worker)
-        if held is None:
+        if held is None or worker in self._blamed:
             return []
+        self._blamed.add(worker)
         return self._blame(next(iter(held.tokens)), f"a member of {worker}: {reason}")
 
     def resume(self, worker: str, held: Mapping[int, int], now: float) -> list[int]:
@@ -214,14 +232,59 @@ class ShardLedger:
         rolled back may name a token that was reported done; it trains these records again.
         """
         self.renew(worker, now)
+        self._blamed.discard(worker)
         mine = self._holders.get(worker, _Holder(expires=now)).tokens
         for shard, token in mine.items():
-            past = self._past.get(shard)
-            if past is not None and held.get(token, 0) > past.progress:
-                past.progress, past.losses = held[token], min(past.losses, 1)
+            self._excuse(shard, held.get(token, 0))
         self._return([shard for shard, token in mine.items() if token not in held])
         lost = {token for past in self._past.values() for token in past.tokens}
         return [token for token in held if token in lost or token < self._first_token]
+
+    def agree(self, request: m.AgreeRequest, now: float) -> m.Agreed:
+        """Make the account that of the model of a world, which it tells; return what it holds now.
+
+        What the model was not trained with is to do, whatever was reported before: the world may
+        have gone back to a checkpoint, or begun anew. What was learned of shards on which workers
+        die is kept. A request that comes again gets the same answer, and changes nothing.
+
+        Raises `UsageError` for the state of another data set.
+        """
+        worker, held = request.worker, request.held
+        if (answer := self._agreed.get(request.request)) is not None:
+            return answer
+        state = request.state
+        if state is None:
+            if self._base is None or request.follows:
+                self._base = self.checkpoint().state
+            state, held = self._base, ()
+        mine = dict(self._holders[worker].tokens) if worker in self._holders else {}
+        self._go_back(state, {claim.shard for claim in held}, [worker])
+        self._blamed.discard(worker)
+        kept = []
+        for claim in held:
+            shard = claim.shard
+            if claim.trained >= shard.records and shard in self._quarantine:
+                del self._quarantine[shard]  # it was trained after all
+                self._poison.pop(_records(shard), None)
+            if shard in self._quarantine or shard in self._doing:
+                continue
+            self._excuse(shard, claim.trained)
+            same = claim.token if mine.get(shard) == claim.token else 0
+            kept.append(m.Claim(shard, self._hold(worker, shard, now, same), claim.trained))
+        found = self.checkpoint().state
+        to_do = (*self._returned, *self._quarantine)
+        answer = m.Agreed(tuple(kept), msgspec.structs.replace(found, outstanding=to_do))
+        if request.request:
+            self._agreed[request.request] = answer
+            if len(self._agreed) > MAX_AGREED:
+                self._agreed.popitem(last=False)
+        return answer
+
+    def _excuse(self, shard: Shard, trained: int) -> None:
+        """Note how many records of a shard its holder has trained: progress speaks for it."""
+        past = self._past.get(shard)
+        if past is not None and trained > past.progress:
+            past.progress, past.losses = trained, min(past.losses, 1)
 
     def _blame(self, shard: Shard, last: str) -> list[Quarantined]:
         """Count a death against a shard, which may put it in quarantine."""
@@ -310,18 +373,37 @@ class ShardLedger:
 
         Raises `UsageError` for the checkpoint of another data set.
         """
-        state = saved.state
-        self.source.load(state.source)
-        self._holders.clear()
-        self._doing.clear()
+        self._go_back(saved.state, set(), self.workers())
         self._last_done.clear()
-        self._returned = deque(state.outstanding)
-        self._past = {shard: _Past(losses=losses) for shard, losses in state.losses}
-        self._quarantine = {entry.shard: entry for entry in state.quarantined}
-        self._poison = {_records(entry.shard): entry for entry in state.quarantined}
+        self._first_token = self._next_token
+        self._base = None
+
+    def _go_back(self, state: m.LedgerState, held: set[Shard], holders: list[str]) -> None:
+        """Make everything to do that is in `state.outstanding`, or that its source has not given.
+
+        `holders` lose all shards. `held`, which they get back, is in quarantine if it was before.
+        What was learned of deadly shards is kept: they would kill workers again, without end.
+        """
+        self.source.load(state.source)
+        for worker in holders:
+            self._last_done.pop(worker, None)
+            for shard in list(self._holders[worker].tokens if worker in self._holders else ()):
+                self._drop(shard)
+        to_do = held.union(state.outstanding)
+        known = {shard: entry for shard, entry in self._quarantine.items() if shard in to_do}
+        self._quarantine = {entry.shard: entry for entry in state.quarantined} | known
+        self._poison |= {_records(shard): entry for shard, entry in self._quarantine.items()}
+        not_now = self._quarantine.keys() | self._doing.keys() | held
+        self._returned = deque(shard for shard in state.outstanding if shard not in not_now)
+        for shard, losses in state.losses:
+            past = self._past.setdefault(shard, _Past())
+            past.losses = max(past.losses, losses)
+        self._past = {shard: past for shard, past in self._past.items() if past.losses}
+        for past in self._past.values():
+            past.tokens.clear()
         self._done, self._done_records = state.done, state.done_records
-        self._epoch = max((shard.epoch for shard in state.outstanding), default=self._epoch)
-        self._first_token = self._next_token = max(self._next_token, state.next_token)
+        self._epoch = max((shard.epoch for shard in to_do), default=self._epoch)
+        self._next_token = max(self._next_token, state.next_token)
 
 
 def _records(shard: Shard) -> tuple[str, int, int]:

@@ -146,6 +146,39 @@ class Resumed(Struct, frozen=True):
     lost: tuple[int, ...]
 
 
+class Claim(Struct, frozen=True, forbid_unknown_fields=True):
+    """A shard that the world trains: `trained` of its records, from the front, are in its model."""
+
+    shard: Shard
+    token: Count
+    trained: Offset
+
+
+class AgreeRequest(RepeatableRequest, frozen=True, forbid_unknown_fields=True):
+    """What the model of the world was trained with; the driver's account becomes that.
+
+    `held`: shards in training, also those that are trained to the end and not reported done yet.
+    `state`: everything else; None: nothing was trained, and the data begin where the first world
+    began. With `follows` too, the model is not known, and the driver's account stays as it is.
+    """
+
+    worker: WorkerId
+    dataset: Description
+    held: Annotated[tuple[Claim, ...], Meta(max_length=4096)]
+    state: LedgerState | None = None
+    follows: bool = False
+
+
+class Agreed(Struct, frozen=True):
+    """What the world holds from now on, with its tokens; `state`: everything else.
+
+    Shards in quarantine are among those of `state` that are to do.
+    """
+
+    held: tuple[Claim, ...]
+    state: LedgerState
+
+
 class ExtendRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """A stream's partition can be read up to offset `end`, and with `closed` never further."""
 
@@ -232,7 +265,7 @@ class ReadCheckpoint(Struct, frozen=True):
 
 
 Request = (NextRequest | DoneRequest | ResumeRequest | ExtendRequest | ShardCheckpoint) | (
-    ReadStatus | ReadCheckpoint
+    AgreeRequest | ReadStatus | ReadCheckpoint
 )
 
 

@@ -39,6 +39,14 @@ class RangeSource:
         key = mix(self._dataset.seed, epoch)
         self._order = Permutation(self._shards, key) if self._dataset.shuffle else None
 
+    def ahead(self, shard: Shard) -> int:
+        """Return how many shards come before this one from now on; below 0: it was taken."""
+        number = shard.start // self._dataset.shard_records
+        place, epochs = number, shard.epoch - self._epoch
+        if self._dataset.shuffle:
+            place = Permutation(self._shards, mix(self._dataset.seed, shard.epoch)).position(number)
+        return epochs * self._shards + place - self._taken
+
     def take(self) -> Shard | None:
         """Return the next shard of the epoch's order; None after the last one."""
         if self.drained():
@@ -128,12 +136,17 @@ class StreamSource:
         return StreamState(dict(self._offsets), dict(self._ends), tuple(sorted(self._closed)))
 
     def load(self, state: RangeState | StreamState) -> None:
-        """Continue from `save()` of a stream with the same partitions."""
-        if not isinstance(state, StreamState) or state.offsets.keys() != self._offsets.keys():
+        """Continue from `save()` of a stream with these partitions, or with some of them.
+
+        How far partitions go is never forgotten: it does not depend on what was trained.
+        """
+        if not isinstance(state, StreamState) or not self._offsets.keys() >= state.offsets.keys():
             hint = "restore it with its partitions"
             raise UsageError(f"the saved shard progress is of another stream; {hint}")
-        self._offsets, self._ends = dict(state.offsets), dict(state.ends)
-        self._closed = set(state.closed)
+        new = {name: at for name, at in self._offsets.items() if name not in state.offsets}
+        self._offsets = {**state.offsets, **new}
+        self._ends = {name: max(end, state.ends.get(name, 0)) for name, end in self._ends.items()}
+        self._closed |= self._offsets.keys() & set(state.closed)
 
 
 Source = RangeSource | StreamSource

@@ -108,22 +108,28 @@ class DataSets(Restorable):
                 heapq.heappush(self._ends, (waiting.until, ticket))
             if self._due is None:
                 self._due = now + LEASE_S / 4
-        elif isinstance(request, m.ShardCheckpoint) and not self._fits(name, request):
+        elif isinstance(request, m.ShardCheckpoint | m.AgreeRequest) and not self._fits(
+            name, request
+        ):
             self._out.append(Reply(ticket, _TOO_LARGE))
         else:
+            if isinstance(request, m.AgreeRequest):
+                self._end_waits_of(name, request.worker)
             self._out.append(Reply(ticket, self._answer(ledger, request, now)))
             if not isinstance(request, m.ReadStatus | m.ReadCheckpoint):
                 self._changed(name, now)
 
-    def _answer(
-        self, ledger: ShardLedger, request: m.Request, now: float
-    ) -> m.DoneAnswer | m.Resumed | m.ShardStatus | m.ShardCheckpoint | Rejection | None:
+    def _answer(self, ledger: ShardLedger, request: m.Request, now: float) -> (
+        m.DoneAnswer | m.Resumed | m.Agreed | m.ShardStatus | m.ShardCheckpoint
+    ) | (Rejection | None):
         try:
             match request:
                 case m.DoneRequest(worker, shard, token):
                     return ledger.done(worker, shard, token, now)
                 case m.ResumeRequest(worker=worker, held=held):
                     return m.Resumed(tuple(ledger.resume(worker, held, now)))
+                case m.AgreeRequest():
+                    return ledger.agree(request, now)
                 case m.ReadStatus():
                     return m.ShardStatus(ledger.dataset, ledger.counts(), ledger.quarantined())
                 case m.ReadCheckpoint():
@@ -136,7 +142,7 @@ class DataSets(Restorable):
                         return Rejection("no_stream", problem)
                     ledger.source.extend(partition, end, closed=closed)
         except UsageError as error:
-            restoring = isinstance(request, m.ShardCheckpoint)
+            restoring = isinstance(request, m.ShardCheckpoint | m.AgreeRequest)
             return Rejection("other_source" if restoring else "unknown_partition", str(error))
         return None
 
@@ -162,6 +168,13 @@ class DataSets(Restorable):
         for ticket, waiting in list(self._waiting.items()):
             if waiting.dataset == name and self._offer(ticket, waiting, now):
                 del self._waiting[ticket]
+
+    def _end_waits_of(self, name: str, worker: str) -> None:
+        """End the waits of a world that agrees anew: nobody would train what they would get."""
+        old = [t for t, w in self._waiting.items() if (w.dataset, w.worker) == (name, worker)]
+        for ticket in old:
+            del self._waiting[ticket]
+            self._out.append(Reply(ticket, m.Wait(f"{worker} has agreed anew on what it holds")))
 
     # ---- workers and time ----------------------------------------------------------------
 
@@ -233,7 +246,7 @@ class DataSets(Restorable):
     def _find(self, name: str, request: m.Request) -> ShardLedger | Rejection:
         """Return the ledger of a request's data set, opened if the request describes it."""
         ledger = self._ledgers.get(name)
-        if not isinstance(request, m.NextRequest | m.ResumeRequest | m.ShardCheckpoint):
+        if not isinstance(request, _DESCRIBING):
             problem = f"no data set {name[:128]!r}"
             return ledger or Rejection("unknown_dataset", problem, "it opens with its first :next")
         if ledger is None:
@@ -259,8 +272,10 @@ class DataSets(Restorable):
         self._ledgers[name] = ledger
         return ledger
 
-    def _fits(self, name: str, document: m.Description | m.ShardCheckpoint) -> bool:
-        """Return whether there is room for a description or a checkpoint, and take it."""
+    def _fits(
+        self, name: str, document: m.Description | m.ShardCheckpoint | m.AgreeRequest
+    ) -> bool:
+        """Return whether there is room for a description or a state, and take it."""
         size = len(msgspec.json.encode(document))
         if sum(self._sizes.values()) - self._sizes.get(name, 0) + size > MAX_BYTES:
             return False
@@ -268,6 +283,7 @@ class DataSets(Restorable):
         return True
 
 
+_DESCRIBING = (m.NextRequest, m.ResumeRequest, m.AgreeRequest, m.ShardCheckpoint)
 _TOO_LARGE = Rejection(
     "too_large",
     f"the data sets take more than {MAX_BYTES >> 20} MiB as JSON",

@@ -5,6 +5,7 @@
 | `POST /v1/shards/{dataset}:next` | `Granted`, `Wait` or `End` for a `NextRequest` |
 | `POST /v1/shards/{dataset}:done` | `ShardAccepted` or `ShardRefused` for a `DoneRequest` |
 | `POST /v1/shards/{dataset}:resume` | `Resumed` for a `ResumeRequest` |
+| `POST /v1/shards/{dataset}:agree` | `Agreed` for an `AgreeRequest` |
 | `POST /v1/shards/{dataset}:extend` | 204; an `ExtendRequest` says how far a partition goes |
 | `GET /v1/shards/{dataset}` | `ShardStatus` |
 | `GET`, `PUT /v1/shards/{dataset}/checkpoint` | a `ShardCheckpoint` |
@@ -46,6 +47,7 @@ ROUTES: tuple[tuple[str, str, type[Struct]], ...] = (
     ("POST", f"{_SHARDS}:next", shards.NextRequest),
     ("POST", f"{_SHARDS}:done", shards.DoneRequest),
     ("POST", f"{_SHARDS}:resume", shards.ResumeRequest),
+    ("POST", f"{_SHARDS}:agree", shards.AgreeRequest),
     ("POST", f"{_SHARDS}:extend", shards.ExtendRequest),
     ("GET", _SHARDS, shards.ReadStatus),
     ("GET", f"{_SHARDS}/checkpoint", shards.ReadCheckpoint),
@@ -58,7 +60,10 @@ ROUTES: tuple[tuple[str, str, type[Struct]], ...] = (
 _UNPROCESSABLE = ("bad_bounds", "bad_dataset", "bad_name", "other_source", "unknown_partition")
 _STATUS = {"unknown_dataset": 404, "timed_out": 408, "too_large": 413}
 _STATUS |= dict.fromkeys(_UNPROCESSABLE, 422)  # 409 for all other rejections
-_OF_WORKERS = (shards.NextRequest, shards.DoneRequest, shards.ResumeRequest)
+_OF_WORKERS = (
+    *(shards.NextRequest, shards.DoneRequest),
+    *(shards.ResumeRequest, shards.AgreeRequest),
+)
 _encode = msgspec.json.Encoder().encode
 _DECODE_FAST: dict[str, Callable[[bytes], shards.NextRequest | shards.DoneRequest]] = {
     "next": msgspec.json.Decoder(shards.NextRequest).decode,

@@ -23,11 +23,17 @@ shard is reported done when all of its records are in a *committed* step, not wh
 after a kill no record is trained twice and none is left out. If the ranks cannot share the records
 of a step evenly, some records are repeated, and counted in `replayed`.
 
+**The model is the truth.** The state also has which shards the model was trained with. At the start
+of each pass rank 0 tells the driver, and its account becomes that: when all workers were lost and
+training goes on from a checkpoint, or from the beginning, the driver hands out again what is not in
+the model, and nothing else. For that the data must be in the state.
+
 `together=False` is for workers that train nothing in common: each takes shards of its own. If a
 worker is lost, others train its unfinished shards from the beginning.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -37,7 +43,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.policies.permutation import Permutation, mix
-from elastic_driver.policies.shard_messages import WORLD, End, Granted, Shard
+from elastic_driver.policies.shard_messages import (
+    WORLD,
+    Claim,
+    End,
+    Granted,
+    Shard,
+    ShardCheckpoint,
+)
+from elastic_driver.policies.shard_standing import ShardStanding
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.positions import Counted
 from elastic_driver.worker.shards import ShardClient
@@ -47,6 +61,9 @@ from elastic_driver.worker.world import session
 __all__ = ["ShardedDataset"]
 
 LINGER_S = 1.0  # seconds that a stream's step waits for more records before it is a short one
+LOOK_S = 3.0  # the longest that a checkpoint waits for the driver
+_numbers = count(1)  # of the objects of this process
+_tellers: dict[str, int] = {}  # by data set: the first one that has told the driver of it
 
 
 class HeldShard(Struct):
@@ -69,6 +86,7 @@ class ShardProgress(Struct):
     finished: list[HeldShard] = []  # trained to the end, not reported yet
     trained: int = 0  # records, over all epochs
     replayed: int = 0  # of them, repetitions that give each rank the same number
+    standing: str = ""  # what else the model was trained with (`ShardStanding`); "": nothing
 
 
 class ShardUpdate(Struct):
@@ -132,13 +150,10 @@ class _ShardPass:
             written = msgspec.json.encode(update)
         if self.size > 1:
             written = carry_bytes(written or None, Route(0, frozenset(range(1, self.size))))
-        update = msgspec.json.decode(written, type=ShardUpdate)
-        progress = data.progress = update.progress or data.progress
-        progress.finished = [h for h in progress.finished if h.token not in update.reported]
-        progress.held.extend(HeldShard(one.shard, one.token) for one in update.granted)
+        data.follow(msgspec.json.decode(written, type=ShardUpdate))
         if first:
-            self._drawn = progress.trained
-        self.end = update.end
+            self._drawn = data.progress.trained
+        self.end = data.end
 
 
 class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does not follow torch
@@ -203,7 +218,11 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         self.counted = Counted()
         self._streams = partitions is not None
         self._current: _ShardStep = _NO_STEP  # the batch in training
-        self._committed: set[int] | None = None  # tokens finished at the last commit
+        # Shards finished at the last commit; None: no state has this data set.
+        self._committed: set[Shard] | None = None
+        self._standing: ShardStanding | None = None  # decoded from `progress`
+        self._number = next(_numbers)
+        self.end: End | None = None  # once the driver has nothing more
 
     @property
     def replayed(self) -> int:
@@ -213,8 +232,17 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
     @property
     def epoch(self) -> int:
         """The epoch of the records that come next."""
-        known = self.progress.held or self.progress.finished
-        return known[0].shard.epoch if known else 0
+        if known := self.progress.held or self.progress.finished:
+            return known[0].shard.epoch
+        return self.standing.epoch if self.progress.standing else 0
+
+    @property
+    def standing(self) -> ShardStanding:
+        """What the model was trained with, apart from the shards in hand."""
+        written = self.progress.standing
+        if self._standing is None or self._standing.encoded() != written:
+            self._standing = ShardStanding.decoded(written)
+        return self._standing
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches, to the end of the last epoch."""
@@ -270,15 +298,41 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
                 "a ShardedDataset(together=False) is each worker's own and belongs in no state; "
                 "leave it out of TorchState"
             )
-        self._committed = {held.token for held in self.progress.finished}
+        self._committed = {held.shard for held in self.progress.finished}
         plain: dict[str, Any] = msgspec.to_builtins(self.progress)
         return plain
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from another worker's progress, or from the last commit."""
+        """Continue from another worker's progress, from the last commit, or from a checkpoint.
+
+        Raises `UsageError` for the progress in another data set.
+        """
         self.progress = msgspec.convert(dict(state), ShardProgress)
-        self._committed = {held.token for held in self.progress.finished}
+        if self.progress.standing:
+            self.standing.check(self.client.dataset)
+        self._committed = {held.shard for held in self.progress.finished}
         self.reset()
+
+    def durable(self) -> Callable[[], bytes]:
+        """Return a function that returns what the driver alone knows of a stream: how far it goes.
+
+        Where the driver does not answer, the checkpoint has what rank 0 was told last.
+        """
+        if not (self._streams and self.together):
+            return bytes
+
+        def read() -> bytes:
+            found = self.client.look(LOOK_S)
+            return b"" if found is None else msgspec.json.encode(found)
+
+        return read
+
+    def restore_durable(self, data: bytes) -> None:
+        """Take back what `durable` has read; what was trained is in the state."""
+        if self.progress.standing:
+            standing = self.standing
+            standing.learn(msgspec.json.decode(data, type=ShardCheckpoint).state)
+            self.progress.standing = standing.encoded()
 
     # ---- what a pass calls ---------------------------------------------------------------
 
@@ -297,22 +351,34 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
             return shard.start + place
         raise IndexError("a step reaches beyond what the world holds")
 
+    def follow(self, update: ShardUpdate) -> None:
+        """Take over, on every rank, what rank 0 has from the driver."""
+        progress = self.progress = update.progress or self.progress
+        reported = [held for held in progress.finished if held.token in update.reported]
+        progress.finished = [held for held in progress.finished if held not in reported]
+        progress.held.extend(HeldShard(one.shard, one.token) for one in update.granted)
+        self.end = update.end
+        if self.together and (reported or update.granted):
+            standing = self.standing
+            for held in reported:
+                standing.done(held.shard)
+            for one in update.granted:
+                standing.granted(one.shard, one.token)
+            progress.standing = standing.encoded()
+
     def ask(self, wanted: int, *, first: bool) -> ShardUpdate:
         """On rank 0: report finished shards, then take more until `wanted` records are held.
 
         With `first`, driver and world agree anew on what is held: a world that was lost as a
         whole left shards behind, others may be in quarantine by now.
         """
-        progress = self.progress
+        update, polls = ShardUpdate(None), 0
         if first:
-            known = {held.token: held.trained for held in (*progress.held, *progress.finished)}
-            lost = set(self.client.resume(known))
-            progress.held = [held for held in progress.held if held.token not in lost]
-        update = ShardUpdate(progress if first else None)
+            self._agree(update)
         self._report(update, everything=False)
-        wanted -= sum(held.left for held in progress.held)
+        wanted -= sum(held.left for held in self.progress.held)
         while wanted > 0 and update.end is None:
-            idle = not update.granted and not progress.held
+            idle = not update.granted and not self.progress.held
             answer = self.client.poll(LINGER_S if self._streams or idle else 0.0)
             if isinstance(answer, Granted):
                 update.granted.append(answer)
@@ -323,7 +389,30 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
                 break
             elif not self._report(update, everything=True):
                 self._leave_if_requested()
+                polls += 1
+                if polls & (polls - 1) == 0:  # a grant that nobody received may hold all up
+                    self._agree(update)
         return update
+
+    def _agree(self, update: ShardUpdate) -> None:
+        """Tell the driver what is trained, and take over what is held from now on."""
+        progress = update.progress = self.progress
+        known = [*progress.finished, *progress.held]
+        if not self.together:
+            lost = set(self.client.resume({held.token: held.trained for held in known}))
+            progress.held = [held for held in progress.held if held.token not in lost]
+            return
+        state = self.standing.state if progress.standing else None
+        # An object that has never been in the model, beside a model that was trained with others.
+        other = _tellers.setdefault(self.client.name, self._number) != self._number
+        follows = state is None and (self._committed is None or other)
+        claims = [Claim(held.shard, held.token, held.trained) for held in known]
+        agreed = self.client.agree(claims, state, follows=follows)
+        mine = [HeldShard(claim.shard, claim.token, claim.trained) for claim in agreed.held]
+        progress.held = [held for held in mine if held.left]
+        progress.finished = [held for held in mine if not held.left]
+        self._standing = ShardStanding(ShardCheckpoint(self.client.dataset, agreed.state))
+        progress.standing = self._standing.encoded()
 
     def _report(self, update: ShardUpdate, *, everything: bool) -> bool:
         """Report shards whose last step is committed as done; return whether there were any.
@@ -336,7 +425,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
         done = [
             held
             for held in self.progress.finished
-            if everything or committed is None or held.token in committed
+            if everything or committed is None or held.shard in committed
             if held.token not in update.reported
         ]
         for held in done:

@@ -15,7 +15,7 @@ so that a script can be tried alone. Each client belongs to one thread. Times ar
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,7 +28,7 @@ from elastic_driver.policies.shards import DataSets
 from elastic_driver.worker import context
 from elastic_driver.worker.worker_log import say
 from rendezvous.client import RendezvousClient, new_request_id
-from rendezvous.errors import UnreachableError
+from rendezvous.errors import RequestError, UnreachableError
 
 __all__ = ["IncompleteDataError", "ShardClient"]
 
@@ -89,12 +89,12 @@ class ShardClient(AbstractContextManager["ShardClient"]):
             raise UsageError(
                 "give records=… for a data set, or partitions={name: offset} for a stream"
             )
-        self._dataset: messages.Description
+        self.dataset: messages.Description
         if partitions is not None:
-            self._dataset = messages.StreamDescription(dict(partitions), shard_records, max_losses)
+            self.dataset = messages.StreamDescription(dict(partitions), shard_records, max_losses)
         else:
             sizes = records or 0, shard_records, epochs
-            self._dataset = messages.RangeDescription(*sizes, shuffle, seed, max_losses)
+            self.dataset = messages.RangeDescription(*sizes, shuffle, seed, max_losses)
         self.name, self._timeout = name, timeout
         self._driver: RendezvousClient | None = None
         self._own = DataSets()  # of this process, where there is no driver
@@ -131,7 +131,7 @@ class ShardClient(AbstractContextManager["ShardClient"]):
 
     def poll(self, wait: float = 0.0) -> messages.NextAnswer:
         """Return `Granted`, `Wait` or `End`, after waiting up to `wait` seconds for a shard."""
-        request = messages.NextRequest(self._worker, self._dataset, wait, request=new_request_id())
+        request = messages.NextRequest(self._worker, self.dataset, wait, request=new_request_id())
         answer: messages.NextAnswer = self._ask("next", request, messages.NextAnswer)
         return answer
 
@@ -148,9 +148,38 @@ class ShardClient(AbstractContextManager["ShardClient"]):
 
     def resume(self, held: Mapping[int, int]) -> tuple[int, ...]:
         """Report all held shards (token → records trained); return the tokens that are not ours."""
-        request = messages.ResumeRequest(self._worker, self._dataset, dict(held))
+        request = messages.ResumeRequest(self._worker, self.dataset, dict(held))
         resumed: messages.Resumed = self._ask("resume", request, messages.Resumed)
         return resumed.lost
+
+    def agree(
+        self, held: Sequence[messages.Claim], state: messages.LedgerState | None, *, follows: bool
+    ) -> messages.Agreed:
+        """Tell the driver what the model of the world was trained with (see `AgreeRequest`).
+
+        Returns what the world holds from now on.
+        """
+        request = messages.AgreeRequest(
+            self._worker, self.dataset, tuple(held), state, follows, request=new_request_id()
+        )
+        agreed: messages.Agreed = self._ask("agree", request, messages.Agreed)
+        return agreed
+
+    def look(self, timeout: float) -> messages.ShardCheckpoint | None:
+        """Return the driver's account, or None where it does not answer within `timeout` seconds.
+
+        Any thread may call this.
+        """
+        found = context.from_environment()
+        if found is None:
+            known: messages.ShardCheckpoint = self._ask_own(messages.ReadCheckpoint())
+            return known
+        try:
+            with found.client(timeout) as driver:
+                answer = driver.get_bytes(f"/v1/shards/{self.name}/checkpoint", timeout)
+        except (UnreachableError, RequestError):
+            return None
+        return msgspec.json.decode(answer, type=messages.ShardCheckpoint)
 
     def extend(self, partition: str, end: int, *, closed: bool = False) -> None:
         """Let a stream's partition be read up to offset `end`; `closed`: never further."""
@@ -180,7 +209,7 @@ class ShardClient(AbstractContextManager["ShardClient"]):
 
     def _open(self) -> None:
         """Open the data set, for requests that do not describe it."""
-        opening = messages.ResumeRequest(messages.OPENING, self._dataset, {})
+        opening = messages.ResumeRequest(messages.OPENING, self.dataset, {})
         self._ask("resume", opening, messages.Resumed)
 
     def _ask(self, action: str, request: Any, kind: Any) -> Any:
