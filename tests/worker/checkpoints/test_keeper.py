@@ -268,15 +268,11 @@ def test_a_script_that_ends_waits_for_its_last_checkpoint(tmp_path: Path) -> Non
 # ---- every holder of the state was lost, but some half-received it -----------------------
 
 
-def torn(size: int) -> World:
-    """A round of workers whose sender died while they received from it."""
-    places = [SlotInfo("host", r, r, r, 0, size, size, 1, 0, 1) for r in range(size)]
-    members = [Member(f"host.{p.rank}.1", p, version=-1, clean=False) for p in places]
-    return World(7, tuple(members), "test")
+TORN = [StateVersion(clean=False), StateVersion(clean=False)]  # their sender died meanwhile
 
 
 def test_half_received_states_are_no_end_where_there_is_a_checkpoint(tmp_path: Path) -> None:
-    verdict = agree(torn(2), reloads=True)
+    verdict = agree(TORN, 7, reloads=True)
     assert (verdict.source, verdict.receivers, verdict.fresh) == (0, {1}, True)
     before = Job(tmp_path).train(5)
     job = Job(tmp_path)
@@ -292,7 +288,7 @@ def test_half_received_states_without_a_checkpoint_end_the_job_with_the_reason(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(StateLostError, match="checkpoint_dir"):
-        agree(torn(2))
+        agree(TORN, 7)
     job = Job(tmp_path)
     job.state._torn = True
     with pytest.raises(StateLostError, match="before the first checkpoint"):

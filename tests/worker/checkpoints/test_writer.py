@@ -18,9 +18,10 @@ from elastic_driver.errors import ElasticError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
-from elastic_driver.worker.state_sync.parts import part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.sharing import LiveState
+from elastic_driver.worker.state_sync.steps import Steps
+from elastic_driver.worker.state_sync.tree import Tree
 from tests.support.coordinator import eventually
 
 
@@ -56,9 +57,9 @@ def shared(seed: int, **more: Any) -> LiveState:
         "nested": {"list": [torch.rand(2, 2, 2, generator=make), seed], "a.b": "text"},
         **more,
     }
-    found = {name: part_for(name, value) for name, value in values.items()}
-    parts = {name: part for name, part in found.items() if part is not None}
-    return LiveState(parts, values, RandomStates())
+    tree = Tree(values, Steps())
+    tree.keep()
+    return LiveState(tree, RandomStates())
 
 
 def contents(state: LiveState) -> list[Any]:
