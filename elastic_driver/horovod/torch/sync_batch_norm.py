@@ -35,20 +35,23 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc] # torch has no types
     def _statistics(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Return mean and variance of each channel over all ranks, and the number of values.
 
-        Sums are taken of the distance from the running mean, which all ranks share, so that the
-        difference of squares keeps its precision.
+        Each rank sums distances from its own running mean, which is close to the values, and sends
+        the sums of the values themselves in double precision: so the difference of squares keeps
+        its precision, and running means may differ from rank to rank.
         """
         channels = batch.transpose(0, 1).flatten(1).float()
         zero = channels.new_zeros(len(channels))
         shift = zero if self.running_mean is None else self.running_mean.float()
         distance = channels - shift[:, None]
-        count = distance.new_tensor([distance.shape[1]])
-        mine = torch.cat([distance.sum(1), distance.square().sum(1), count])
-        total = allreduce(mine, op=Sum)
+        count, near = distance.shape[1], shift.double()
+        sums, squares = distance.sum(1).double(), distance.square().sum(1).double()
+        of_values = sums + count * near
+        of_squares = squares + 2 * near * sums + count * near.square()
+        total = allreduce(torch.cat([of_values, of_squares, near.new_tensor([count])]), op=Sum)
         number = float(total[-1].detach())
-        average, squares = total[:-1].view(2, -1) / number
-        variance = (squares - average.square()).clamp(min=0)
-        return average + shift, variance, number
+        mean, mean_square = total[:-1].view(2, -1) / number
+        variance = (mean_square - mean.square()).clamp(min=0)
+        return mean.float(), variance.float(), number
 
     def _update(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
         """Move the running statistics towards those of this step."""

@@ -364,6 +364,20 @@ def check_batches_are_normalised_together() -> None:
     assert_close(ours(x), reference(y)[mine_], rtol=1e-3, atol=1e-3)
 
 
+def check_running_means_that_differ_do_not_change_what_is_normalised() -> None:
+    torch.manual_seed(3)
+    whole = torch.randn(3 * hvd.size(), 4, 5) * 3 + 100
+    mine_ = slice(3 * hvd.rank(), 3 * hvd.rank() + 3)
+    ours, reference = hvd.SyncBatchNorm(4), torch.nn.BatchNorm1d(4)
+    ours.running_mean.fill_(100.0 * hvd.rank())  # as where one rank alone has read a checkpoint
+    x, y = whole[mine_].clone().requires_grad_(), whole.clone().requires_grad_()
+    out, expected = ours(x), reference(y)
+    assert_close(out, expected[mine_], rtol=1e-3, atol=1e-3)
+    out.pow(3).sum().backward()
+    expected.pow(3).sum().backward()
+    assert_close(x.grad, y.grad[mine_], rtol=1e-2, atol=1e-2)
+
+
 def check_a_timeline_is_json() -> None:
     file = Path(sys.argv[1], "timeline.json")
     hvd.start_timeline(str(file), mark_cycles=True)

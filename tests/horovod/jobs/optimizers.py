@@ -254,5 +254,19 @@ def check_a_commit_amid_a_step_is_told() -> None:
         assert unfinished(optimizer) == ""
 
 
+def check_a_commit_amid_a_step_is_refused() -> None:
+    model = torch.nn.Linear(3, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), backward_passes_per_step=2)
+    state = hvd.elastic.TorchState(model, optimizer, batch=0)
+    state.sync()
+    for said in ("1 of 2 backward passes", "being reduced"):
+        model(own_batch()).sum().backward()
+        with pytest.raises(ValueError, match=f"commit.*{said}.*after optimizer.step"):
+            state.commit()
+    optimizer.step()
+    state.commit()
+
+
 if __name__ == "__main__":
     run_checks(globals())
