@@ -148,14 +148,17 @@ def meet(state: State, phase: int) -> bool:
         if phase == min(phases):
             break
     # The state of this function comes first, whatever its number: it is that of the others, too.
-    state.sync_with([StateVersion(each[2], bool(each[3])) for each in rows], world)
+    versions = [StateVersion(each[2], bool(each[3])) for each in rows]
+    state.expect(versions, world.round, leads=True)
+    state.sync()
     tables = [{each[at]: each[at + 1 : at + 4] for at in range(1, len(each), 4)} for each in rows]
     for other in mine[1:]:
         found = [table[other.number] for table in tables if other.number in table]
         if len(found) == world.size and not all(clean == 0 and over for _, clean, over in found):
             versions = [StateVersion(steps, bool(clean)) for steps, clean, _ in found]
             if source_of(versions) is not None or not any(over for *_, over in found):
-                other.sync_with(versions, world, leads=False)
+                other.expect(versions, world.round, leads=False)
+                other.sync()
     return True
 
 

@@ -147,6 +147,8 @@ class State:
         self._torn = False  # the sender was lost while its tensors arrived
         self._local: frozenset[str] = frozenset()
         self._phase = 0  # of the last commit
+        # What the ranks of a round have of this state, and whether it leads there; see `expect`.
+        self._met: tuple[int, Sequence[StateVersion], bool] | None = None
         self._leads = True  # its commits are the job's steps: it is that of the training function
         self._sources: list[Any] = []
         self._arranged = -1  # the tree's count of changes when `_arrange` was called last
@@ -197,8 +199,10 @@ class State:
     def _arrange(self) -> None:
         """Follow the objects of now: their steps, samples and parameters are measured."""
         optimizers = self._all(Optimizer)
-        self._sources = self._all(CountsSamples)
-        self._counted = self._count()
+        sources = self._all(CountsSamples)
+        if list(map(id, sources)) != list(map(id, self._sources)):
+            self._sources = sources
+            self._counted = self._count()
         self._parameters = count_parameters(self._all(Module))
         self._clock = clock_for(optimizers, self._clock)
 
@@ -355,12 +359,14 @@ class State:
         member = session.start()
         if member.group is None or member.world is None or member.world.round == self._round:
             return
-        rows = gather([*self.state_version()], member.world.size)
+        world = member.world
+        if self._met is not None and self._met[0] == world.round:
+            self.sync_with(self._met[1], world, leads=self._met[2])
+            return
+        rows = gather([*self.state_version()], world.size)
         states = [StateVersion(steps, bool(clean)) for steps, clean in rows]
-        leader = any(
-            s is not self and s._leads and s._round == member.world.round for s in all_states()
-        )
-        self.sync_with(states, member.world, leads=not leader)
+        alike = [s for s in all_states() if s is not self and s._round == world.round]
+        self.sync_with(states, world, leads=not any(s._leads for s in alike))
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these, in order, after every change of the world, for example to adapt a rate.
@@ -398,6 +404,10 @@ class State:
             position.reset()
         for callback in self._callbacks:
             callback()
+
+    def expect(self, states: Sequence[StateVersion], round_id: int, *, leads: bool) -> None:
+        """Note what the ranks have of this state, for the `sync` of this round that follows."""
+        self._met = round_id, states, leads
 
     def sync_with(
         self, states: Sequence[StateVersion], world: World, *, leads: bool = True

@@ -16,8 +16,8 @@ from elastic_driver.core.state_version import StateVersion, receivers_of, source
         ([(7, True), (7, True)], 0, set()),
         ([(6, True), (7, True), (7, True)], 1, {0}),
         ([(9, False), (7, True)], 1, {0}),  # a clean state beats one that is further
-        ([(4, False), (6, False), (6, False)], 1, {0, 2}),
-        ([(-1, True), (3, False)], 1, {0}),
+        ([(4, False), (6, False), (6, False)], None, set()),  # between two commits: nobody's
+        ([(-1, True), (3, False)], None, set()),
     ],
 )
 def test_the_furthest_clean_state_wins(

@@ -52,6 +52,7 @@ class Leaves:
         self.copy_all = False
         self.learning = LEARNING  # commits whose contents are still to be compared
         self._trained: set[str] = set()
+        self._small: set[str] = set()  # that are copied at each commit, whether they move or not
         self._choice: list[Tensor] | None = None  # the tensors to copy; None: to be chosen
         self._still: list[int] = []  # numbers of the tensors that are not copied
         self._last: object = None  # optimizers and growth of the last commit that was looked into
@@ -70,8 +71,12 @@ class Leaves:
 
     # ---- what there is ---------------------------------------------------------------------
 
-    def arrange(self, named: Named, trained: set[str]) -> None:
-        """Take in the tensors of now; `trained`: the names of those that optimizers move."""
+    def arrange(self, named: Named, trained: set[str], small: set[str]) -> None:
+        """Take in the tensors of now.
+
+        `trained`: the names of those that optimizers move; `small`: of buffers, which are copied at
+        each commit, because the running statistics among them move with no version counted.
+        """
         unique: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named:
             unique.setdefault(id(tensor), (name, tensor))
@@ -80,8 +85,8 @@ class Leaves:
         self.names = [name for name, _ in unique.values()]
         self.tensors = [tensor for _, tensor in unique.values()]
         self._usual = [usual.get(name, set()) for name in self.names]
-        self._trained = trained
-        fresh = [n for n in self.names if n not in known and n not in trained]
+        self._trained, self._small = trained, small
+        fresh = [n for n in self.names if n not in known and n not in trained | small]
         candidates = {*fresh, *self._unproven}
         pairs = zip(self.names, self.tensors, strict=True)
         if sum(tensor.nbytes for name, tensor in pairs if name in candidates) <= UNPROVEN_BYTES:
@@ -123,7 +128,7 @@ class Leaves:
 
     def _choose(self) -> None:
         """Decide which tensors are copied, after something has changed about that."""
-        copied = {*self.moving, *self._unproven}
+        copied = {*self.moving, *self._unproven, *self._small}
         chosen = [self.copy_all or name in copied for name in self.names]
         self._choice = [t for t, is_copied in zip(self.tensors, chosen, strict=True) if is_copied]
         self._still = [number for number, is_copied in enumerate(chosen) if not is_copied]

@@ -29,6 +29,7 @@ from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.taking import Taker, put_back
 from elastic_driver.worker.state_sync.values import UnkeptError, has_part
 
+SMALL_BYTES = 1024 * 1024  # of a buffer that is copied at each commit
 PartMaker = Callable[[str, Any], StatePart | None]
 
 
@@ -126,7 +127,9 @@ class Tree:
         for part in optimizers:
             self._names |= {id(p): n for n, p in part.own_parameters()}
         self.known = known
-        self.leaves.arrange(tensors, trained)
+        buffers = {id(b): b.nbytes for part in modules for b in part.buffers()}
+        small = {n for n, t in tensors if buffers.get(id(t), SMALL_BYTES + 1) <= SMALL_BYTES}
+        self.leaves.arrange(tensors, trained, small)
         self.gradients.watch(self.optimizers())
         parameters = self.parameters()
         for value in self.values.values():

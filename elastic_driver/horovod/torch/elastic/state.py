@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from elastic_driver.horovod.common.elastic import ObjectState
+from elastic_driver.horovod.common.exceptions import HorovodUsageError
 from elastic_driver.horovod.torch.elastic.sampler import ElasticSampler
-from elastic_driver.horovod.torch.optimizer import forget_reductions
+from elastic_driver.horovod.torch.optimizer import forget_reductions, unfinished
 from elastic_driver.worker.state_sync.parts import Outgoing, StatePart, part_for
 
 __all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
@@ -107,6 +108,15 @@ class TorchState(ObjectState):
     ) -> None:
         self._handled: dict[str, _HandledPart] = {}
         super().__init__(**kwargs, model=model, optimizer=optimizer)
+
+    def save(self) -> None:
+        """Copy all that `restore` puts back; raises `HorovodUsageError` in the middle of a step."""
+        for optimizer in self._all(torch.optim.Optimizer):
+            if why := unfinished(optimizer):
+                raise HorovodUsageError(
+                    f"commit() amid a step: {why}; commit after optimizer.step()"
+                )
+        super().save()
 
     def restore(self) -> None:
         """Go back to exactly the last commit, and drop gradients."""
