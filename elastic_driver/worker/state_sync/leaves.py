@@ -171,7 +171,7 @@ class Leaves:
         growth = list(map(sub, versions, self._versions))
         kind = [id(each) for each in (*optimizers, None, *exposed)], growth
         quiet = self._contents is None and not self._early and pointers == self._pointers
-        if quiet and kind == self._last and any(growth):
+        if quiet and kind == self._last and (optimizers or any(growth)):
             return
         self._last = kind
         stepped = self._names_of(optimizers)

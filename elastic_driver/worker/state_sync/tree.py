@@ -217,7 +217,9 @@ class Tree:
         """Return name and value of each small leaf, and of each tensor, that ranks have alike.
 
         Called right after `keep`. `local`: names of attributes and leaves that differ by intention.
-        Buffers that move are left out: with DistributedDataParallel each rank has its own.
+        Floating-point buffers are left out: with DistributedDataParallel each rank has running
+        statistics of its own. Which leaves are compared follows from the state alone, not from what
+        this process has seen.
         """
         small: list[tuple[str, Any]] = []
         for name, value in self.values.items():
@@ -225,13 +227,10 @@ class Tree:
                 small.append((f"state.{name}", value))
         for part in self.parts.values():
             small += part.values()
-        buffers = {id(b) for part in self._all(ModulePart) for b in part.buffers()}
-        moving = self.leaves.moving
-        large = [
-            (name, tensor)
-            for name, tensor in zip(self.leaves.names, self.leaves.tensors, strict=True)
-            if not (id(tensor) in buffers and name in moving)
-        ]
+        buffers = (b for part in self._all(ModulePart) for b in part.buffers())
+        statistics = {id(b) for b in buffers if b.is_floating_point() or b.is_complex()}
+        pairs = zip(self.leaves.names, self.leaves.tensors, strict=True)
+        large = [(name, tensor) for name, tensor in pairs if id(tensor) not in statistics]
         large += [(f"gradient of {name}", each) for name, each in self.kept_gradients()]
         if not local:
             return small, large
