@@ -117,8 +117,7 @@ class Tree:
         known = {names[id(tensor)]: tensor for _, tensor in (*tensors, *attributes)}
         trained: set[str] = set()
         for part in optimizers:
-            part.know(names)
-            part.known = known
+            part.know(known)
             own = part.tensors()
             tensors += own
             trained.update(name for name, _ in own)

@@ -1,0 +1,110 @@
+"""What a state needs of an object that can load its own state: the base of all parts.
+
+A part knows what belongs to its object *now*: `look()` walks it at every commit and says whether
+its structure has changed. `tensors()` are its leaves that live in memory of their own; whether they
+are copied at a commit is decided in `leaves`. Everything else is small and is copied by `keep()`:
+flags, settings of parameter groups, extra state, a scheduler's `state_dict()`. `roll_back()` puts
+back structure and values, in the script's own objects.
+
+For sending, a part becomes a document of plain data and a list of tensors (`message`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.message import Reader, Writer
+from elastic_driver.worker.state_sync.taking import copied
+from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
+
+Named = list[tuple[str, Tensor]]
+Outgoing = tuple[Any, Named]  # a document of plain data; name and tensor of each number in it
+
+
+class StatePart:
+    """Any object with `state_dict()` and `load_state_dict()`, all of it small: a scheduler, …"""
+
+    def __init__(self, name: str, thing: Any) -> None:
+        self.name, self.thing = name, thing
+        self._kept: Any = None
+        self._has_changed = False  # since the last look
+
+    def look(self) -> bool:
+        """Walk the object; return whether its structure is another than at the last look."""
+        self._refresh()
+        changed, self._has_changed = self._has_changed, False
+        return changed
+
+    def _refresh(self) -> None:
+        """Follow the structure of now."""
+
+    def tensors(self) -> Named:
+        """Return the leaves of this part that `leaves` looks after, by name."""
+        return []
+
+    def keep(self) -> None:
+        """Copy all small things, at a commit. Raises `UnkeptError` for what cannot be kept."""
+        self._kept = copied(self._state())
+
+    def roll_back(self) -> None:
+        """Put back the structure and the small things of the last `keep`."""
+        self.thing.load_state_dict(copied(self._kept))
+
+    def outgoing(self) -> Outgoing:
+        """Return a document of the whole part, and the tensors that the document refers to."""
+        writer = Writer()
+        return [self._class(), writer.write(self._state(), self.name)], writer.tensors
+
+    def values(self) -> list[tuple[str, Any]]:
+        """Return name and value of each small thing that ranks are to have alike."""
+        state = self._kept
+        if isinstance(state, dict):
+            return [(f"{self.name}.{key}", value) for key, value in state.items()]
+        return [(self.name, state)]
+
+    def places(self, document: Any, specs: Sequence[TensorSpec], /) -> list[Tensor]:
+        """Return the tensors to receive into: this part's own tensors where it has them.
+
+        Raises `UsageError` where this part is built differently from the sender's.
+        """
+        self._require_class(document[0])
+        return [spec.allocate() for spec in specs]
+
+    def accept(self, document: Any, tensors: Sequence[Tensor], /) -> None:
+        """Load the received document and tensors."""
+        self.thing.load_state_dict(Reader(tensors, what=self.name).read(document[1]))
+
+    def _state(self) -> Any:
+        try:
+            return self.thing.state_dict()
+        except UsageError:
+            raise
+        except Exception as error:  # a script's own method
+            problem = f"its state_dict() has failed ({error})"
+            raise UnkeptError(
+                self.name, problem, "mend it, or leave it out of the state"
+            ) from error
+
+    def _class(self) -> str:
+        return type(self.thing).__qualname__
+
+    def _require_class(self, theirs: str) -> None:
+        if theirs != self._class():
+            raise UsageError(
+                f"{self.name} is of the class {self._class()}, in the trained state it is "
+                f"{theirs}; build the same objects on every worker"
+            )
+
+
+def names_in(written: Any) -> list[str]:
+    """Return the keys of a dictionary that a `Writer` wrote; all are strings."""
+    items = written[2]
+    return list(items[: len(items) // 2])
+
+
+def children_in(written: Any) -> list[Any]:
+    """Return the values of a dictionary that a `Writer` wrote, as it wrote them."""
+    items = written[2]
+    return list(items[len(items) // 2 :])
