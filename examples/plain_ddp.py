@@ -42,6 +42,7 @@ def train(steps: int, checkpoint: Path | None) -> None:
         print(f"{size} workers from step {first}, restart {restarts}", flush=True)
 
     ddp = DistributedDataParallel(model)
+    loss = None  # where the checkpoint is of the last step, none is left
     for step in range(first + 1, steps + 1):
         inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(step * size + rank))
         loss = (ddp(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
@@ -51,7 +52,7 @@ def train(steps: int, checkpoint: Path | None) -> None:
         if rank == 0 and checkpoint is not None and step % 50 == 0:
             save(checkpoint, step, model, optimizer)
     if rank == 0:
-        print(f"done after {steps} steps: loss {loss:.6f}")
+        print(f"done after {steps} steps: loss {'known before' if loss is None else f'{loss:.6f}'}")
 
 
 def main() -> None:

@@ -112,6 +112,12 @@ class _SamplerPass:
             return new or self.trained >= self.usable
         return ended
 
+    def disorder(self) -> str:
+        """Return why nobody knows which samples the loop has received; "" if it is known."""
+        if self.thread not in (None, threading.get_ident()):
+            return "another thread fetches batches ahead"
+        return self.loop.disorder(self.drawn, self.length)
+
     def trains(self, count: int) -> None:
         """Record that each rank has trained `count` samples of this loop, from its start."""
         self.trained = max(self.trained, min(count, self.usable))
@@ -283,10 +289,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             if share.seen == (loop.batches(), share.drawn) and not listed:
                 return share.trained  # no batch since the last commit
             return min(share.trained + self.batch_size, share.drawn)
-        why = loop.disorder(share.drawn, share.length)
-        if share.thread not in (None, threading.get_ident()):
-            why = "another thread fetches batches ahead"
-        if why:
+        if why := share.disorder():
             raise UsageError(
                 f"ElasticSampler cannot tell which samples were trained by this commit: {why}; "
                 "give DataLoader(batch_size=…) alone, or ElasticSampler(batch_size=…), the "

@@ -36,6 +36,7 @@ def train(state: elastic.TorchState) -> None:
     ddp = elastic.wrap(state.model)
     for state.epoch in range(state.epoch, args.epochs):
         state.sampler.set_epoch(state.epoch)
+        loss = None  # if the workers changed after the last step of an epoch, nothing is left of it
         for x, y in loader:
             loss = nn.functional.cross_entropy(ddp(x), y)
             state.optimizer.zero_grad()
@@ -43,7 +44,7 @@ def train(state: elastic.TorchState) -> None:
             state.optimizer.step()
             elastic.report_progress(loss=loss.item())
             state.commit()
-        if elastic.rank() == 0:
+        if elastic.rank() == 0 and loss is not None:
             print(f"epoch {state.epoch}: loss {loss:.3f}, {elastic.size()} workers", flush=True)
 
 

@@ -16,7 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import elastic_driver.horovod.torch as hvd
+from elastic_driver import contract
 from elastic_driver.core.members import SlotInfo
+from elastic_driver.horovod.common.exceptions import NotInYetError
 from elastic_driver.horovod.torch.elastic import state as states
 from elastic_driver.worker import current
 
@@ -217,6 +219,16 @@ def test_the_sampler_shares_the_rest_of_an_epoch_among_the_ranks() -> None:
     sampler.set_epoch(1)
     assert sampler.processed_num == 0
     assert sampler.remaining_indices != whole
+
+
+def test_a_sampler_that_is_made_before_init_under_elasticrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hvd.shutdown()
+    assert hvd.elastic.ElasticSampler(range(24)).num_replicas == 1
+    monkeypatch.setenv(contract.WORKER_ID, "h.0.0")
+    with pytest.raises(NotInYetError, match=r"call hvd\.init\(\) first"):
+        hvd.elastic.ElasticSampler(range(24))
 
 
 def test_a_committed_sampler_is_shared_anew_by_sync() -> None:

@@ -8,8 +8,9 @@ from itertools import cycle, islice
 
 from torch.utils.data import Sampler
 
+from elastic_driver.horovod.common.exceptions import NotInYetError
 from elastic_driver.policies.permutation import Permutation, mix
-from elastic_driver.worker.current import rank_and_size
+from elastic_driver.worker.current import NotInitializedError, rank_and_size
 from elastic_driver.worker.positions import Counted
 from elastic_driver.worker.sampler import require_length
 
@@ -35,6 +36,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc] # torch has no types
         num_samples: of each rank in the next pass; the first ones are repeated where they do not
             divide evenly.
         total_size: of all ranks.
+
+    Raises `UsageError` for a data set without a length, and `NotInYetError` in a process of
+    `elasticrun` before `hvd.init()`: nobody knows the size of the world then.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -56,7 +60,10 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc] # torch has no types
 
     def reset(self) -> None:
         """Share what is not recorded among the ranks of the present world."""
-        self.rank, self.num_replicas = rank_and_size()
+        try:
+            self.rank, self.num_replicas = rank_and_size()
+        except NotInitializedError as error:
+            raise NotInYetError("Horovod is not initialized; call hvd.init() first") from error
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             order = Permutation(len(indices), mix(self.seed, self.epoch))
