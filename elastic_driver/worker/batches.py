@@ -72,6 +72,7 @@ class _BatchPass:
         self.steps = range(batches.step, len(batches))
         given = self.balanced = batches.balanced_shares
         shares = given.enter(self.rank, size, count) if given else batches.shares(count, size)
+        self.sums.restart()
         self.use(shares, batches.step)
 
     def use(self, shares: Sequence[int], first: int) -> None:
@@ -180,7 +181,7 @@ class Step:
 
         def refuse(optimizer: Optimizer, *_: object) -> None:
             trained = (each for group in optimizer.param_groups for each in group["params"])
-            if self._pass.batches.current is self and self._pass.sums.sums_any(trained):
+            if self._pass.batches.current is self and self._pass.sums.subject.trains_any(trained):
                 self.require_summed("the optimizer stepped")
 
         hook = register_optimizer_step_pre_hook(refuse)
@@ -314,7 +315,7 @@ class FixedBatch:
         rank, when it is synchronized and whenever they change. Those of the model are summed
         anyway, and those in the model of another `FixedBatch` by that one.
         """
-        self.sums.given = list(parameters)
+        self.sums.subject.given = list(parameters)
 
     def set_epoch(self, epoch: int) -> None:
         """Train `epoch` from its start; no change if it is the current one, which goes on."""

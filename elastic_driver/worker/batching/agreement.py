@@ -1,10 +1,10 @@
-"""Whether all ranks do the same step: three numbers that travel with each one.
+"""Whether all ranks do the same: three numbers of which the maximum is taken.
 
 Buckets have the sizes that a rank gives them. Were a layer unfrozen on one rank only, gloo would
 wait for bytes that never come, or add those of other parameters. So each rank *proposes* what it is
-going to exchange, as a number made from all of it: an all-reduce of three integers that begins with
-the step and costs nothing until its end. Where the proposals differ, or a rank has something to
-refuse, all ranks tell each other why, and all raise the same error.
+going to exchange, as a number made from all of it, in a message that has the same size on all
+ranks. Where the proposals differ, or a rank has something to refuse, all ranks tell each other why,
+and all raise the same error.
 
 Everything here is collective, in torch's default group: bounded texts, never pickles.
 """
@@ -23,13 +23,13 @@ MOST_BYTES = 1 << 22  # of one rank's text
 
 
 class Agreement:
-    """The proposal of this rank for one step. Collective."""
+    """The proposal of this rank."""
 
     def __init__(self) -> None:
         self._sent: tuple[Tensor, Any] | None = None
 
     def propose(self, what: bytes, *, trouble: bool, device: torch.device) -> None:
-        """Begin to compare `what` with that of all ranks, and tell them of trouble."""
+        """Begin to compare `what` with that of all ranks, and tell them of trouble. Collective."""
         number = int.from_bytes(hashlib.blake2b(what, digest_size=8).digest(), "big") >> 2
         words = torch.tensor([number, -number, int(trouble)], device=of_control(device))
         self._sent = words, dist.all_reduce(words, dist.ReduceOp.MAX, async_op=True)
@@ -62,8 +62,9 @@ def common_error(
         lines: what this rank proposed; the first one names the step.
         device: of the parameters.
     """
-    if (first := _first_trouble(trouble, device)) is not None:
-        return first
+    for text in exchange_texts(str(trouble or ""), device):
+        if text:
+            return UsageError(text)
     theirs = broadcast_text("\n".join(lines), device).split("\n")
     for text in exchange_texts(_difference(lines, theirs), device):
         if text:
@@ -72,17 +73,6 @@ def common_error(
                 "resize the same on every rank, in the same step"
             )
     return UsageError(f"the ranks do not train the same in {lines[0]}")
-
-
-def raise_trouble(trouble: UsageError | None, device: torch.device) -> None:
-    """Raise the lowest rank's refusal on all ranks, if any rank refuses. Collective."""
-    if (first := _first_trouble(trouble, device)) is not None:
-        raise first
-
-
-def _first_trouble(trouble: UsageError | None, device: torch.device) -> UsageError | None:
-    texts = exchange_texts(str(trouble or ""), device)
-    return next((UsageError(text) for text in texts if text), None)
 
 
 def _difference(mine: Sequence[str], theirs: Sequence[str]) -> str:

@@ -6,7 +6,8 @@ leaves there is combined by the rule of the buffer (`sight.Rule`):
 - MEAN: floating-point buffers become the weighted mean of what micro-batches leave. It is computed
   from the *changes*, so that what does not change keeps its bits. Where that loses more than half
   of the digits, or is no number (a start at infinity, or at 1e9), the mean of the *values* is taken
-  for those elements; `StepSum` fetches it.
+  for those elements; `StepSum` fetches it. A single number that all micro-batches leave the same (a
+  counter) becomes just that, without rounding.
 - COUNT: small integer buffers and flags must change by the same in every micro-batch.
 - LOWEST, HIGHEST: of observers that say so.
 - DERIVED: scale and zero point of a fake quantizer, computed anew from its combined observer.
@@ -17,23 +18,23 @@ maximum. Nothing here communicates. The tensors of a model keep their identity: 
 script rebinds or resizes is put back into the tensor that was there when the step began.
 """
 
+import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.batching.sight import Place, Rule, Sight, describe
+from elastic_driver.worker.batching.sight import Place, Rule, Sight, describe, names_of
 
 _LOWEST = torch.iinfo(torch.int64).min
 _HIGHEST = torch.iinfo(torch.int64).max
-_INTEGERS = {
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-}
+_KIND = attrgetter("shape", "dtype", "device")
+_NOTHING = nullcontext()  # entered many times a step
 _AFTER = "change it once a step, after the loop over micro-batches, or keep it out of the buffers"
 
 
@@ -42,25 +43,20 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._signature: Any = None
+        self._sight: Sight | None = None
+        self._tensors: list[Tensor] = []
+        self._kinds: Any = None
         self.places: list[Place] = []
-        self.look(Sight(model))
 
     def look(self, sight: Sight) -> bool:
         """Take over the buffers of now; return whether they are others than before."""
-        self._owners, self._vacant = sight.owners, sight.vacant
-        self._number = sum(map(len, sight.owners))
-        signature = [
-            (id(module), key, id(each), each.shape, each.dtype, each.device)
-            for module, key, each in sight.buffers
-        ]
-        if signature == self._signature:
+        if sight is self._sight and list(map(_KIND, self._tensors)) == self._kinds:
             return False
-        self._signature = signature  # the places keep these ids taken
+        self._sight = sight
+        self._tensors = [tensor for *_, tensor in sight.buffers]
+        self._kinds = list(map(_KIND, self._tensors))
         self.places = [Place(*each) for each in sight.buffers]
-        self._checks: list[tuple[Place, Any, str, Tensor, torch.Size]] = [
-            (each, each.get, each.key, each.tensor, each.shape) for each in self.places
-        ]
+        self._shapes = [place.shape for place in self.places]
         self._group()
         return True
 
@@ -69,14 +65,23 @@ class Buffers:
         self._counts = _groups(self.places, {Rule.COUNT}, torch.int64)
         self._extremes = _groups(self.places, {Rule.LOWEST, Rule.HIGHEST}, torch.float64)
         self._derived = _groups(self.places, {Rule.DERIVED})
+        self._guarded = any(each.requires_grad for each in self._tensors)
         self._groups = self._means + self._counts + self._extremes + self._derived
         self._constants = [each for each in self.places if each.rule is Rule.CONSTANT]
         for place in self._constants:
             place.start = place.tensor.detach().clone()
         self._pointers = list(_pointers(self.places))
+        self._single = [group for group in self._means if group.singles is not None]
+        sizes = [len(group.start) for group in self._counts for _ in range(2)]
+        sizes += [len(group.singles) for group in self._single for _ in range(2)]
+        sizes += [len(group.start) for group in self._extremes]
+        sizes += [1] * sum(len(group.places) for group in self._derived)
+        sizes += [1] * len(self._constants)
+        self._sizes = sizes  # of the parts of a verdict
 
-    def lines(self, names: dict[int, str]) -> list[str]:
+    def lines(self) -> list[str]:
         """Return a line for each buffer, which must be the same on all ranks."""
+        names = names_of(self._model)
         return [
             f"{describe('buffer', names.get(id(each.tensor), each.key), each.tensor)} "
             f"({each.rule.value})"
@@ -90,6 +95,7 @@ class Buffers:
     def begin(self) -> None:
         """Record the values at the start of the step."""
         self._counted: list[list[Tensor]] = [[] for _ in self._counts]
+        self._singles: list[list[Tensor]] = [[] for _ in self._single]
         self._reached: list[Tensor | None] = [None] * len(self._extremes)
         self._touched: list[Tensor | None] = [None] * len(self._derived)
         self._resized_derived: set[int] = set()
@@ -104,15 +110,15 @@ class Buffers:
 
     def rewind(self) -> None:
         """Put the recorded values back. A constant that has changed is refused later."""
-        with torch.no_grad():
+        with torch.no_grad() if self._guarded else _NOTHING:
             for group in self._groups:
                 torch._foreach_copy_(group.tensors, group.parts)
 
     def restore(self) -> None:
         """Put everything back, also constants, sizes and identities: the step is left half done."""
         with torch.no_grad():
-            for place, get, key, tensor, shape in self._checks:
-                if get(key) is not tensor or tensor.shape != shape:
+            for place in self.places:
+                if place.get(place.key) is not place.tensor or place.tensor.shape != place.shape:
                     place.put_back()
             for place in self._constants:
                 place.tensor.copy_(place.start)
@@ -120,18 +126,17 @@ class Buffers:
 
     # ---- after each micro-batch ----------------------------------------------------------
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def leaf(self, virtual_worker: int) -> list[Tensor]:
         """Take note of what this micro-batch has left; return what is to be added up.
 
         It is the change of each kind in `mean_starts`, and then the value of each, in new tensors.
         """
-        for place, get, key, tensor, shape in self._checks:
-            if (now := get(key)) is not tensor or tensor.shape != shape:
-                self._notice(place, now, virtual_worker)
-        if sum(map(len, self._owners)) != self._number or any(
-            owner[key] is not None for owner, key in self._vacant
-        ):
+        assert self._sight is not None  # noqa: S101 - look() came first
+        if not self._sight.buffers_hold() or [t.shape for t in self._tensors] != self._shapes:
+            for place in self.places:
+                now = place.get(place.key)
+                if now is not place.tensor or place.tensor.shape != place.shape:
+                    self._notice(place, now, virtual_worker)
             self._notice_late(virtual_worker)
         for found, group in zip(self._counted, self._counts, strict=True):
             found.append(group.flat())
@@ -142,6 +147,10 @@ class Buffers:
             moved, before = group.flat() != group.start, self._touched[at]
             self._touched[at] = moved if before is None else moved | before
         values = [group.flat() for group in self._means]
+        if self._single:
+            given = [v for g, v in zip(self._means, values, strict=True) if g.singles is not None]
+            for found, group, value in zip(self._singles, self._single, given, strict=True):
+                found.append(value[group.singles])
         return [*(g.change(v) for g, v in zip(self._means, values, strict=True)), *values]
 
     def _notice(self, place: Place, now: Tensor | None, virtual_worker: int) -> None:
@@ -177,16 +186,21 @@ class Buffers:
 
     # ---- at the end of the step ----------------------------------------------------------
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def verdict(self, device: torch.device) -> Tensor | None:
         """Return this rank's part of what is no sum: integers, to be combined by their maximum."""
         parts: list[Tensor] = []
         for found, group in zip(self._counted, self._counts, strict=True):
             if found:
-                changes = torch.stack(found) - group.start
-                parts += [changes.amax(0), -changes.amin(0)]
+                least, most = torch.aminmax(torch.stack(found), dim=0)
+                parts += [most - group.start, group.start - least]
             else:
                 parts += [torch.full_like(group.start, _LOWEST)] * 2
+        for found, group in zip(self._singles, self._single, strict=True):
+            if found:
+                least, most = torch.aminmax(_to_key(torch.stack(found).to(torch.float64)), dim=0)
+                parts += [most, -1 - least]
+            else:
+                parts += [torch.full_like(group.singles, _LOWEST)] * 2
         for value, group in zip(self._reached, self._extremes, strict=True):
             parts.append(
                 torch.full_like(group.start, _LOWEST, dtype=torch.int64)
@@ -205,27 +219,36 @@ class Buffers:
         ]
         return torch.cat([part.to(device, torch.int64) for part in parts]) if parts else None
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @property
+    def verdict_size(self) -> int:
+        """The integers of a verdict."""
+        return sum(self._sizes)
+
+    @staticmethod
+    def no_verdict(size: int, device: torch.device) -> Tensor:
+        """Return the verdict of a rank that has none."""
+        return torch.full((size,), _LOWEST, device=device)
+
     def judge(self, verdict: Tensor | None) -> None:
         """Read what all ranks found. Raises `UsageError`, the same on all of them.
 
         The tensors are not touched yet; `apply` needs the result.
         """
         self._added: list[Tensor] = []
+        self._same: list[tuple[Tensor, Tensor]] = []
         self._found: list[Tensor] = []
         self._remade: list[Place] = []
         if verdict is None:
             return
-        sizes = [len(group.start) for group in self._counts for _ in range(2)]
-        sizes += [len(group.start) for group in self._extremes]
-        sizes += [1] * sum(len(group.places) for group in self._derived)
-        sizes += [1] * len(self._constants)
-        parts = iter(verdict.cpu().split_with_sizes(sizes))
+        parts = iter(verdict.cpu().split_with_sizes(self._sizes))
         for group in self._counts:
             most, least = next(parts), -next(parts)
             if not torch.equal(most, least):
                 raise self._uneven(group, most, least)
             self._added.append(most.to(group.device))
+        for _group in self._single:
+            high, low = next(parts), -1 - next(parts)
+            self._same.append((high == low, _from_key(high)))
         self._found = [_from_key(next(parts)).to(g.device) * g.signs for g in self._extremes]
         derived = [place for group in self._derived for place in group.places]
         self._remade = [place for place in derived if next(parts)]
@@ -260,16 +283,27 @@ class Buffers:
         `changes` are the sums over all workers. Elements are indices into the flat tensor: there
         the mean of the values has to be taken. None: there are none.
         """
-        found, failed = [], []
+        found: list[Tensor] = []
+        failed: list[Tensor | None] = []
         for group, change in zip(self._means, changes, strict=True):
             value = group.start + change
-            limit = group.start.abs() * group.smallest
-            bad = ((value.abs() < limit) | ~value.isfinite()) & (change != 0)
-            failed.append(bad.nonzero().view(-1) if bool(bad.any()) else None)
             found.append(value)
+            digits = torch.sub(value.abs(), group.start.abs(), alpha=group.smallest)
+            least, most = torch.stack(torch.aminmax(digits)).tolist() if len(digits) else (0, 0)
+            if least >= 0 and most < math.inf:  # the usual case, in few operations
+                failed.append(None)
+                continue
+            bad = ((digits < 0) | ~value.isfinite()) & (change != 0)
+            failed.append(bad.nonzero().view(-1) if bool(bad.any()) else None)
         return found, failed
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def settle_singles(self, means: Sequence[Tensor]) -> None:
+        """Put single numbers that all micro-batches left the same in place of their mean."""
+        given = [m for g, m in zip(self._means, means, strict=True) if g.singles is not None]
+        for group, mean, (same, value) in zip(self._single, given, self._same, strict=True):
+            at = group.singles[same.to(group.device)]
+            mean[at] = value[same].to(mean)
+
     def apply(self, means: Sequence[Tensor], changes: Sequence[Tensor]) -> None:
         """Set all buffers to the values of the step. Raises `UsageError` for a queue."""
         for place, count in self._pointers:
@@ -281,7 +315,6 @@ class Buffers:
         for group, value in zip(self._extremes, self._found, strict=True):
             torch._foreach_copy_(group.tensors, group.shaped(value))
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def derive(self) -> None:
         """Compute scales and zero points from their observers; these have their values."""
         modules = {id(place.module): place.module for place in self._remade}
@@ -328,15 +361,17 @@ class _Group:
         self._dtype, self.places = dtype, places
         self.tensors = [place.tensor for place in places]
         self._sizes = [tensor.numel() for tensor in self.tensors]
+        self._mixed = len({tensor.dtype for tensor in self.tensors}) > 1
         self.device = self.tensors[0].device
         with torch.no_grad():
             self.start = self.flat()
             self.parts = self.shaped(self.start)
-            self._bits = _bits(self.start)
         for place, part in zip(places, self.parts, strict=True):
             place.start = part
         if dtype.is_floating_point or dtype.is_complex:
             self.smallest = torch.finfo(dtype).eps ** 0.5  # of a value that keeps half its digits
+        singles = _singles(places)
+        self.singles: Any = torch.tensor(singles, device=self.device) if singles else None
         self.signs = torch.ones_like(self.start)
         for place, part in zip(places, self.shaped(self.signs), strict=True):
             if place.rule is Rule.LOWEST:
@@ -344,12 +379,18 @@ class _Group:
 
     def flat(self) -> Tensor:
         """Return all values of now, in a new tensor: (elements,)."""
-        return torch.cat([tensor.reshape(-1) for tensor in self.tensors]).to(self._dtype)
+        tensors = self.tensors
+        if self._mixed:
+            tensors = [tensor.to(self._dtype) for tensor in tensors]
+        flat: Tensor = _flatten_dense_tensors(tensors).to(self._dtype)
+        if flat.requires_grad:
+            flat = flat.detach()
+        return flat.clone() if len(self.tensors) == 1 else flat
 
     def change(self, flat: Tensor) -> Tensor:
-        """Return these values' difference from the start: 0 where they are the same bits."""
+        """Return these values' difference from the start."""
         # The difference of two infinities (in masks) is no number.
-        return torch.where(_bits(flat) == self._bits, 0, flat - self.start)
+        return torch.where(flat == self.start, 0, flat - self.start)
 
     def shaped(self, flat: Tensor) -> list[Tensor]:
         """Return views of a flat tensor, with the shapes of the buffers."""
@@ -369,6 +410,17 @@ def _groups(
     return [_Group(kind, found) for (kind, _), found in kinds.items()]
 
 
+def _singles(places: Sequence[Place]) -> list[int]:
+    """Return where the single numbers of a mean are in the flat tensor of these places."""
+    found, at = [], 0
+    for place in places:
+        size = place.tensor.numel()
+        if size == 1 and place.rule is Rule.MEAN and not place.tensor.is_complex():
+            found.append(at)
+        at += size
+    return found
+
+
 def _pointers(places: Sequence[Place]) -> Iterable[tuple[Place, Place]]:
     """Yield each single integer that may point into another buffer of its module, with that."""
     for place in places:
@@ -384,12 +436,6 @@ def _comparable(tensor: Tensor) -> Tensor:
     """Return a view that can be compared: torch compares no floating-point numbers of 8 bits."""
     narrow = tensor.is_floating_point() and tensor.element_size() == 1
     return tensor.view(torch.uint8) if narrow else tensor
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return a view in which what is no number equals itself."""
-    integers = _INTEGERS.get(tensor.dtype)
-    return tensor if integers is None else tensor.view(integers)
 
 
 def _to_key(values: Tensor) -> Tensor:

@@ -5,20 +5,23 @@ of the step. Then every `parameter.grad` is the weighted sum Σ wᵥ·gᵥ over 
 the job. Nothing of the size of a gradient is communicated before `finish()`. Ranks may have
 different shares; a rank without micro-batches takes part and adds nothing.
 
-What is summed is decided anew when each step begins: the parameters that require gradients then, of
-the model and of the state's optimizers. All ranks must decide the same (`batching.agreement`), and
-a gradient that lies elsewhere when the step ends is refused. Buffers (BatchNorm's running
-statistics) are combined by their rules (`batching.buffers`), so they, too, depend on the step
-alone.
+What is summed is looked up when each step begins (`batching.layout`): the parameters that require
+gradients then, of the model and of the state's optimizers. Buffers (BatchNorm's running statistics)
+are combined by their rules (`batching.buffers`), so they, too, depend on the step alone.
+
+**All ranks must sum the same**, or gloo would wait for bytes that never come. When an iteration
+begins they compare their layouts (`batching.agreement`), which costs one small all-reduce. Later
+steps cost nothing: a rank with another layout than the agreed one takes part in the exchange as
+agreed, without values, and *calls* by the flag that each bucket has. Then all ranks compare again,
+and exchange by the new layout, or raise the same error. A rank that has something to refuse calls,
+too.
 
 There are two ways to add: `PlainSum` (all-reduce; the last bits depend on the number of workers)
 and `ExactSum` (a fixed tree; they do not). Both use torch's default process group.
 """
 
-import hashlib
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,49 +30,39 @@ from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.microbatches import TreeSum, finish_tree, tree_blocks
-from elastic_driver.worker.batching import agreement, resized
+from elastic_driver.worker.batching import resized
+from elastic_driver.worker.batching.agreement import Agreement, common_error
 from elastic_driver.worker.batching.buckets import Bucket, make_buckets
-from elastic_driver.worker.batching.buffers import Buffers
-from elastic_driver.worker.batching.sight import Sight, Watch, describe, is_lazy, names_of
+from elastic_driver.worker.batching.layout import Layout, Subject
 
 # Gradients, None where there is none, then per kind of buffers with a mean the changes, and then
 # the values.
 Entries = list[Tensor | None]
-
-_sums: "weakref.WeakSet[StepSum]" = weakref.WeakSet()  # all of this process
 
 
 class StepSum(ABC):
     """The base of both ways to add: what is added, and putting the result in place.
 
     Attributes:
-        given: the parameters that the state's optimizers train. Those that are neither in the model
-            nor in that of another sum are summed too.
+        subject: what is trained.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        first = next(model.parameters(), None)
-        if first is None:
-            raise UsageError("FixedBatch was given a model without trainable parameters")
-        _sums.add(self)
-        self._model, self._first = model, first
-        self.given: Sequence[Tensor] = ()
-        self._buffers, self._watch = Buffers(model), Watch()
-        self._agreement = agreement.Agreement()
-        self._signature: object = None
-        self._known: list[Tensor] = []  # all parameters, which keeps their ids taken
-        self._trained: list[Tensor] = []  # of these, those that require gradients
-        self._shapes: list[torch.Size] = []  # of those
-        self._idle: list[Tensor] = []  # the others
-        self._synchronized: list[nn.Module] = []  # that compute with other ranks
+        self.subject = Subject(model)
+        self._buffers = self.subject.buffers
+        self._agreement = Agreement()
+        self._agreed: Layout | None = None
+        self._trouble: UsageError | None = None
         self._lines: list[str] = []
-        self._digest = b""
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters, and of small messages about them."""
-        device: torch.device = (self._trained[0] if self._trained else self._first).device
-        return device
+        return self.subject.device
+
+    def restart(self) -> None:
+        """Compare the layouts in the next step: an iteration begins, perhaps in a new world."""
+        self._agreed = None
 
     # ---- the beginning of a step ---------------------------------------------------------
 
@@ -85,92 +78,47 @@ class StepSum(ABC):
         self._ranges = [range(min(r.start, leaves), min(r.stop, leaves)) for r in ranges]
         self._mine, self._weights = self._ranges[rank], weights
         self._alone, self._moved = len(ranges) == 1, False
-        self._step = f"{step} with {'+'.join(str(len(r)) for r in self._ranges)} micro-batches"
-        self._trouble: UsageError | None = None
+        self._step, self._trouble = step, None
         try:
-            self._look()
+            self._layout = self.subject.look(alone=self._alone)
         except UsageError as error:
-            self._signature, self._trouble = None, error
-        if not self._alone:
-            what = self._step.encode() + self._digest
-            trouble = self._trouble is not None
-            self._agreement.propose(what, trouble=trouble, device=self.device)
-        if self._trouble is not None:
-            if self._alone:
-                raise self._trouble
-            self._agreement.reached()
-            raise self._common_error(self._lines)
-        self._drop_gradients()
+            self._refuse(error)
+        self._trained = self._layout.trained
+        if not self._alone and (self._agreed is None or not self._all_can_call()):
+            self._agreed = None
+            self._propose()
+        self.subject.drop_gradients()
         self._buffers.begin()
 
-    def _look(self) -> None:
-        """Find the parameters and buffers of now, and what is to be summed of them."""
-        sight = Sight(self._model)
-        known = [*sight.parameters, *self._outside(sight.parameters)]
-        signature = [(id(p), p.requires_grad, p.dtype, p.device) for p in known]
-        if signature != self._signature:
-            self._require_shapes(known, [buffer for *_, buffer in sight.buffers])
-        others = self._buffers.look(sight)
-        if (
-            others
-            or signature != self._signature
-            or self._shapes != [each.shape for each in self._trained]
-        ):
-            self._lay_out(known)
-        self._signature, self._owners = signature, sight.owners
-        for each in self._synchronized:
-            if each.training and not self._alone:
-                raise UsageError(
-                    "SyncBatchNorm computes with the samples of as many micro-batches as there "
-                    "are workers; FixedBatch needs BatchNorm, whose statistics it combines"
-                )
-        self._watch.begin(known)
+    @abstractmethod
+    def _all_can_call(self) -> bool:
+        """Return whether every rank's flags reach the others in this step."""
 
-    def _lay_out(self, known: list[Tensor]) -> None:
-        """Make the buckets for the parameters that require gradients, and for the buffers."""
-        self._known = known
-        self._trained = trained = [each for each in known if each.requires_grad]
-        self._idle = [each for each in known if not each.requires_grad]
-        if not trained:
-            raise UsageError("FixedBatch has nothing to train: each parameter is frozen")
-        self._shapes = [each.shape for each in trained]
-        self._synchronized = [m for m in self._model.modules() if isinstance(m, nn.SyncBatchNorm)]
-        self._places = [*trained, *self._buffers.mean_starts()]  # of the entries that travel
-        self._buckets = make_buckets(self._places)
-        names = names_of(self._model)
-        self._lines = [describe("parameter", self._name(each, names), each) for each in trained]
-        self._lines += self._buffers.lines(names)
-        self._digest = hashlib.blake2b("\n".join(self._lines).encode(), digest_size=16).digest()
+    def _refuse(self, error: UsageError) -> None:
+        """Raise this error; on the other ranks, too, when their step ends."""
+        if self._alone:
+            raise error
+        self._trouble = error
+        if self._agreed is not None and self._all_can_call():
+            self._exchange_by(self._agreed, None, None, call=True)
+        self._propose()
+        self._settle()
 
-    def _outside(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters of the state's optimizers that no model of a sum has."""
-        if not self.given:
-            return []
-        seen = {id(each) for each in own}
-        for other in _sums:
-            if other._model is not self._model:
-                seen.update(id(each) for each in other._model.parameters())
-        return [each for each in self.given if id(each) not in seen]
+    def _propose(self) -> None:
+        shares = "+".join(str(len(each)) for each in self._ranges)
+        lines = [f"{self._step} with {shares} micro-batches"]
+        if self._trouble is None:
+            lines += self._layout.lines
+        self._lines = lines
+        trouble = self._trouble is not None
+        what = "\n".join(lines).encode()
+        self._agreement.propose(what, trouble=trouble, device=self.device)
 
-    def sums_any(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether this step sums the gradient of any of these."""
-        trained = {id(each) for each in self._trained}
-        return any(id(each) in trained for each in parameters)
-
-    def _require_shapes(self, known: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        for each in (*known, *buffers):
-            if is_lazy(each):
-                raise UsageError(
-                    f"{self._name(each)} has no shape yet, because its module is lazy; run the "
-                    "model once on every rank before it is trained"
-                )
-
-    def _name(self, tensor: Tensor, names: dict[int, str] | None = None) -> str:
-        name = (names or names_of(self._model)).get(id(tensor))
-        if name is None:
-            at = [number for number, each in enumerate(self.given) if each is tensor]
-            name = f"{at[0]} of the optimizers" if at else "outside of the model"
-        return name
+    def _settle(self) -> None:
+        """Wait until all ranks have compared. Raises `UsageError`, the same on all of them."""
+        if not self._agreement.reached():
+            raise common_error(self._trouble, self._lines, self.device)
+        self._agreed = self._layout
 
     # ---- micro-batches -------------------------------------------------------------------
 
@@ -187,91 +135,83 @@ class StepSum(ABC):
     def abandon(self) -> None:
         """Put the buffers back to where the step started: it was left half done."""
         self._buffers.restore()
-        self._drop_gradients()
+        self.subject.drop_gradients()
 
     def _gradients(self) -> Entries:
         return [parameter.grad for parameter in self._trained]
 
-    def _drop_gradients(self) -> None:
-        for parameter in self._known:
-            parameter.grad = None
-
     # ---- the end of a step ---------------------------------------------------------------
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def finish(self) -> None:
         """Collective: leave the sums in `parameter.grad` and in the buffers.
 
         Raises `UsageError`, the same on all ranks, for what has no sum.
         """
-        if not self._alone and not self._agreement.reached():
-            raise self._common_error(self._lines)
-        buffers, ends = self._buffers, len(self._trained)
-        self._trouble = next(self._stray(), None)
+        buffers, first = self._buffers, len(self._trained)
+        self._trouble = next(self.subject.stray(self._step), None)
         own = self._partial_sums()
         verdict = buffers.verdict(self.device)
-        call = self._trouble is not None or bool(buffers.odd or buffers.late)
-        entries, called = self._sum(own, verdict, call=call)
-        if self._trouble is not None and (self._alone or not called):
-            raise self._trouble
-        if called and not self._alone:
-            agreement.raise_trouble(self._trouble, self.device)
+        entries, called = self._sum(own, verdict, odd=bool(buffers.odd or buffers.late))
         buffers.judge(verdict)
-        changes = [each for each in entries[ends : len(self._places)] if each is not None]
+        changes = [each for each in entries[first : self._layout.entries] if each is not None]
         means, failed = buffers.means(changes)
         if any(each is not None for each in failed):
             self._take_values(means, failed, [entries] if self._alone else own)
+        buffers.settle_singles(means)
         buffers.apply(means, changes)
         if called:
-            resized.settle(self._model, buffers, self._weights, self._ranges, self.device)
+            resized.settle(self.subject.model, buffers, self._weights, self._ranges, self.device)
         buffers.derive()
         for parameter, gradient in zip(self._trained, entries, strict=False):
             parameter.grad = gradient
 
-    def _stray(self) -> Iterator[UsageError]:
-        """Yield what this rank's micro-batches have done and must not do."""
-        sight = Sight(self._model)
-        known = {id(each) for each in self._known}
-        new = [each for each in sight.parameters if id(each) not in known]
-        for each in (*self._idle, *new, *self._outside([*self._known, *new])):
-            if each.grad is not None:
-                yield UsageError(
-                    f"parameter {self._name(each)} got a gradient, but did not require one when "
-                    f"{self._step.split(' with ')[0]} began; unfreeze and add parameters before "
-                    "the loop over micro-batches"
-                )
-        owners = {id(each) for each in self._owners}
-        if any(owner and id(owner) not in owners for owner in sight.owners):
-            yield UsageError(
-                "a module with buffers was added inside the loop over micro-batches; add modules "
-                "between two steps"
-            )
-        if self._buffers.removed is not None:
-            yield UsageError(
-                f"buffer {self._buffers.removed} was removed inside the loop over micro-batches; "
-                "remove buffers between two steps"
-            )
-        if (changed := self._watch.changed()) is not None:
-            yield UsageError(
-                f"parameter {self._name(changed)} was changed inside the loop over micro-batches, "
-                "once for each one of this worker; change it once a step, after that loop"
-            )
-
     def _sum(
-        self, own: list[Entries], verdict: Tensor | None, *, call: bool
+        self, own: list[Entries], verdict: Tensor | None, *, odd: bool
     ) -> tuple[Entries, bool]:
         """Collective: return the entries of the whole step, and whether any rank called.
 
-        The verdict becomes that of all ranks.
+        The verdict becomes that of all ranks. `odd`: this rank has buffers that are resized or new.
         """
         if self._alone:
-            return self._sum_alone(own), call
+            if self._trouble is not None:
+                raise self._trouble
+            return self._sum_alone(own), odd
+        if self._agreed is None:
+            self._settle()
+        assert self._agreed is not None  # noqa: S101 - all ranks have just agreed
+        if self._layout.digest == self._agreed.digest:
+            call = odd or self._trouble is not None
+            entries, called = self._exchange_by(self._layout, own, verdict, call=call)
+            if called:
+                self._propose()
+                self._settle()
+            elif self._trouble is not None:  # of a rank that cannot call
+                raise self._trouble
+        else:
+            self._exchange_by(self._agreed, None, None, call=True)
+            self._propose()
+            self._settle()
+            entries, called = self._exchange_by(self._layout, own, verdict, call=odd)
+        return entries, called
+
+    def _exchange_by(
+        self, layout: Layout, own: list[Entries] | None, verdict: Tensor | None, *, call: bool
+    ) -> tuple[Entries, bool]:
+        """Collective: sum by this layout; return the entries, and whether any rank called.
+
+        Without `own` sums this rank adds nothing.
+        """
         work: Any = None
-        if verdict is not None:
+        if layout.verdict_size:
+            if own is None:
+                verdict = self._buffers.no_verdict(layout.verdict_size, self.device)
             work = dist.all_reduce(verdict, dist.ReduceOp.MAX, async_op=True)
-        entries: Entries = [None] * len(self._places)
+        sums = self._no_sums(layout) if own is None else own
+        entries: Entries = [None] * layout.entries
         called = False
-        flats = self._exchange(self._buckets, own, call=call)
-        for bucket, flat in zip(self._buckets, flats, strict=True):
+        flats = self._exchange(layout.buckets, sums, call=call)
+        for bucket, flat in zip(layout.buckets, flats, strict=True):
             called |= bucket.unflatten(flat, entries)
         if work is not None:
             work.wait()
@@ -281,7 +221,7 @@ class StepSum(ABC):
         self, means: list[Tensor], failed: list[Tensor | None], own: list[Entries]
     ) -> None:
         """Collective: put the mean of the values in place where that of the changes has failed."""
-        first = len(self._places)  # the values come after what travels in each step
+        first = self._layout.entries  # the values come after what travels in each step
         chosen = [(at, where) for at, where in enumerate(failed) if where is not None]
         parts: list[Entries] = []
         for entries in own:
@@ -293,16 +233,13 @@ class StepSum(ABC):
             lines = [f"elements {where.tolist()} of buffers {at}" for at, where in chosen]
             self._agreement.propose("\n".join(lines).encode(), trouble=False, device=self.device)
             if not self._agreement.reached():
-                raise self._common_error([*lines, *self._lines])
+                raise common_error(None, [self._step, *lines], self.device)
             found = [None] * len(chosen)
             buckets = make_buckets([means[at][where] for at, where in chosen])
             for bucket, flat in zip(buckets, self._exchange(buckets, parts), strict=True):
                 bucket.unflatten(flat, found)
         for (at, where), value in zip(chosen, found, strict=True):
             means[at][where] = value
-
-    def _common_error(self, lines: Sequence[str]) -> UsageError:
-        return agreement.common_error(self._trouble, [self._step, *lines], self.device)
 
     def _dense(self, entries: Entries) -> Entries:
         """Return the same entries without sparse ones, which are refused."""
@@ -311,13 +248,17 @@ class StepSum(ABC):
                 entries[at] = None
                 self._trouble = self._trouble or UsageError(
                     "FixedBatch cannot add sparse gradients, as that of parameter "
-                    f"{self._name(self._trained[at])}; use Embedding(sparse=False)"
+                    f"{self.subject.name(self._trained[at])}; use Embedding(sparse=False)"
                 )
         return entries
 
     @abstractmethod
     def _partial_sums(self) -> list[Entries]:
         """Return what this worker has added up, in one or several parts."""
+
+    @abstractmethod
+    def _no_sums(self, layout: Layout) -> list[Entries]:
+        """Return as many parts without anything in them."""
 
     @abstractmethod
     def _sum_alone(self, own: list[Entries]) -> Entries:
@@ -342,9 +283,12 @@ class PlainSum(StepSum):
         self, ranges: Sequence[range], weights: Sequence[float], rank: int, step: str = "a step"
     ) -> None:
         """Start a step without gradients."""
-        super().begin(ranges, weights, rank, step)
         self._weight = 0.0
         self._left: list[Tensor] = []  # by micro-batches in buffers, added up
+        super().begin(ranges, weights, rank, step)
+
+    def _all_can_call(self) -> bool:
+        return True
 
     def before(self, virtual_worker: int) -> None:
         """Rescale the sum so far to the weight of the next micro-batch."""
@@ -368,6 +312,9 @@ class PlainSum(StepSum):
 
     def _partial_sums(self) -> list[Entries]:
         return [self._dense(self._entries())]
+
+    def _no_sums(self, layout: Layout) -> list[Entries]:
+        return [[None] * layout.entries]
 
     def _sum_alone(self, own: list[Entries]) -> Entries:
         return _scale(own[0], self._weight)
@@ -401,6 +348,9 @@ class ExactSum(StepSum):
         super().begin(ranges, weights, rank, step)
         self._tree: TreeSum[Entries] = TreeSum(self._mine.start, _add_entries)
 
+    def _all_can_call(self) -> bool:
+        return all(self._ranges)  # a rank without micro-batches sends nothing
+
     def after(self, virtual_worker: int) -> None:
         """Take the gradients and what is left in buffers as the next leaf."""
         leaf = [*self._gradients(), *self._buffers.leaf(virtual_worker)]
@@ -412,6 +362,9 @@ class ExactSum(StepSum):
         sums = [self._dense(entries) for _, entries in self._tree.blocks()]
         del self._tree
         return sums
+
+    def _no_sums(self, layout: Layout) -> list[Entries]:
+        return [[None] * layout.entries for _ in tree_blocks(self._mine)]
 
     def _sum_alone(self, own: list[Entries]) -> Entries:
         blocks = dict(zip(tree_blocks(self._mine), own, strict=True))
@@ -438,7 +391,8 @@ class ExactSum(StepSum):
         for bucket, (arrival, received, _) in zip(buckets, arriving, strict=True):
             arrival.wait()
             parts = dict(zip(names, received.view(len(names), -1).unbind(), strict=True))
-            part = finish_tree(parts, len(self._weights), Tensor.add_).mul_(self._weights[0])
+            part = finish_tree(parts, len(self._weights), Tensor.add_)
+            _scale([part], self._weights[0])  # as alone: in 16 bits, mul_() has other ones
             whole = bucket.empty(size * len(part))
             work = _all_gather(_as_bytes(whole), _as_bytes(part), async_op=True)
             gathered.append((work, whole[: bucket.length], part))

@@ -7,6 +7,8 @@ a tensor.
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any, TypeAlias
 
 import torch
@@ -43,7 +45,7 @@ class Place:
         self.rule = rule_of(module, key, tensor)
         self.start = tensor
         owner: Any = module._buffers
-        self.get: Callable[[str], Tensor | None] = getattr(owner, "get", None) or _getter(owner)
+        self.get: Callable[[str], Any] = getattr(owner, "get", None) or _getter(owner)
 
     def put_back(self, value: Tensor | None = None) -> None:
         """Bind the tensor that the step began with, in its size then, with `value` or `start`."""
@@ -61,13 +63,19 @@ def _getter(owner: Any) -> Callable[[str], Tensor | None]:
 
 
 class Sight:
-    """The parameters and buffers of a model at one moment, each once, in torch's order."""
+    """The parameters and buffers of a model at one moment, each once, in torch's order.
+
+    A walk takes as long as an optimizer's step of a small model; whether its result still holds is
+    found in a tenth of that.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters: list[Tensor] = []
         self.buffers: list[Held] = []
-        self.vacant: list[tuple[Any, str]] = []  # names of buffers that are None
-        self.owners: list[Any] = []  # the buffers of each module, by name
+        self.modules: list[nn.Module] = []
+        self._modules: list[Any] = []  # what each of them has, by name: modules, …
+        self._parameters: list[Any] = []
+        self._buffers: list[Any] = []
         seen: set[int] = set()
         waiting: list[nn.Module | None] = [model]
         while waiting:
@@ -75,21 +83,45 @@ class Sight:
             if module is None or id(module) in seen:
                 continue
             seen.add(id(module))
+            self.modules.append(module)
+            self._modules.append(module._modules)
+            self._parameters.append(module._parameters)
+            self._buffers.append(module._buffers)
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     self.parameters.append(parameter)
-            owner = module._buffers
-            self.owners.append(owner)
-            if owner:
-                for key, buffer in owner.items():
-                    if buffer is None:
-                        self.vacant.append((owner, key))
-                    elif id(buffer) not in seen:
-                        seen.add(id(buffer))
-                        self.buffers.append((module, key, buffer))
-            if module._modules:
-                waiting.extend(reversed(list(module._modules.values())))
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    self.buffers.append((module, key, buffer))
+            waiting.extend(reversed(list(module._modules.values())))
+        self._held = [_values(each) for each in (self._modules, self._parameters, self._buffers)]
+
+    def holds(self) -> bool:
+        """Return whether the model still has the same modules, parameters and buffers."""
+        modules, parameters, _ = self._held
+        return (
+            _same(self._modules, modules)
+            and _same(self._parameters, parameters)
+            and self.buffers_hold()
+        )
+
+    def buffers_hold(self) -> bool:
+        """Return whether each buffer of these modules is still the same tensor."""
+        return _same(self._buffers, self._held[2])
+
+
+def _values(owners: Iterable[Any]) -> list[Any]:
+    return list(chain.from_iterable(map(_VALUES, owners)))
+
+
+def _same(owners: Iterable[Any], before: list[Any]) -> bool:
+    now = _values(owners)
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+_VALUES = methodcaller("values")
 
 
 def rule_of(module: nn.Module, key: str, tensor: Tensor) -> Rule:
@@ -138,14 +170,20 @@ class Watch:
     """
 
     def __init__(self) -> None:
+        self._all: Sequence[Tensor] = ()
         self._tensors: list[Tensor] = []
         self._marks: list[tuple[int, int]] = []
         self._moving: dict[int, Tensor] = {}  # by `id`
         self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Note how these parameters are; those of whole numbers are a library's own packing."""
-        self._tensors = [each for each in parameters if each.is_floating_point()]
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """Note how these parameters are; those of whole numbers are a library's own packing.
+
+        The same list has the same parameters.
+        """
+        if parameters is not self._all:
+            self._all = parameters
+            self._tensors = [each for each in parameters if each.is_floating_point()]
         self._marks = _marks(self._tensors)
         if self._moving:
             here = [each for each in self._tensors if id(each) in self._moving]
