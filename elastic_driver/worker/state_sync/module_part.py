@@ -70,7 +70,10 @@ class ModulePart(StatePart):
             self._walk, self._has_changed = _Walk.of(self.thing), True
 
     def tensors(self) -> Named:
-        """Return parameters and buffers by name."""
+        """Return parameters and buffers by name. Raises `UnkeptError` for one of another kind."""
+        for path, tensor in chain(self._walk.parameters, self._walk.buffers):
+            if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
+                _require_tensor(f"{self.name}.{path}", tensor)
         return [
             (f"{self.name}.{n}", t) for n, t in chain(self._walk.parameters, self._walk.buffers)
         ]
@@ -189,9 +192,6 @@ class ModulePart(StatePart):
 
     def _require_kept(self, walk: _Walk) -> None:
         """Raise `UnkeptError` for a module that keeps nothing, once its attributes change."""
-        for path, tensor in chain(walk.parameters, walk.buffers):
-            if tensor.layout != torch.strided or nn.parameter.is_lazy(tensor):
-                _require_tensor(f"{self.name}.{path}", tensor)
         if walk.parameters or walk.buffers or walk.extra:
             return
         attributes = [v for m in walk.modules for v in vars(m).values()]
