@@ -29,6 +29,11 @@ class Gradients:
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, gradient, its copy
         self._collectives = 0  # until the last commit
 
+    @property
+    def collectives_before(self) -> int:
+        """The collectives of this process until the last commit."""
+        return self._collectives
+
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Notice backward passes for these optimizers' parameters from now on."""
         chosen: dict[int, Tensor] = {}
