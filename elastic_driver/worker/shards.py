@@ -166,18 +166,18 @@ class ShardClient(AbstractContextManager["ShardClient"]):
         return agreed
 
     def look(self, timeout: float) -> messages.ShardCheckpoint | None:
-        """Return the driver's account, or None where it does not answer within `timeout` seconds.
+        """Return the driver's account; None where it has none, or gives none in `timeout` seconds.
 
         Any thread may call this.
         """
         found = context.from_environment()
-        if found is None:
-            known: messages.ShardCheckpoint = self._ask_own(messages.ReadCheckpoint())
-            return known
         try:
+            if found is None:
+                known: messages.ShardCheckpoint = self._ask_own(messages.ReadCheckpoint())
+                return known
             with found.client(timeout) as driver:
                 answer = driver.get_bytes(f"/v1/shards/{self.name}/checkpoint", timeout)
-        except (UnreachableError, RequestError):
+        except (UnreachableError, RequestError, UsageError):
             return None
         return msgspec.json.decode(answer, type=messages.ShardCheckpoint)
 
@@ -243,7 +243,8 @@ class ShardClient(AbstractContextManager["ShardClient"]):
         with self._lock:
             event = messages.ShardRequest(0, self.name, request)
             decisions = self._own.handle(event, time.monotonic())
-        (answer,) = [found.document for found in decisions if isinstance(found, Reply)]
+        replies = [found for found in decisions if isinstance(found, Reply)]
+        (answer,) = [found.document for found in replies if found.ticket == event.ticket]
         if isinstance(answer, Rejection):
             raise UsageError("; ".join(filter(None, (answer.message, answer.hint))))
         if isinstance(answer, messages.Wait):
