@@ -273,7 +273,7 @@ def test_more_epochs_may_be_trained_later() -> None:
         ({"shard_records": 10}, "shard_records=8, and this script has 10"),
         ({"seed": 1}, "seed=0, and this script has 1"),
         ({"shuffle": False}, "shuffle=True, and this script has False"),
-        ({"records": None, "partitions": {"p": 0}}, "records=50|type"),
+        ({"records": None, "partitions": {"p": 0}}, "as a range, and this script has a stream"),
     ],
 )
 def test_other_data_than_the_model_was_trained_with_are_refused(
