@@ -101,7 +101,7 @@ class Buffers:
         self._resized_derived: set[int] = set()
         self.odd: dict[str, dict[int, Tensor]] = {}  # resized in this step; by virtual worker
         self.late: dict[str, dict[int, Tensor]] = {}  # that began to exist in it
-        self.removed: str | None = None
+        self.trouble: UsageError | None = None
         with torch.no_grad():
             for group in self._groups:
                 torch._foreach_copy_(group.parts, group.tensors)
@@ -160,7 +160,15 @@ class Buffers:
     def _notice(self, place: Place, now: Tensor | None, virtual_worker: int) -> None:
         """Put a rebound or resized buffer's value where the step began with it."""
         if now is None:
-            self.removed = self.removed or self.name(place)
+            self.trouble = UsageError(
+                f"buffer {self.name(place)} was removed inside the loop over micro-batches; remove "
+                "buffers between two steps"
+            )
+        elif _class_of(now) != _class_of(place.tensor):
+            self.trouble = UsageError(
+                f"buffer {self.name(place)} became {now.dtype} inside the loop over micro-batches, "
+                f"from {place.tensor.dtype}; register it with the type that it is to have"
+            )
         elif now.shape == place.shape:
             place.put_back(now.detach())
             return
@@ -439,6 +447,11 @@ def _pointers(places: Sequence[Place]) -> Iterable[tuple[Place, Place]]:
             for other in places:
                 if other.module is place.module and other.rule is Rule.MEAN and other.shape:
                     yield place, other
+
+
+def _class_of(tensor: Tensor) -> tuple[bool, bool]:
+    """Return whether these are whole, real or complex numbers: other types only round."""
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _comparable(tensor: Tensor) -> Tensor:

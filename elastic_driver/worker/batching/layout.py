@@ -175,11 +175,8 @@ class Subject:
                     f"parameter {self.name(each)} got a gradient, but did not require one when "
                     f"{step} began; unfreeze and add parameters before the loop over micro-batches"
                 )
-        if self.buffers.removed is not None:
-            yield UsageError(
-                f"buffer {self.buffers.removed} was removed inside the loop over micro-batches; "
-                "remove buffers between two steps"
-            )
+        if self.buffers.trouble is not None:
+            yield self.buffers.trouble
         if (changed := self._watch.changed()) is not None:
             yield UsageError(
                 f"parameter {self.name(changed)} was changed inside the loop over micro-batches, "
