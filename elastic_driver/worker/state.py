@@ -90,11 +90,11 @@ def _of(me: "weakref.ref[State]") -> "State":
     return state
 
 
-def _stepped(me: "weakref.ref[State]") -> None:
+def _stepped(me: "weakref.ref[State]", optimizer: Optimizer) -> None:
     """Note a finished step of any optimizer."""
     state = me()
     if state is not None:
-        state._tree.gradients.used()
+        state._tree.gradients.used(optimizer)
         if state._leads:
             state._progress.optimizer_stepped()
             state._mistakes.stepped(state._progress)
@@ -141,7 +141,7 @@ class State:
         )
         self._tree.gradients.is_local = passes_are_local
         self._tree.leaves.copy_all = snapshot
-        self._counter.on_step = lambda: _stepped(me)
+        self._counter.on_step = lambda optimizer: _stepped(me, optimizer)
         self._kept_random: dict[str, Any] | None = None
         self._random = RandomStates()
         self._clock = ComputeClock()
@@ -158,6 +158,7 @@ class State:
         self._met: tuple[int, Sequence[StateVersion], bool] | None = None
         self._leads = True  # its commits are the job's steps: it is that of the training function
         self._sources: list[Any] = []
+        self._positions: list[tuple[str, Advancing]] = []
         self._arranged = -1  # the tree's count of changes when `_arrange` was called last
         self._counted = Counted()
         self._parameters: int | None = None
@@ -192,7 +193,7 @@ class State:
             return
         before = self._values.get(name)
         self._values[name] = value
-        if before is not value and hasattr(value, "state_dict"):
+        if before is not value and (hasattr(value, "state_dict") or hasattr(before, "state_dict")):
             self._arrange()
 
     def _has_part(self, value: Any) -> bool:
@@ -206,6 +207,7 @@ class State:
     def _arrange(self) -> None:
         """Follow the objects of now: their steps, samples and parameters are measured."""
         optimizers = self._all(Optimizer)
+        self._positions = [(n, v) for n, v in self._values.items() if isinstance(v, Advancing)]
         sources = self._all(CountsSamples)
         if list(map(id, sources)) != list(map(id, self._sources)):
             self._sources = sources
@@ -314,9 +316,8 @@ class State:
 
         `commit()` does the same. Every rank must call it after the same commits.
         """
-        progress = self._progress
-        if self._leads and self._version >= progress.leave_after:
-            raise self._mistakes.leaving(HostsUpdatedInterrupt(progress.leave_reason), progress)
+        if self._leads and self._version >= self._progress.leave_after:
+            raise HostsUpdatedInterrupt(self._progress.leave_reason)
 
     def save(self) -> None:
         """Copy all that `restore()` puts back; `commit()` calls this.
@@ -326,7 +327,7 @@ class State:
         """
         if self._tree.leaves.copy_all or not self._counter.steps:
             self._counter.settle()  # no optimizer's step has waited for what the ranks exchanged
-        advance_all((n, v) for n, v in self._values.items() if isinstance(v, Advancing))
+        advance_all(self._positions)
         self._keep()
 
     def _keep(self, *, from_others: bool = False) -> None:

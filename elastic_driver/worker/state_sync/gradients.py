@@ -1,20 +1,39 @@
 """Gradients that a commit finds and no optimizer step has used: an accumulation that goes on.
 
-A backward pass without a step behind it is noticed by hooks on a few parameters; only then are the
-gradients looked at. Gradients that were summed over the ranks are equal on all of them, and become
-part of the commit: copied, put back, and sent. Those of this rank alone exist nowhere else, so a
-commit among them is refused.
+A backward pass without a step of the optimizer behind it is noticed by hooks on a few parameters;
+only then are its gradients looked at. Gradients that were summed over the ranks are equal on all of
+them, and become part of the commit: copied, put back, and sent. Those of this rank alone exist
+nowhere else, so a commit among them is refused.
+
+Where another optimizer has stepped meanwhile, nobody knows yet whether the gradients are meant to
+stay: two optimizers may step at different intervals, and the backward pass of a GAN's generator
+leaves gradients in the discriminator that are dropped. They are copied, neither refused nor
+compared, until they were dropped `DROPPED` times.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.part import require_tensor
 from elastic_driver.worker.state_sync.steps import collectives, trained_by
+
+DROPPED = 3  # times in a row; then the gradients of this optimizer belong to no commit
+
+
+class Kept(NamedTuple):
+    """A gradient that belongs to a commit."""
+
+    parameter: Tensor
+    gradient: Tensor
+    copy: Tensor
+    is_sure: bool  # no optimizer has stepped meanwhile
 
 
 class Gradients:
@@ -23,11 +42,15 @@ class Gradients:
     def __init__(self) -> None:
         # Returns whether the gradients of the last pass are those of this rank alone.
         self.is_local: Callable[[], bool] = lambda: False
+        self.kept: list[Kept] = []  # at the last commit
         self._hooks: list[Any] = []
-        self._hooked: list[int] = []
-        self._pending = False  # a pass has come since the last optimizer step
-        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, gradient, its copy
+        self._hooked: list[tuple[int, int]] = []
+        self._watched: set[int] = set()  # the optimizers of the state
+        self._pending: set[int] = set()  # optimizers: a pass has come since their last step
+        self._dropped: dict[int, int] = {}  # times that kept gradients of an optimizer were dropped
+        self._has_stepped = False  # any of these optimizers, since the last commit
         self._collectives = 0  # until the last commit
+        weakref.finalize(self, _remove, self._hooks)
 
     @property
     def collectives_before(self) -> int:
@@ -36,46 +59,76 @@ class Gradients:
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Notice backward passes for these optimizers' parameters from now on."""
-        chosen: dict[int, Tensor] = {}
+        chosen: dict[tuple[int, int], tuple[Tensor, int]] = {}
         for optimizer in optimizers:
             trained = [p for p in trained_by(optimizer) if p.requires_grad and p.is_leaf]
-            chosen |= {id(p): p for p in (*trained[:1], *trained[-1:])}
+            for parameter in (*trained[:1], *trained[-1:]):
+                chosen[id(optimizer), id(parameter)] = parameter, id(optimizer)
+        self._watched = set(map(id, optimizers))
         if list(chosen) == self._hooked:
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooked = list(chosen)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._passed) for p in chosen.values()]
+        _remove(self._hooks)
+        self._hooked, me = list(chosen), weakref.ref(self)
+        self._hooks += [
+            parameter.register_post_accumulate_grad_hook(partial(_passed, me, optimizer))
+            for parameter, optimizer in chosen.values()
+        ]
 
-    def _passed(self, _parameter: Tensor) -> None:
-        self._pending = True
+    def passed(self, optimizer: int) -> None:
+        """A backward pass has reached parameters of this optimizer."""
+        self._pending.add(optimizer)
 
-    def used(self) -> None:
+    def used(self, optimizer: Optimizer) -> None:
         """An optimizer has taken its step: what it found is used up."""
-        self._pending = False
+        if id(optimizer) in self._watched:
+            self._has_stepped = True
+            self._pending.discard(id(optimizer))
 
-    def keep(self, optimizers: Sequence[Optimizer]) -> None:
-        """Copy the gradients that a later step will use.
-
-        Raises `UsageError` where they are those of this rank alone.
-        """
-        before, self._collectives = self._collectives, collectives()
-        if not self._pending:
-            self._kept = []
+    def before(self, optimizer: Optimizer) -> None:
+        """Before a step: find out whether the gradients of the last commit are still there."""
+        if not self.kept:
             return
-        found = [p for o in optimizers for p in trained_by(o) if p.grad is not None]
-        if found and self.is_local_now(before):
+        own = set(map(id, trained_by(optimizer)))
+        found = [each for each in self.kept if id(each.parameter) in own and not each.is_sure]
+        if found:
+            stays = any(each.parameter.grad is each.gradient for each in found)
+            count = self._dropped.get(id(optimizer), 0)
+            self._dropped[id(optimizer)] = 0 if stays else count + 1
+
+    def take(self, optimizers: Sequence[Optimizer], *, from_others: bool = False) -> list[Kept]:
+        """Return copies of the gradients that a later step will use.
+
+        `from_others`: they were received. Raises `UsageError` where they are those of this rank
+        alone.
+        """
+        if not self._pending:
+            return []
+        stepped = self._has_stepped
+        found: dict[int, Tensor] = {}
+        for optimizer in optimizers:
+            if id(optimizer) not in self._pending:
+                continue
+            if not stepped or self._dropped.get(id(optimizer), 0) < DROPPED:
+                found |= {id(p): p for p in trained_by(optimizer) if p.grad is not None}
+        if found and not stepped and not from_others and self._is_local_now():
             raise UsageError(
                 "commit() found gradients that no optimizer step has used, and that were not "
                 "summed over the ranks: each rank holds a part that no other has, so it cannot be "
                 "kept; commit after optimizer.step(), once for all accumulated batches"
             )
-        self._kept = [(p, p.grad, p.grad.detach().clone()) for p in found if p.grad is not None]
+        kept = [(p, p.grad) for p in found.values() if p.grad is not None]
+        for _, gradient in kept:
+            require_tensor("a gradient that no step has used", gradient)
+        return [Kept(p, each, each.detach().clone(), not stepped) for p, each in kept]
 
-    def is_local_now(self, collectives_before: int) -> bool:
+    def committed(self, kept: list[Kept]) -> None:
+        """Note the result of `take` as that of a commit."""
+        self.kept, self._has_stepped, self._collectives = kept, False, collectives()
+
+    def _is_local_now(self) -> bool:
         """Return whether the gradients of the last pass were summed over no other rank."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            return self.is_local() or collectives() == collectives_before
+            return self.is_local() or collectives() == self._collectives
         return False
 
     def put_back(self, optimizers: Sequence[Optimizer]) -> None:
@@ -83,17 +136,45 @@ class Gradients:
         for optimizer in optimizers:
             for parameter in trained_by(optimizer):
                 parameter.grad = None
-        for parameter, gradient, copy in self._kept:
+        kept = {id(each.parameter): each for each in self.kept}
+        for parameter, gradient, copy, _ in self.kept:
             gradient.detach().copy_(copy)
             parameter.grad = gradient
-        self._pending = bool(self._kept)
+        self._pending = {
+            id(each) for each in optimizers if any(id(p) in kept for p in trained_by(each))
+        }
 
-    def named(self, names: dict[int, str]) -> list[tuple[str, Tensor]]:
-        """Return the kept gradients by name of their parameter; `names` are those by identity."""
-        return [(names.get(id(p), "?"), copy) for p, _, copy in self._kept]
+    def named(self, names: dict[int, str], *, sure: bool = False) -> list[tuple[str, Tensor]]:
+        """Return the kept gradients by name of their parameter; `names` are those by identity.
 
-    def receive(self, found: Sequence[tuple[Tensor, Tensor]]) -> None:
+        `sure`: only those that ranks are to have alike.
+        """
+        return [
+            (names.get(id(each.parameter), "?"), each.copy)
+            for each in self.kept
+            if each.is_sure or not sure
+        ]
+
+    def receive(
+        self, found: Sequence[tuple[Tensor, Tensor]], optimizers: Sequence[Optimizer]
+    ) -> None:
         """Take over the gradients of the sender's commit, by parameter."""
+        self.kept = []
         for parameter, gradient in found:
             parameter.grad = gradient.to(parameter.device)
-        self._pending = bool(found)
+        received = {id(parameter) for parameter, _ in found}
+        self._pending = {
+            id(each) for each in optimizers if any(id(p) in received for p in trained_by(each))
+        }
+
+
+def _passed(me: "weakref.ref[Gradients]", optimizer: int, _parameter: Tensor) -> None:
+    gradients = me()
+    if gradients is not None:
+        gradients.passed(optimizer)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()

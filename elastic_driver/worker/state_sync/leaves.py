@@ -8,7 +8,8 @@ see, steps with a collective behind them) has to be copied at each commit. Nobod
 are: it is *learned*.
 
 - A tensor is known by its object, its memory and its version counter. At each commit, and after a
-  failure, these are compared.
+  failure, these are compared. What optimizers remember is compared after a failure, but read at few
+  commits only (`Followers`): reading takes longer than all else in a commit of a large model.
 - In the first steps, and now and then later, the content is compared as well (`fingerprint`):
   between the commit and the first optimizer step, and from commit to commit. That finds changes
   which no version shows (`tensor.data`, captured graphs).
@@ -19,14 +20,17 @@ are: it is *learned*.
 """
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, sub
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.worker.state_sync.fingerprint import contents
+from elastic_driver.worker.state_sync.followers import Followers, Read
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.values import fill_tensor
 
@@ -36,6 +40,26 @@ SHARE = 0.0005  # of the training time, for comparing contents later
 _version = attrgetter("_version")
 _pointer = torch.Tensor.data_ptr
 Named = list[tuple[str, Tensor]]
+
+
+class _Commit(NamedTuple):
+    """The tensors as they were at a commit."""
+
+    names: list[str]
+    tensors: list[Tensor]
+    versions: list[int]  # of the first ones, which are read at each commit
+    pointers: list[int]
+    others: Read  # of what optimizers remember: the tensors behind these
+    still: list[int]  # numbers of the tensors that were not copied
+    moved: list[Tensor]  # the tensors that were copied, and the copies
+    copies: list[Tensor]
+
+    def versions_now(self) -> list[int]:
+        """Return the version that each tensor had at the commit."""
+        return self.versions + self.others.expected()
+
+
+_NOTHING = _Commit([], [], [], [], Read([], [], 0), [], [], [])
 
 
 class Leaves:
@@ -51,34 +75,41 @@ class Leaves:
         self.moving: dict[str, str] = {}  # names of the tensors that are copied, and why
         self.copy_all = False
         self.learning = LEARNING  # commits whose contents are still to be compared
+        self._first: list[Tensor] = []  # that are read at each commit; the others follow them
+        self._others = Followers([])
         self._trained: set[str] = set()
         self._small: set[str] = set()  # that are copied at each commit, whether they move or not
         self._choice: list[Tensor] | None = None  # the tensors to copy; None: to be chosen
         self._still: list[int] = []  # numbers of the tensors that are not copied
-        self._last: object = None  # optimizers and growth of the last commit that was looked into
+        self._last: object = None  # steps and growth of the last commit
         self._unproven: set[str] = set()  # copied until they are known to stand still
-        self._committed: list[Tensor] = []  # those whose versions are known
-        self._versions: list[int] = []  # of all, at the commit
+        self._commit = _NOTHING
+        self._is_torn = False  # a copy was begun and not finished
+        # The first tensors of now, as they were at the commit.
+        self._versions: list[int] | None = None
         self._pointers: list[int] = []
-        self._contents: dict[str, int] | None = None  # of those that stand still, if compared
+        self._contents: dict[int, int] = {}  # by identity, of those that stand still, if compared
         self._usual: list[set[int]] = []  # by how much the version of each grows in a step
-        self._moved: list[Tensor] = []  # the tensors that were copied, and the copies
-        self._copies: list[Tensor] = []
         self._early: set[str] = set()  # have changed before the first optimizer step
         self._check_at = 0.0
         self._idle = 0  # commits in a row in which nothing has changed
-        steps.before_first = self._look_before_step
+        me = weakref.ref(self)
+        steps.before_first = lambda: _look_before_step(me)
 
     # ---- what there is ---------------------------------------------------------------------
 
-    def arrange(self, named: Named, trained: set[str], small: set[str]) -> None:
+    def arrange(self, named: Named, remembered: Named, trained: set[str], small: set[str]) -> None:
         """Take in the tensors of now.
 
+        `named`: those that are read at each commit; `remembered`: what optimizers remember.
         `trained`: the names of those that optimizers move; `small`: of buffers, which are copied at
         each commit, because the running statistics among them move with no version counted.
         """
         unique: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in named:
+            unique.setdefault(id(tensor), (name, tensor))
+        first = len(unique)
+        for name, tensor in remembered:
             unique.setdefault(id(tensor), (name, tensor))
         usual = dict(zip(self.names, self._usual, strict=False))
         known = set(self.names)
@@ -93,17 +124,24 @@ class Leaves:
             self._unproven |= set(fresh)
         if fresh and known:
             self.learning = max(self.learning, LEARNING)
-        # A tensor that is new stands for itself: it was put in, not written to.
-        before = zip(self._committed, self._versions, self._pointers, strict=True)
-        seen = {id(tensor): (version, pointer) for tensor, version, pointer in before}
-        now = [seen.get(id(t)) or (t._version, t.data_ptr()) for t in self.tensors]
-        self._versions, self._pointers = [v for v, _ in now], [p for _, p in now]
-        self._committed, self._choice = self.tensors, None
+        self._renumber(first)
+
+    def _renumber(self, first: int) -> None:
+        """Number versions and memory of the commit as the tensors of now."""
+        versions = dict(zip(map(id, self._first), self._versions or (), strict=False))
+        pointers = dict(zip(map(id, self._first), self._pointers, strict=False))
+        self._first = self.tensors[:first]
+        if self._versions is not None:
+            # A tensor that is new stands for itself: it was put in, not written to.
+            self._versions = [versions.get(id(t), t._version) for t in self._first]
+            self._pointers = [pointers.get(id(t), t.data_ptr()) for t in self._first]
+        self._others = Followers(self.tensors[first:], self._others)
+        self._choice = self._last = None
 
     @property
     def copied_bytes(self) -> int:
         """The bytes that each commit copies."""
-        return sum(copy.nbytes for copy in self._copies)
+        return sum(copy.nbytes for copy in self._commit.copies)
 
     # ---- commits ---------------------------------------------------------------------------
 
@@ -112,17 +150,32 @@ class Leaves:
 
         `from_others`: the content was received or put back, so nothing is learned from it.
         """
-        versions = list(map(_version, self.tensors))
-        pointers = list(map(_pointer, self.tensors))
-        if self._versions and not from_others:
+        versions = list(map(_version, self._first))
+        pointers = list(map(_pointer, self._first))
+        if self._versions is None or from_others:
+            self._others.read()
+        else:
             self._learn(versions, pointers)
         if self._choice is None:
             self._choose()
-        self._copy()
+        copies = self._copy(self._choice or [])
         self._versions, self._pointers = versions, pointers
-        self._early, self._contents = set(), None
+        self._commit = _Commit(
+            self.names,
+            self.tensors,
+            versions,
+            pointers,
+            self._others.last,
+            self._still,
+            self._choice or [],
+            copies,
+        )
+        self._is_torn = False
+        self._early, self._contents = set(), {}
+        if self.copy_all:
+            return
         now = self._clock()
-        if (self.learning > 0 or now >= self._check_at) and not self.copy_all:
+        if self.learning > 0 or now >= self._check_at:
             self._contents = self._look(self._not_moving())
             self._check_at = now + 3 * (self._clock() - now) / SHARE
 
@@ -132,85 +185,89 @@ class Leaves:
         chosen = [self.copy_all or name in copied for name in self.names]
         self._choice = [t for t, is_copied in zip(self.tensors, chosen, strict=True) if is_copied]
         self._still = [number for number, is_copied in enumerate(chosen) if not is_copied]
-        same = len(self._choice) == len(self._copies) and all(
-            t.shape == c.shape and t.dtype == c.dtype and t.device == c.device
-            for t, c in zip(self._choice, self._copies, strict=True)
-        )
-        if not same:
-            self._copies = [torch.empty_like(t, requires_grad=False) for t in self._choice]
 
-    def _copy(self) -> None:
-        choice = self._choice or []
-        if any(map(_differ, choice, self._copies)):  # one was resized in place
-            self._copies = [torch.empty_like(t, requires_grad=False) for t in choice]
+    def _copy(self, choice: list[Tensor]) -> list[Tensor]:
+        """Return copies of tensors, in the memory of the last ones where that fits."""
+        copies = self._commit.copies
+        if len(copies) != len(choice) or any(map(_differ, choice, copies)):
+            copies = [torch.empty_like(t, requires_grad=False) for t in choice]
         if choice:
+            self._is_torn = copies is self._commit.copies
             with torch.no_grad():
-                torch._foreach_copy_(self._copies, choice)
-        self._moved = choice
+                torch._foreach_copy_(copies, choice)
+        return copies
 
     def _not_moving(self) -> list[int]:
         return [number for number, name in enumerate(self.names) if name not in self.moving]
 
-    def _look(self, numbers: Sequence[int]) -> dict[str, int]:
-        found = contents([self.tensors[number] for number in numbers])
-        return {self.names[number]: value for number, value in zip(numbers, found, strict=True)}
+    def _look(self, numbers: Sequence[int]) -> dict[int, int]:
+        tensors = [self.tensors[number] for number in numbers]
+        return dict(zip(map(id, tensors), contents(tensors), strict=True))
 
     # ---- learning --------------------------------------------------------------------------
 
-    def _look_before_step(self) -> None:
+    def look_before_step(self) -> None:
         """Before the first optimizer step of an interval: find what has moved already."""
-        if self._contents is None or len(self._versions) != len(self.tensors):
-            return
-        numbers = [n for n in self._not_moving() if self.names[n] in self._contents]
+        if self._contents and not _is_capturing():
+            self._early |= set(self._others_than_before(set()))
+
+    def _others_than_before(self, but: set[str]) -> list[str]:
+        """Return the names of tensors whose content is another than at the commit."""
+        numbers = [
+            number
+            for number in self._not_moving()
+            if id(self.tensors[number]) in self._contents and self.names[number] not in but
+        ]
         now = self._look(numbers)
-        self._early = {name for name, value in now.items() if value != self._contents[name]}
+        return [
+            self.names[number]
+            for number in numbers
+            if now[id(self.tensors[number])] != self._contents[id(self.tensors[number])]
+        ]
 
     def _learn(self, versions: list[int], pointers: list[int]) -> None:
         """Decide, at a commit, which tensors have moved outside of an optimizer's step."""
-        optimizers, exposed = self._steps.optimizers(), self._steps.exposed()
-        growth = list(map(sub, versions, self._versions))
-        kind = [id(each) for each in (*optimizers, None, *exposed)], growth
-        quiet = self._contents is None and not self._early and pointers == self._pointers
-        if quiet and kind == self._last and (optimizers or any(growth)):
+        growth = list(map(sub, versions, self._versions or ()))
+        kind = self._steps.done(), growth
+        steps = bool(kind[0]) or any(growth) or self._idle > LEARNING
+        usual = steps and kind == self._last and pointers == self._pointers
+        if usual and not self._contents and not self._early and self._others.passes():
             return
         self._last = kind
+        optimizers = self._steps.optimizers()
         stepped = self._names_of(optimizers)
-        for name in self._names_of(exposed):
+        for name in self._names_of(self._steps.exposed()):
             self._moves(name, "a collective comes between its step and the commit")
         for name in self._early:
             self._moves(name, "it changes before the optimizer's step")
+        growth = growth + self._others.read()
         unusual = False
         for number, grown in enumerate(growth):
-            name = self.names[number]
-            if grown == 0 and pointers[number] == self._pointers[number]:
+            same = number >= len(pointers) or pointers[number] == self._pointers[number]
+            if grown == 0 and same:
                 continue
+            name = self.names[number]
             if name not in stepped:
                 self._moves(name, "it changes outside of an optimizer's step")
             elif grown not in self._usual[number]:
                 unusual = unusual or bool(self._usual[number])
                 self._usual[number].add(grown)
         self._learn_contents(stepped)
-        if self._contents is not None and self.learning:
-            self.learning -= 1
-            if not self.learning:
-                self._unproven.clear()
-                self._choice = None
         idle = not stepped and not any(growth) and bool(self._trained)
         self._idle = self._idle + 1 if idle else 0
         if unusual or 0 < self._idle <= LEARNING:
             self.learning = max(self.learning, 1)
 
     def _learn_contents(self, stepped: set[str]) -> None:
-        if self._contents is None:
+        if not self._contents:
             return
-        numbers = [
-            number
-            for number, name in enumerate(self.names)
-            if name in self._contents and name not in stepped and name not in self.moving
-        ]
-        for name, value in self._look(numbers).items():
-            if value != self._contents[name]:
-                self._moves(name, "it changes outside of an optimizer's step")
+        for name in self._others_than_before(stepped):
+            self._moves(name, "it changes outside of an optimizer's step")
+        if self.learning:
+            self.learning -= 1
+            if not self.learning:
+                self._unproven.clear()
+                self._choice = None
 
     def _moves(self, name: str, why: str) -> None:
         if name not in self.moving:
@@ -220,60 +277,87 @@ class Leaves:
 
     def _names_of(self, optimizers: Sequence[Optimizer]) -> set[str]:
         """Return the names of what these optimizers change: parameters, and their own tensors."""
-        if not optimizers:
-            return set()
-        changed: set[int] = set()
-        for optimizer in optimizers:
-            for parameter in trained_by(optimizer):
-                changed.add(id(parameter))
-            for values in optimizer.state.values():
-                if isinstance(values, dict):
-                    changed.update(map(id, values.values()))
-        return {
-            name
-            for name, tensor in zip(self.names, self.tensors, strict=True)
-            if id(tensor) in changed
-        }
+        changed = _changed_by(optimizers)
+        pairs = zip(self.names, self.tensors, strict=True)
+        return {name for name, tensor in pairs if id(tensor) in changed} if changed else set()
 
     # ---- after a failure ---------------------------------------------------------------------
 
     def changed(self) -> list[str]:
         """Return the names of tensors that have changed since the commit and were not copied."""
-        still = [(self.names[n], self.tensors[n], n) for n in self._still]
-        if not still:
-            return []
-        stepped = self._names_of(self._steps.optimizers())
-        return [
-            name
-            for name, tensor, number in still
-            if name in stepped
-            or tensor._version != self._versions[number]
-            or tensor.data_ptr() != self._pointers[number]
+        commit = self._commit
+        stepped = _changed_by(self._steps.optimizers()) if commit.still else set()
+        versions, pointers = commit.versions_now(), commit.pointers
+        found = []
+        unknown = []  # seem to be unchanged, and their content is known
+        for number in commit.still:
+            tensor = commit.tensors[number]
+            if (
+                id(tensor) in stepped
+                or tensor._version != versions[number]
+                or (number < len(pointers) and tensor.data_ptr() != pointers[number])
+            ):
+                found.append(commit.names[number])
+            elif id(tensor) in self._contents and tensor.device.type == "cpu":
+                unknown.append(number)
+        now = contents([commit.tensors[number] for number in unknown])
+        return found + [
+            commit.names[number]
+            for number, content in zip(unknown, now, strict=True)
+            if self._contents[id(commit.tensors[number])] != content
         ]
 
     def is_clean(self) -> bool:
         """Return whether every tensor is, or can be made, what it was at the commit."""
-        return not self.changed()
+        return not self._is_torn and not self.changed()
 
     def roll_back(self) -> None:
         """Put the copies back."""
-        plain = [
-            (tensor, copy)
-            for tensor, copy in zip(self._moved, self._copies, strict=True)
-            if tensor.shape == copy.shape
-            and tensor.dtype == copy.dtype
-            and 0 not in tensor.stride()
-        ]
+        commit = self._commit
+        pairs = list(zip(commit.moved, commit.copies, strict=True))
+        plain = [(t, c) for t, c in pairs if not _differ(t, c) and 0 not in t.stride()]
         if plain:
             with torch.no_grad():
                 torch._foreach_copy_([t for t, _ in plain], [c for _, c in plain])
         done = {id(tensor) for tensor, _ in plain}
-        for tensor, copy in zip(self._moved, self._copies, strict=True):
+        for tensor, copy in pairs:
             if id(tensor) not in done:
                 fill_tensor(tensor, copy)
-        self._versions = list(map(_version, self.tensors))
-        self._pointers = list(map(_pointer, self.tensors))
+        first = len(commit.versions)
+        versions = list(map(_version, commit.tensors))
+        self._commit = commit._replace(
+            versions=versions[:first],
+            pointers=list(map(_pointer, commit.tensors[:first])),
+            others=Read.at(versions[first:]),
+        )
+        if self.tensors is commit.tensors:
+            self._versions, self._pointers = self._commit.versions, self._commit.pointers
+            self._others.last = self._commit.others
+
+
+def _look_before_step(me: "weakref.ref[Leaves]") -> None:
+    leaves = me()
+    if leaves is not None:
+        leaves.look_before_step()
+
+
+def _is_capturing() -> bool:
+    """Return whether a graph is captured at this moment, in which nothing can be read."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def _changed_by(optimizers: Sequence[Optimizer]) -> set[int]:
+    """Return the identities of what these optimizers change."""
+    changed: set[int] = set()
+    for optimizer in optimizers:
+        changed.update(map(id, trained_by(optimizer)))
+        for values in optimizer.state.values():
+            changed.update(map(id, values.values() if isinstance(values, dict) else (values,)))
+    return changed
 
 
 def _differ(tensor: Tensor, copy: Tensor) -> bool:
-    return bool(tensor.shape != copy.shape or tensor.dtype != copy.dtype)
+    return (
+        bool(tensor.shape != copy.shape or tensor.dtype != copy.dtype)
+        or tensor.device != copy.device
+    )

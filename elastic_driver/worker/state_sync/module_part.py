@@ -1,5 +1,6 @@
 """The part of a module: parameters, buffers, extra state, and the flags of training."""
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -10,10 +11,17 @@ from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.message import Reader, Writer
-from elastic_driver.worker.state_sync.part import Named, Outgoing, StatePart, names_in
+from elastic_driver.worker.state_sync.part import (
+    Named,
+    Outgoing,
+    StatePart,
+    names_in,
+    require_tensor,
+)
 from elastic_driver.worker.state_sync.taking import copied
-from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
+from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError, is_array
 
+DEEPEST = 4  # containers inside of containers that are looked into
 _flags = torch.Tensor.requires_grad.__get__
 _training = attrgetter("training")
 
@@ -25,9 +33,10 @@ class _Walk(NamedTuple):
     paths: list[str]
     owners: list[dict[str, Any]]  # the three dictionaries of each module
     contents: list[dict[str, Any]]  # copies of these
-    live: list[Any]  # all their values, one behind the other
+    live: list[Any]  # all their values, one behind the other, and an end
     parameters: list[tuple[str, nn.Parameter]]
     buffers: Named
+    trained: list[nn.Parameter]  # the parameters alone
     extra: list[tuple[str, nn.Module]]  # modules with an extra state
 
     @classmethod
@@ -41,18 +50,29 @@ class _Walk(NamedTuple):
             paths,
             owners,
             [dict(owner) for owner in owners],
-            list(chain.from_iterable(map(dict.values, owners))),
+            [*chain.from_iterable(map(dict.values, owners)), _END],
             list(root.named_parameters()),
             list(root.named_buffers()),
+            list(root.parameters()),
             extra,
         )
 
     def is_current(self) -> bool:
         """Return whether nothing was added, removed or replaced since."""
-        live = list(chain.from_iterable(map(dict.values, self.owners)))
-        return len(live) == len(self.live) and all(map(is_, live, self.live))
+        live = chain.from_iterable(map(dict.values, self.owners))
+        return all(map(is_, chain(live, (_END,)), self.live))
 
 
+class _Kept(NamedTuple):
+    """What a commit keeps of a module."""
+
+    walk: _Walk
+    training: list[bool]  # of each module
+    flags: list[bool]  # `requires_grad` of each parameter
+    extra: list[Any]
+
+
+_END = object()
 _NO_EXTRA = nn.Module.get_extra_state
 
 
@@ -62,18 +82,15 @@ class ModulePart(StatePart):
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
         self._walk = _Walk.of(module)
-        self._committed = self._walk
-        self._attributes: list[Any] | None = None  # of a module that keeps nothing
+        self._attributes = Attributes(name, self._walk.modules)
 
     def _refresh(self) -> None:
         if not self._walk.is_current():
             self._walk, self._has_changed = _Walk.of(self.thing), True
+            self._attributes = Attributes(self.name, self._walk.modules)
 
     def tensors(self) -> Named:
         """Return parameters and buffers by name. Raises `UnkeptError` for one of another kind."""
-        for path, tensor in chain(self._walk.parameters, self._walk.buffers):
-            if nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
-                _require_tensor(f"{self.name}.{path}", tensor)
         return [
             (f"{self.name}.{n}", t) for n, t in chain(self._walk.parameters, self._walk.buffers)
         ]
@@ -82,17 +99,26 @@ class ModulePart(StatePart):
         """Return the buffers of now."""
         return [buffer for _, buffer in self._walk.buffers]
 
-    def keep(self) -> None:
-        """Note the structure, and copy flags and extra state."""
-        walk = self._committed = self._walk
-        self._require_kept(walk)
-        extra = [(path, copied(module.get_extra_state())) for path, module in walk.extra]
-        flags = [bool(_flags(p)) for _, p in walk.parameters]
-        self._kept = extra, list(map(_training, walk.modules)), flags
+    def require_kept(self) -> None:
+        """See `StatePart.require_kept`."""
+        for name, tensor in self.tensors():
+            require_tensor(name, tensor)
+
+    def take(self) -> _Kept:
+        """Return the structure, flags, and a copy of the extra state."""
+        walk = self._walk
+        before: _Kept | None = self.kept
+        if not (walk.parameters or walk.buffers or walk.extra):
+            self._attributes.require_unchanged()
+        training, flags = list(map(_training, walk.modules)), list(map(_flags, walk.trained))
+        if before is not None and before[1:] == (training, flags, []) and before.walk is walk:
+            return before
+        extra = [copied(module.get_extra_state()) for _, module in walk.extra]
+        return _Kept(walk, training, flags, extra)
 
     def roll_back(self) -> None:
         """Put back the structure, flags and extra state; `leaves` does so for the tensors."""
-        walk, (extra, training, flags) = self._committed, self._kept
+        walk, training, flags, extra = self.kept
         if not walk.is_current():
             for owner, content in zip(walk.owners, walk.contents, strict=True):
                 owner.clear()
@@ -101,16 +127,19 @@ class ModulePart(StatePart):
             self._walk, self._has_changed = walk, True
         for module, flag in zip(walk.modules, training, strict=True):
             module.training = flag
-        for (_, parameter), flag in zip(walk.parameters, flags, strict=True):
+        for parameter, flag in zip(walk.trained, flags, strict=True):
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
-        for (_, module), (_, state) in zip(walk.extra, extra, strict=True):
+        for (_, module), state in zip(walk.extra, extra, strict=True):
             module.set_extra_state(copied(state))
 
     def values(self) -> list[tuple[str, Any]]:
         """See `StatePart.values`."""
-        extra, training, flags = self._kept
-        found = [(f"{self.name}.{path} (extra state)", state) for path, state in extra]
+        walk, training, flags, extra = self.kept
+        found = [
+            (f"{self.name}.{path} (extra state)", state)
+            for (path, _), state in zip(walk.extra, extra, strict=True)
+        ]
         found.append((f"training flags of {self.name!r}", training))
         found.append((f"requires_grad of {self.name!r}", flags))
         return found
@@ -119,7 +148,7 @@ class ModulePart(StatePart):
         """Return the tensors by name, flags, and extra state."""
         walk, writer = self._walk, Writer()
         tensors = {n: t.detach() for n, t in chain(walk.parameters, walk.buffers)}
-        flags = [bool(_flags(p)) for _, p in walk.parameters]
+        flags = list(map(_flags, walk.trained))
         extra = {p: m.get_extra_state() for p, m in walk.extra}
         document = [
             self._class(),
@@ -190,40 +219,69 @@ class ModulePart(StatePart):
                 what = f"{name!r} is {_shown(kind)} here and {_shown(spec)} there"
                 raise UsageError(_OTHERWISE.format(name=self.name, what=what))
 
-    def _require_kept(self, walk: _Walk) -> None:
-        """Raise `UnkeptError` for a module that keeps nothing, once its attributes change."""
-        if walk.parameters or walk.buffers or walk.extra:
-            return
-        attributes = [v for m in walk.modules for v in vars(m).values()]
-        before, self._attributes = self._attributes, attributes
-        plain = [
-            a for a, b in zip(attributes, before or (), strict=False) if a is not b and _is_plain(a)
+
+class OwnStatePart(StatePart):
+    """A module without parameters and buffers that has a `state_dict()` of its own: a metric, …"""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name, module)
+        self._attributes = Attributes(name, list(module.modules()))
+
+    def take(self) -> Any:
+        """See `StatePart.take`. Raises `UnkeptError` where the module keeps nothing."""
+        state = super().take()
+        if not state:
+            self._attributes.require_unchanged()
+        return state
+
+
+class Attributes:
+    """The plain attributes of modules that keep none of them: they must not change."""
+
+    def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
+        self._name, self._modules = name, modules
+        self._first: Any = None
+
+    def require_unchanged(self) -> None:
+        """Raise `UnkeptError` where they are not what they were at the first call."""
+        looks = [
+            {key: _look_of(value) for key, value in vars(module).items() if key not in _INTERNAL}
+            for module in self._modules
         ]
-        if before is not None and plain:
+        if self._first is None:
+            self._first = looks
+        elif looks != self._first:
             raise UnkeptError(
-                self.name,
-                f"it is a module ({self._class()}) whose plain attributes change, and which keeps "
-                "none of them: it has no parameters, buffers or extra state",
+                self._name,
+                f"it is a module ({type(self._modules[0]).__qualname__}) whose plain attributes "
+                "change, and which keeps none of them: it has no parameters, buffers or extra "
+                "state",
                 "register them as buffers, or define get_extra_state() and set_extra_state()",
             )
+
+
+_INTERNAL = frozenset(vars(nn.Module()))  # also `training`, which is kept
+
+
+def _look_of(value: Any, depth: int = 0) -> Any:
+    """Return something that is equal as long as a plain value is; None for other objects."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, dict) and depth < DEEPEST:
+        return [(repr(key), _look_of(each, depth + 1)) for key, each in value.items()]
+    if isinstance(value, list | tuple | deque) and depth < DEEPEST:
+        return [_look_of(each, depth + 1) for each in value]
+    if is_array(value):
+        return value.tobytes()
+    if isinstance(value, set | int | float | str):
+        return repr(value)
+    return None
 
 
 _OTHERWISE = (
     "{name} is built differently on the worker that holds the trained state: {what}; build the "
     "same model on every worker, whatever its rank"
 )
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float | Tensor | list | dict | set | tuple)
-
-
-def _require_tensor(name: str, tensor: Tensor) -> None:
-    if nn.parameter.is_lazy(tensor):
-        problem, hint = "it has no shape yet (it is lazy)", "run one batch before the first commit"
-    else:
-        problem, hint = f"it is of layout {tensor.layout}", "keep dense tensors in the state"
-    raise UnkeptError(name, problem, hint)
 
 
 def _shown(spec: TensorSpec) -> str:

@@ -1,17 +1,37 @@
 """The part of an optimizer: its parameter groups, and what it remembers of each parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.message import Reader, Writer
-from elastic_driver.worker.state_sync.part import Named, Outgoing, StatePart, children_in, names_in
+from elastic_driver.worker.state_sync.part import (
+    Named,
+    Outgoing,
+    StatePart,
+    children_in,
+    names_in,
+    require_tensor,
+)
 from elastic_driver.worker.state_sync.taking import Taker, put_back
-from elastic_driver.worker.state_sync.values import TensorSpec
+from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec
+
+_END = object()
+
+
+class _Kept(NamedTuple):
+    """What a commit keeps of an optimizer."""
+
+    groups: list[dict[str, Any]]
+    parameters: list[list[Tensor]]  # of each group
+    settings: list[Any]
+    memory: list[tuple[Any, Any, Any]]  # parameter, what is remembered of it, its content
+    others: Any  # copies of what is remembered and is no tensor
 
 
 class OptimizerPart(StatePart):
@@ -22,7 +42,13 @@ class OptimizerPart(StatePart):
 
     def __init__(self, name: str, optimizer: Optimizer) -> None:
         super().__init__(name, optimizer)
-        self._live: list[Any] = []
+        self._live: list[Any] = [
+            _END
+        ]  # groups, parameters, and those of which it remembers something
+        self._remembered: list[Any] = [_END]  # all that it remembers
+        self._plain: list[int] = []  # places in there of what is no tensor
+        self._memory: list[tuple[Any, Any, Any]] | None = None  # its structure, once it is kept
+        self._settings: list[tuple[list[Any], Any]] = []  # of each group: values, and their copy
         self._known: dict[str, Tensor] = {}  # the state's parameters, trained here or not
         self._named: dict[int, str] = {}  # names of these and of its own, by identity
         self._own: Named = []  # parameters that are in no module of the state
@@ -35,12 +61,38 @@ class OptimizerPart(StatePart):
         return [p for group in self.thing.param_groups for p in group["params"]]
 
     def _refresh(self) -> None:
+        if self._is_current():
+            return
         state = self.thing.state
-        live = [*self.thing.param_groups, *self.parameters(), None, *state]
-        for values in state.values():
-            live += values.values() if isinstance(values, dict) else (values,)
-        if len(live) != len(self._live) or not all(map(is_, live, self._live)):
-            self._live, self._has_changed = live, True
+        self._live = [*self.thing.param_groups, *self.parameters(), _END, *state, _END]
+        inside = [*chain.from_iterable(map(_inside, state.values())), _END]
+        self._plain = [n for n, each in enumerate(inside[:-1]) if not isinstance(each, Tensor)]
+        for place in self._plain:
+            inside[place] = None
+        self._remembered, self._memory, self._has_changed = inside, None, True
+
+    def _is_current(self) -> bool:
+        """Return whether nothing was added, removed or replaced since."""
+        groups, state = self.thing.param_groups, self.thing.state
+        parameters = chain.from_iterable([group["params"] for group in groups])
+        if not all(map(is_, chain(groups, parameters, (_END,), state, (_END,)), self._live)):
+            return False
+        try:
+            inside = chain(chain.from_iterable(map(dict.values, state.values())), (_END,))
+            return all(map(is_, self._but_plain(inside), self._remembered))
+        except TypeError:  # one is no dictionary
+            return False
+
+    def _but_plain(self, inside: Iterable[Any]) -> Iterable[Any]:
+        """Return what is remembered without numbers, which are other objects after each step."""
+        if not self._plain:
+            return inside
+        found = list(inside)
+        if len(found) == len(self._remembered):
+            for place in self._plain:
+                if not isinstance(found[place], Tensor):
+                    found[place] = None
+        return found
 
     def know(self, parameters: dict[str, Tensor]) -> None:
         """Take in the parameters of the state by name; all others that it trains are its own."""
@@ -82,47 +134,65 @@ class OptimizerPart(StatePart):
 
     # ---- commits
 
-    def keep(self) -> None:
-        """Note groups and state as they are, and copy settings and what is no tensor."""
-        optimizer, taker = self.thing, Taker()
-        groups = [
-            (
-                g,
-                list(g["params"]),
-                taker.take({k: v for k, v in g.items() if k != "params"}, self._group(n)),
-            )
-            for n, g in enumerate(optimizer.param_groups)
+    def require_kept(self) -> None:
+        """See `StatePart.require_kept`."""
+        for name, tensor in self.tensors():
+            require_tensor(name, tensor)
+
+    def take(self) -> _Kept:
+        """Return groups and memory as they are, and copies of settings and what is no tensor."""
+        groups = self.thing.param_groups
+        before = self._settings + [([], None)] * len(groups)
+        pairs = zip(groups, before, strict=False)
+        self._settings = [
+            self._settings_of(group, number, *old) for number, (group, old) in enumerate(pairs)
         ]
-        memory = [
-            (parameter, values, dict(values) if isinstance(values, dict) else values)
-            for parameter, values in optimizer.state.items()
-        ]
-        self._kept = (
-            list(optimizer.param_groups),
-            groups,
-            memory,
-            taker.take(self._others(), self.name),
+        if self._memory is None:
+            self._memory = [
+                (parameter, values, dict(values) if isinstance(values, dict) else values)
+                for parameter, values in self.thing.state.items()
+            ]
+        return _Kept(
+            list(groups),
+            [list(group["params"]) for group in groups],
+            [settings for _, settings in self._settings],
+            self._memory,
+            Taker().take(self._others(), self.name) if self._plain else None,
         )
+
+    def _settings_of(
+        self, group: dict[str, Any], number: int, values: list[Any], copy: Any
+    ) -> tuple[list[Any], Any]:
+        """Return the values of a group, and a copy: the one of before where nothing can differ."""
+        now = list(group.values())
+        if len(now) == len(values) and all(map(is_, now, values)):
+            return values, copy
+        settings = {key: value for key, value in group.items() if key != "params"}
+        taken = Taker().take(settings, self._group(number))
+        fixed = all(type(each) in SIMPLE or type(each) is tuple for each in settings.values())
+        return (now if fixed else []), taken
 
     def roll_back(self) -> None:
         """Put back groups, settings and the structure of the state; `leaves` the tensors."""
-        optimizer, (order, groups, memory, others) = self.thing, self._kept
+        optimizer, kept = self.thing, self.kept
         done: dict[int, Any] = {}
-        optimizer.param_groups[:] = order
-        for group, parameters, settings in groups:
+        optimizer.param_groups[:] = kept.groups
+        for group, parameters, settings in zip(
+            kept.groups, kept.parameters, kept.settings, strict=True
+        ):
             content = put_back(settings, done)
             group["params"][:] = parameters
             for key in [key for key in group if key != "params" and key not in content]:
                 del group[key]
             group.update(content)
         optimizer.state.clear()
-        for parameter, values, content in memory:
+        for parameter, values, content in kept.memory:
             if isinstance(values, dict):
                 values.clear()
                 values.update(content)
             optimizer.state[parameter] = values
         numbered = dict(self._numbered())
-        for number, rest in put_back(others, done).items():
+        for number, rest in put_back(kept.others or {}, done).items():
             optimizer.state[numbered[number]].update(rest)
         self._refresh()
 
@@ -206,6 +276,10 @@ class OptimizerPart(StatePart):
         for number, values in state.items():
             optimizer.state[numbered[number]] = _on_device(values, numbered[number])
         self._refresh()
+
+
+def _inside(values: Any) -> Any:
+    return values.values() if isinstance(values, dict) else (values,)
 
 
 def _on_device(values: Any, parameter: Tensor) -> Any:

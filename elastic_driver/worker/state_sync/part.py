@@ -2,7 +2,7 @@
 
 A part knows what belongs to its object *now*: `look()` walks it at every commit and says whether
 its structure has changed. `tensors()` are its leaves that live in memory of their own; whether they
-are copied at a commit is decided in `leaves`. Everything else is small and is copied by `keep()`:
+are copied at a commit is decided in `leaves`. Everything else is small and is copied by `take()`:
 flags, settings of parameter groups, extra state, a scheduler's `state_dict()`. `roll_back()` puts
 back structure and values, in the script's own objects.
 
@@ -12,7 +12,8 @@ For sending, a part becomes a document of plain data and a list of tensors (`mes
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.message import Reader, Writer
@@ -28,7 +29,7 @@ class StatePart:
 
     def __init__(self, name: str, thing: Any) -> None:
         self.name, self.thing = name, thing
-        self._kept: Any = None
+        self.kept: Any = None  # what `take` has returned at the last commit
         self._has_changed = False  # since the last look
 
     def look(self) -> bool:
@@ -44,13 +45,20 @@ class StatePart:
         """Return the leaves of this part that `leaves` looks after, by name."""
         return []
 
-    def keep(self) -> None:
-        """Copy all small things, at a commit. Raises `UnkeptError` for what cannot be kept."""
-        self._kept = copied(self._state())
+    def require_kept(self) -> None:
+        """Raise `UnkeptError` for a tensor that cannot be kept; called for each new structure."""
+
+    def take(self) -> Any:
+        """Return a copy of all small things, for a commit.
+
+        The commit counts once all parts have given theirs; `kept` is what they gave. Raises
+        `UnkeptError` for what cannot be kept.
+        """
+        return copied(self._state())
 
     def roll_back(self) -> None:
-        """Put back the structure and the small things of the last `keep`."""
-        self.thing.load_state_dict(copied(self._kept))
+        """Put back the structure and the small things of `kept`."""
+        self.thing.load_state_dict(copied(self.kept))
 
     def outgoing(self) -> Outgoing:
         """Return a document of the whole part, and the tensors that the document refers to."""
@@ -59,7 +67,7 @@ class StatePart:
 
     def values(self) -> list[tuple[str, Any]]:
         """Return name and value of each small thing that ranks are to have alike."""
-        state = self._kept
+        state = self.kept
         if isinstance(state, dict):
             return [(f"{self.name}.{key}", value) for key, value in state.items()]
         return [(self.name, state)]
@@ -96,6 +104,19 @@ class StatePart:
                 f"{self.name} is of the class {self._class()}, in the trained state it is "
                 f"{theirs}; build the same objects on every worker"
             )
+
+
+def require_tensor(name: str, tensor: Tensor) -> None:
+    """Raise `UnkeptError` for a tensor of a module or an optimizer that cannot be kept."""
+    if nn.parameter.is_lazy(tensor):
+        problem, hint = "it has no shape yet (it is lazy)", "run one batch before the first commit"
+    elif tensor.is_meta:
+        problem, hint = "it is on the meta device, without memory", "give it its first values"
+    elif tensor.layout != torch.strided:
+        problem, hint = f"it is of layout {tensor.layout}", "keep dense tensors in the state"
+    else:
+        return
+    raise UnkeptError(name, problem, hint)
 
 
 def names_in(written: Any) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_driver.worker.state_sync.module_part import ModulePart
+from elastic_driver.worker.state_sync.module_part import ModulePart, OwnStatePart
 from elastic_driver.worker.state_sync.optimizer_part import OptimizerPart
 from elastic_driver.worker.state_sync.part import Named, Outgoing, StatePart
 
@@ -17,7 +17,7 @@ def part_for(name: str, thing: Any) -> StatePart | None:
     if isinstance(thing, nn.Module):
         keeps_itself = type(thing).state_dict is not nn.Module.state_dict
         empty = not (any(True for _ in thing.parameters()) or any(True for _ in thing.buffers()))
-        return StatePart(name, thing) if keeps_itself and empty else ModulePart(name, thing)
+        return OwnStatePart(name, thing) if keeps_itself and empty else ModulePart(name, thing)
     if isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict:
         return OptimizerPart(name, thing)
     if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):

@@ -52,13 +52,16 @@ class Steps:
 
     `settle` is called before each step: it waits for the gradients, and raises where they will
     never come, so that no optimizer works with them. `before_first` is called before the first
-    step after a commit, `on_step` after each one.
+    step after a commit that changes the state; `on_begin` and `on_step` before and after each one,
+    of any optimizer.
     """
 
     def __init__(self) -> None:
         self.settle: Callable[[], None] = lambda: None  # a state in no world waits for nothing
         self.before_first: Callable[[], None] = lambda: None
-        self.on_step: Callable[[], None] = lambda: None  # after each finished step
+        self.on_begin: Callable[[Optimizer], None] = lambda _: None
+        self.on_step: Callable[[Optimizer], None] = lambda _: None
+        self.known: set[int] = set()  # identities of the state's tensors
         self._since: dict[int, _Step] = {}
         _watch(self)
 
@@ -75,6 +78,14 @@ class Steps:
         """Return the optimizers that have begun to change tensors since the commit."""
         return [step.optimizer for step in self._since.values()]
 
+    def done(self) -> list[tuple[int, int, int, bool]]:
+        """Return what is to be the same in intervals that are alike."""
+        now = collectives()
+        return [
+            (key, step.finished, step.running, step.ended_at < now)
+            for key, step in self._since.items()
+        ]
+
     def exposed(self) -> list[Optimizer]:
         """Return those whose steps a collective has followed, or was a part of."""
         now = collectives()
@@ -85,17 +96,27 @@ class Steps:
     def before(self, optimizer: Optimizer, closure: bool) -> None:
         """Called by torch before a step."""
         self.settle()
-        if not self._since:
-            self.before_first()
-        if closure or any(p.grad is not None for p in trained_by(optimizer)):
-            step = self._since.setdefault(id(optimizer), _Step(optimizer))
+        self.on_begin(optimizer)
+        if (step := self._step_of(optimizer, closure)) is not None:
             if not step.finished and not step.running:
                 step.began_at = collectives()
             step.running += 1
 
+    def _step_of(self, optimizer: Optimizer, closure: bool) -> _Step | None:
+        """Return what this optimizer does to the state; None: nothing."""
+        parameters = trained_by(optimizer)
+        if not closure and not any(p.grad is not None for p in parameters):
+            return None
+        step = self._since.get(id(optimizer))
+        if step is None and any(id(p) in self.known for p in parameters):
+            if not self._since:
+                self.before_first()
+            step = self._since[id(optimizer)] = _Step(optimizer)
+        return step
+
     def after(self, optimizer: Optimizer) -> None:
         """Called by torch after a step that has raised nothing."""
-        self.on_step()
+        self.on_step(optimizer)
         step = self._since.get(id(optimizer))
         if step is None:
             return

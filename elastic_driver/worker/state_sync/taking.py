@@ -167,13 +167,31 @@ def put_back(kept: Any, done: dict[int, Any] | None = None) -> Any:
 def copied(value: Any) -> Any:
     """Return a copy of a value that shares nothing with it that can change.
 
-    For the `state_dict()` of objects that load what they are given. Raises `UnkeptError`.
+    For the `state_dict()` of objects that load what they are given. What occurs twice in it is one
+    object in the copy, too. Raises `UnkeptError`.
     """
+    return _copied(value, {})
+
+
+def _copied(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
     kind = type(value)
     if kind in SIMPLE:
         return value
+    if kind is list and SIMPLE.issuperset(map(type, value)):
+        return list(value)
+    found = done.get(id(value))
+    if found is not None:
+        return found[1]
+    copy = _copy_of(value, kind, done)
+    done[id(value)] = value, copy  # the value, too, so that its identity is not used again
+    return copy
+
+
+def _copy_of(value: Any, kind: type, done: dict[int, tuple[Any, Any]]) -> Any:
     if (container := kind_of(kind)) is not None:
-        items = [copied(item) for item in container.children(value)]
+        items = container.children(value)
+        if not SIMPLE.issuperset(map(type, items)):
+            items = [_copied(item, done) for item in items]
         return container.make(items, container.more(value))
     if isinstance(value, Tensor):
         return value.detach().clone()

@@ -27,7 +27,7 @@ from elastic_driver.worker.state_sync.parts import (
 )
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.taking import Taker, put_back
-from elastic_driver.worker.state_sync.values import UnkeptError, has_part
+from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_part
 
 SMALL_BYTES = 1024 * 1024  # of a buffer that is copied at each commit
 PartMaker = Callable[[str, Any], StatePart | None]
@@ -55,12 +55,15 @@ class Tree:
         self.parts: dict[str, StatePart] = {}
         self.leaves = Leaves(steps)
         self.gradients = Gradients()
+        steps.on_begin = self.gradients.before
         self._objects: dict[str, Any] = {}  # that have parts, as they were at the last walk
         self._kept: dict[str, Any] | None = None  # of the attributes: values, copies, objects
         self._kept_parts: dict[str, StatePart] = {}
         self._names: dict[int, str] = {}  # of parameters and trained attributes, by identity
         self._trained_attributes: list[int] = []  # identities of plain tensors with gradients
         self.known: dict[str, Tensor] = {}  # all these, by name
+        self._is_named = False
+        self._is_torn = False  # the roll-back has failed half-way
         self.changes = 0  # how often the walk has found another structure
 
     # ---- the walk ------------------------------------------------------------------------
@@ -70,18 +73,23 @@ class Tree:
 
         Raises `UnkeptError` for what cannot be kept.
         """
-        taker, kept = Taker(), {}
+        taker, kept, known = Taker(), {}, self._objects
         for name, value in self.values.items():
-            if self._needs_part(value):
+            if type(value) in SIMPLE:
+                kept[name] = value
+            elif known.get(name) is value or self._needs_part(value):
                 taker.parts[name] = kept[name] = value
-                continue
-            try:
-                kept[name] = taker.take(value, name)
-            except RecursionError:
-                hint = "keep flatter values in the state"
-                raise UnkeptError(name, "it is nested too deep", hint) from None
+            else:
+                kept[name] = self._taken(taker, name, value)
         self._arrange(taker.parts, taker.tensors)
         return kept
+
+    def _taken(self, taker: Taker, name: str, value: Any) -> Any:
+        try:
+            return taker.take(value, name)
+        except RecursionError:
+            hint = "keep flatter values in the state"
+            raise UnkeptError(name, "it is nested too deep", hint) from None
 
     def _arrange(self, objects: dict[str, Any], plain: list[tuple[str, Tensor]]) -> None:
         """Give each object its part; look at all parts, and hand their tensors to `leaves`."""
@@ -100,14 +108,18 @@ class Tree:
                     parts[path] = part
             self.parts, self._objects = parts, objects
         trained = [(path, tensor) for path, tensor in plain if tensor.requires_grad]
-        changed |= [id(tensor) for _, tensor in trained] != self._trained_attributes
-        self._trained_attributes = [id(tensor) for _, tensor in trained]
+        attributes = [id(tensor) for _, tensor in trained]
         looks = [part.look() for part in self.parts.values()]  # all of them
-        if any(looks) or changed:
+        if changed or any(looks) or attributes != self._trained_attributes:
+            self._is_named = False
+        if not self._is_named:
             self._name_all(trained)
+            self._trained_attributes, self._is_named = attributes, True
 
     def _name_all(self, attributes: list[tuple[str, Tensor]]) -> None:
         """Name all tensors, and tell `leaves` which of them optimizers move."""
+        for part in self.parts.values():
+            part.require_kept()
         self.changes += 1
         modules, optimizers = self._all(ModulePart), self._all(OptimizerPart)
         tensors = [pair for part in modules for pair in part.tensors()]
@@ -116,10 +128,12 @@ class Tree:
             names.setdefault(id(tensor), name)
         known = {names[id(tensor)]: tensor for _, tensor in (*tensors, *attributes)}
         trained: set[str] = set()
+        remembered: list[tuple[str, Tensor]] = []
         for part in optimizers:
             part.know(known)
             own = part.tensors()
-            tensors += own
+            tensors += part.own_parameters()
+            remembered += own
             trained.update(name for name, _ in own)
             trained.update(names[id(p)] for p in part.parameters() if id(p) in names)
         self._names = {id(tensor): name for name, tensor in known.items()}
@@ -128,9 +142,11 @@ class Tree:
         self.known = known
         buffers = {id(b): b.nbytes for part in modules for b in part.buffers()}
         small = {n for n, t in tensors if buffers.get(id(t), SMALL_BYTES + 1) <= SMALL_BYTES}
-        self.leaves.arrange(tensors, trained, small)
+        self.leaves.arrange(tensors, remembered, trained, small)
         self.gradients.watch(self.optimizers())
         parameters = self.parameters()
+        self.steps.known = {id(tensor) for _, tensor in (*tensors, *remembered)}
+        self.steps.known.update(map(id, parameters))
         for value in self.values.values():
             if callable(tell := getattr(value, "trained_by", None)):
                 tell(parameters)
@@ -155,11 +171,15 @@ class Tree:
         `from_others`: the state was received, so that its changes say nothing about the script.
         """
         kept = self.walk()
-        for part in self.parts.values():
-            part.keep()
+        gradients = self.gradients.take(self.optimizers(), from_others=from_others)
+        taken = [(part, part.take()) for part in self.parts.values()]
         self.leaves.keep(from_others=from_others)
-        self.gradients.keep(self.optimizers())
+        # Nothing fails from here on: a commit counts as a whole, or the last one still does.
+        for part, each in taken:
+            part.kept = each
+        self.gradients.committed(gradients)
         self._kept, self._kept_parts = kept, self.parts
+        self._is_torn = False
         self.steps.restart()
 
     @property
@@ -169,12 +189,13 @@ class Tree:
 
     def is_clean(self) -> bool:
         """Return whether everything is, or can be put back to, what it was at the commit."""
-        return self.leaves.is_clean()
+        return not self._is_torn and self.leaves.is_clean()
 
     def roll_back(self) -> None:
         """Put everything back, in the script's own objects. Only where the tree is clean."""
         if self._kept is None:
             return
+        self._is_torn = True
         done: dict[int, Any] = {}
         values = {name: put_back(kept, done) for name, kept in self._kept.items()}
         self.values.clear()
@@ -186,10 +207,11 @@ class Tree:
         self.leaves.roll_back()
         self.gradients.put_back(self.optimizers())
         self.steps.restart()
+        self._is_torn = False
 
-    def kept_gradients(self) -> list[tuple[str, Tensor]]:
-        """Return the gradients that belong to the commit, by name of their parameter."""
-        return self.gradients.named(self._names)
+    def kept_gradients(self, *, sure: bool = False) -> list[tuple[str, Tensor]]:
+        """Return the gradients of the commit by name of their parameter; see `Gradients.named`."""
+        return self.gradients.named(self._names, sure=sure)
 
     def receive_gradients(self, found: list[tuple[str, Tensor]]) -> None:
         """Take over the sender's; raises `UsageError` for one of an unknown parameter."""
@@ -206,7 +228,8 @@ class Tree:
             )
         for parameter in self.parameters():
             parameter.grad = None
-        self.gradients.receive([(by_name[name], gradient) for name, gradient in found])
+        pairs = [(by_name[name], gradient) for name, gradient in found]
+        self.gradients.receive(pairs, self.optimizers())
 
     # ---- what is compared ----------------------------------------------------------------
 
@@ -230,7 +253,7 @@ class Tree:
         statistics = {id(b) for b in buffers if b.is_floating_point() or b.is_complex()}
         pairs = zip(self.leaves.names, self.leaves.tensors, strict=True)
         large = [(name, tensor) for name, tensor in pairs if id(tensor) not in statistics]
-        large += [(f"gradient of {name}", each) for name, each in self.kept_gradients()]
+        large += [(f"gradient of {name}", each) for name, each in self.kept_gradients(sure=True)]
         if not local:
             return small, large
         return (
@@ -256,14 +279,22 @@ def _is_random(value: Any) -> bool:
 
 def _inner_optimizers(objects: dict[str, Any]) -> list[tuple[str, Optimizer]]:
     """Return the optimizers that optimizers hold as attributes, such as SAM's, with their paths."""
-    known = {id(thing) for thing in objects.values()}
-    found: list[tuple[str, Optimizer]] = []
     pending = [(path, each) for path, each in objects.items() if isinstance(each, Optimizer)]
+    found: list[tuple[str, Optimizer]] = []
+    known: set[int] = set()
     while pending:
         path, outer = pending.pop()
+        if _no_optimizers.issuperset(map(type, vars(outer).values())):
+            continue
+        known = known or set(map(id, objects.values()))
         for name, value in vars(outer).items():
-            if isinstance(value, Optimizer) and id(value) not in known:
+            if not isinstance(value, Optimizer):
+                _no_optimizers.add(type(value))
+            elif id(value) not in known:
                 known.add(id(value))
                 found.append((f"{path}.{name}", value))
                 pending.append(found[-1])
     return found
+
+
+_no_optimizers: set[type] = set()  # types of attributes that are none

@@ -71,8 +71,8 @@ class _HandledPart(StatePart):
         super().__init__(name, handler.value)
         self.handler = handler
 
-    def keep(self) -> None:
-        """See `StatePart.keep`."""
+    def take(self) -> None:
+        """See `StatePart.take`."""
         self.handler.save()
 
     def roll_back(self) -> None:
