@@ -64,6 +64,14 @@ class WorldBrokenError(ElasticError):
     """A collective failed because a peer, a link or the group is gone; `run` rejoins."""
 
 
+class SwallowedError(BaseException):
+    """The script has caught the error of a broken world, or of a change, and has gone on.
+
+    No `except Exception` stops it on its way to `run`, which rejoins. Its cause is the error that
+    was caught.
+    """
+
+
 def assert_never(value: NoReturn) -> NoReturn:
     """Mark a case as impossible: mypy reports each type that can still come here."""
     raise AssertionError(f"unexpected {value!r}")

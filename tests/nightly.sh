@@ -13,6 +13,7 @@ SCHEDULES=${SCHEDULES:-50}  # random histories that end in the same bits
 TIMES=${TIMES:-5}           # each slowing, each fault
 SEEDS=${SEEDS:-10000}       # simulated clusters
 PROGRAMS=${PROGRAMS:-1000}  # of random Horovod calls
+SCRIPTS=${SCRIPTS:-2000}    # random training scripts, with failures
 DRIVERS=${DRIVERS:-200}      # killed one after the other in one job
 MINUTES=${MINUTES:-60}      # on an overloaded machine with bad links
 FAULTS=${FAULTS-}           # of hosts, for tests.cluster.trials; none: all of them
@@ -64,6 +65,9 @@ run "$MINUTES minutes of hostile input for every parser" \
 # shellcheck disable=SC2046 - one word for each file
 run "new examples for every property" "$PYTHON" -m pytest -q --hypothesis-profile default \
     $(grep -rl "^from hypothesis" tests --include="test_*.py")
+run "$SCRIPTS random training scripts hold the same after any failure" \
+    env ELASTIC_PROGRAMS="$SCRIPTS" "$PYTHON" -m pytest -q --hypothesis-profile default \
+    --timeout 10800 tests/properties/test_state_programs.py
 run "$PROGRAMS random programs of Horovod calls" \
     "$PYTHON" -m tests.horovod.seeds --seeds "$PROGRAMS"
 run "$SEEDS simulated clusters" "$PYTHON" -m tests.sim --seeds "$SEEDS"

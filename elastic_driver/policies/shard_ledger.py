@@ -253,9 +253,9 @@ class ShardLedger:
         if (answer := self._agreed.get(request.request)) is not None:
             return answer
         state = request.state
+        if self._base is None or request.follows:
+            self._base = self.checkpoint().state
         if state is None:
-            if self._base is None or request.follows:
-                self._base = self.checkpoint().state
             state, held = self._base, ()
         mine = dict(self._holders[worker].tokens) if worker in self._holders else {}
         self._go_back(state, {claim.shard for claim in held}, [worker])

@@ -15,6 +15,7 @@ from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.shard_messages import Shard
 from elastic_driver.policies.shard_sources import RangeSource
 
+_MAY_CHANGE = ("epochs", "max_losses", "partitions")
 _decode = msgspec.json.Decoder(m.ShardCheckpoint).decode
 
 
@@ -109,10 +110,11 @@ class ShardStanding:
         The number of epochs may be another one, and a stream may have more partitions.
         """
         mine, theirs = msgspec.to_builtins(dataset), msgspec.to_builtins(self._saved.dataset)
-        for name in theirs.keys() - {"epochs", "max_losses", "partitions"}:
-            if mine.get(name) != theirs[name]:
-                what = "type" if name == "type" else f"{name}={theirs[name]!r}"
-                raise _other(f"with {what}, and this script has {mine.get(name)!r}")
+        if mine["type"] != theirs["type"]:
+            raise _other(f"as a {theirs['type']}, and this script has a {mine['type']}")
+        for name in [name for name in theirs if name not in _MAY_CHANGE]:
+            if mine[name] != theirs[name]:
+                raise _other(f"with {name}={theirs[name]}, and this script has {mine[name]}")
         gone = sorted(set(theirs.get("partitions", ())) - set(mine.get("partitions", ())))
         if gone:
             raise _other(f"with the partition {gone[0]!r}, which this script does not have")

@@ -166,3 +166,15 @@ def read_result(events_file: Path) -> JobResult | None:
                     case "job_succeeded" | "job_failed":
                         ended = _job_end(line)
     return None if ended is None else msgspec.structs.replace(ended, workers=tuple(workers))
+
+
+def agents_started(events_file: Path) -> bool:
+    """Return whether the last run in this event log has started an agent."""
+    started = False
+    if events_file.is_file():
+        with events_file.open("rb") as file:
+            for line in file:
+                with contextlib.suppress(msgspec.DecodeError):  # a line that was cut off
+                    event = _line(line).event
+                    started = event == "agent_started" or (started and event != "job_started")
+    return started

@@ -44,6 +44,11 @@ class Holder(msgspec.Struct, frozen=True):
         return cls(os.uname().nodename, _boot_id(), os.getpid(), _start_of("self"))
 
     @property
+    def is_of_an_earlier_boot(self) -> bool:
+        """Return whether this machine has been started again since: nothing of then lives here."""
+        return self.host == os.uname().nodename and self.boot_id != _boot_id()
+
+    @property
     def lives(self) -> bool:
         """Return whether this process of this machine lives; it may be stopped."""
         return self.boot_id == _boot_id() and _start_of(self.pid) == self.started

@@ -146,6 +146,8 @@ def _plainly(data: Any) -> Any:
         half = len(items) // 2
         keys = [_plainly(key) for key in items[:half]]
         return dict(zip(map(str, keys), map(_plainly, items[half:]), strict=True))
+    if tag == "tensor":
+        return "a tensor"
     if tag == "bytes":
         return rest[0]
     return rest[0] if len(rest) == 1 else f"{tag} {rest}"

@@ -13,17 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
-from torch.distributed import DistError
-
 from elastic_driver.core.state_version import StateVersion, source_of
-from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
-from elastic_driver.peer_loss import looks_like_peer_loss
+from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
+from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
 from elastic_driver.worker.state import State, all_states, begin_phase
 from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.sharing import StateLostError
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import companions, session
-from elastic_driver.worker.world.collective_waits import current_waits
+from elastic_driver.worker.world.collective_waits import current_waits, tells_of_loss
 from elastic_driver.worker.world.groups import RoundOverError
 from rendezvous.errors import SealedError
 
@@ -36,8 +34,6 @@ _GOES_ON = "the other workers have gone on to training function {}: going there"
 NOBODY = -1  # in place of a state's number
 _phases = itertools.count(1)  # the calls of training functions in this process
 MAX_EQUAL_BREAKS = 3  # worlds of the same members that break without a step between
-# Gloo's transport also reports that ranks disagree about a tensor's size: the script's mistake.
-_SIZE_MISMATCH = "op.preamble"
 
 
 def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -103,13 +99,18 @@ def training_loop(
             except StateLostError as lost:
                 say(str(lost))
                 raise SystemExit(lost.exit_code) from lost
-            except Exception as raised:
+            except (Exception, SwallowedError) as raised:
                 error = _cause(raised)
-                broken = not isinstance(error, HostsUpdatedInterrupt)
+                why = error
+                if isinstance(error, SwallowedError):
+                    tell_swallowed(error)
+                    why = error.__cause__ or error
+                broken = not isinstance(why, HostsUpdatedInterrupt)
                 if broken:
                     members = member.world and [m.worker for m in member.world.members]
                     breaks.append((members, state.version))
                     if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
+                        hint(error, member.progress)
                         raise
                     companions.stop_all(broken=True)  # it may still write into the state
                 clear_frames(raised)
@@ -162,24 +163,22 @@ def meet(state: State, phase: int) -> bool:
     return True
 
 
-def _cause(error: Exception) -> Exception:
+def _cause(error: BaseException) -> BaseException:
     waits = current_waits()
-    return error if waits is None else waits.cause_of(error)
+    if waits is None or not isinstance(error, Exception):
+        return error
+    return waits.cause_of(error)
 
 
 def broke_the_world(error: BaseException) -> bool:
     """Return whether `error`, or a cause of it, is a collective that lost a peer or a link.
 
-    NCCL and the stores raise `DistError`s. Gloo raises plain RuntimeErrors, which are recognised by
-    their text, as the agent recognises the victims of a lost peer. All others are the script's own.
+    All others are the script's own.
     """
-    for link in _chain(error, contexts=False):
-        if isinstance(link, WorldBrokenError | DistError | RoundOverError | SealedError):
-            return True
-        text = str(link) if isinstance(link, RuntimeError) else ""
-        if looks_like_peer_loss(text) and _SIZE_MISMATCH not in text:
-            return True
-    return False
+    return any(
+        tells_of_loss(link) or isinstance(link, RoundOverError | SealedError)
+        for link in _chain(error, contexts=False)
+    )
 
 
 def describe(error: BaseException) -> str:

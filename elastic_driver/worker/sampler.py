@@ -10,8 +10,10 @@ send, and after a resize everything behind it, and nothing else, is shared among
 
 At a commit, the samples of all batches that the loop has *received* are trained (`loops`).
 Prefetching, gradient accumulation, a short last batch, and whatever optimizers do make no
-difference. Only an *evaluation* takes nothing away: a loop from the start of the data, without
-gradients, in which no commit was made. It begins anew each time.
+difference. Two kinds of loops take nothing away, if no commit was made in them: an *evaluation*,
+which goes over the data from the start without gradients; and a *look* at some batches, left early
+before any optimizer has stepped. (Where no step of an optimizer was ever seen, every such loop
+trains.) The next loop begins where they began.
 
 Where a loop has trained everything, the state also keeps whether it had *ended* by the commit. If
 so, the next loop is of the next epoch. If the commit was in its last batch, the script comes back
@@ -95,6 +97,8 @@ class _SamplerPass:
 
         What a batch sampler of the script's own has handed on is known at the end only.
         """
+        if self.length == 0:
+            return True
         if self.loop.unit is None:
             return self.loop.of_loader and self.drawn >= self.length and bool(self.loop.has_ended())
         return self.received() >= self.usable
@@ -103,6 +107,11 @@ class _SamplerPass:
         """Return whether it has trained nothing, once it has ended."""
         fresh = self.start.position == 0 and self.usable > 0
         return fresh and not (self.gradients or self.committed or self.recorded)
+
+    def is_look(self) -> bool:
+        """Return whether it was left early, once it has ended, and nothing was trained since."""
+        trained = self.committed or self.recorded or optimizer_steps() > self.steps
+        return not trained and not self.has_everything()
 
     def has_ended(self) -> bool:
         """Return whether the loop had ended by a commit that comes now."""
@@ -122,16 +131,20 @@ class _SamplerPass:
         """Record that each rank has trained `count` samples of this loop, from its start."""
         self.trained = max(self.trained, min(count, self.usable))
 
-    def progress(self, *, ended: bool, continues: bool) -> _Progress:
-        """Return where the sampler is, by what was trained of this loop."""
-        trained, start = self.trained * self.size, self.start
+    def progress(self, trained: int, *, ended: bool, continues: bool) -> _Progress:
+        """Return where the sampler is once each rank has trained so many samples of this loop."""
+        of_all, start = trained * self.size, self.start
         return _Progress(
             epoch=start.epoch,
-            position=start.position + min(trained, self.remaining),
-            replayed=start.replayed + max(0, trained - self.remaining),
-            ended=ended and self.trained >= self.usable and not continues,
+            position=start.position + min(of_all, self.remaining),
+            replayed=start.replayed + max(0, of_all - self.remaining),
+            ended=ended and trained >= self.usable and not continues,
             continues=continues,
         )
+
+    def nothing(self, *, continues: bool) -> _Progress:
+        """Return where the sampler is if this loop takes nothing away."""
+        return self.before._replace(continues=continues or self.before.continues)
 
 
 class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follow torch
@@ -150,7 +163,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
     that comes back to the same epoch there names its epochs by `set_epoch`.
 
     A sampler for validation works in the same way. A loop under `torch.no_grad()` in which no
-    commit is made takes nothing away: the next one begins anew.
+    commit is made takes nothing away: the next one begins anew. Nor does a look at some batches,
+    such as `next(iter(loader))`.
 
     Args:
         dataset: anything with a length.
@@ -176,7 +190,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         self._pass: _SamplerPass | None = None
         self._world = 0  # how many there were
         self._named = False  # the script names its epochs, or was told to
+        self._optimized = False  # an optimizer was seen to step, by the last commit
         watch_optimizers()
+        self._steps = optimizer_steps()  # when this was made, or loaded
 
     @property
     def epoch(self) -> int:
@@ -247,12 +263,13 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         if share is None:
             return now
         if share.is_evaluation():
-            return share.before._replace(continues=now.continues or share.before.continues)
+            return share.nothing(continues=now.continues)
+        trained = share.trained
         if share.has_everything():
-            share.trains(share.usable)
+            trained = share.usable
         elif optimizer_steps() > share.steps and not share.recorded and self.batch_size is None:
-            share.trains(share.received())
-        return share.progress(ended=True, continues=now.continues)
+            trained = max(trained, min(share.received(), share.usable))
+        return share.progress(trained, ended=True, continues=now.continues)
 
     # ---- what the state calls ------------------------------------------------------------
 
@@ -262,12 +279,14 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         The state calls it at each commit, on every rank. A second call without a batch between
         changes nothing. Raises `UsageError` where nothing tells which samples were trained.
         """
+        self._optimized = self._optimized or optimizer_steps() > self._steps
         share = self._pass
         if share is None:
             return  # the loop has used none of this sampler's data since the last commit
         over = share.has_ended()
-        if over and share.is_evaluation():
-            self._progress, self._pass = self._left_behind(), None
+        if over and (share.is_evaluation() or self._has_looked(share)):
+            self._progress = share.nothing(continues=self._progress.continues)
+            self._pass = None
             return
         share.trains(self._trained_by_now(share, over))
         share.committed = share.committed or not over
@@ -276,6 +295,11 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         self._move(share, ended=over)
         if self._progress.ended and share.committed and not self._named:
             self._warn(share)
+
+    def _has_looked(self, share: _SamplerPass) -> bool:
+        """Return whether a loop that has ended was no training, though it had gradients."""
+        known = self._optimized and self.batch_size is None
+        return share.is_look() and (known or share.drawn == 0)
 
     def _trained_by_now(self, share: _SamplerPass, over: bool) -> int:
         """Return the samples of a loop that each rank has trained by a commit that comes now."""
@@ -321,7 +345,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
     def _move(self, share: _SamplerPass, *, ended: bool) -> None:
         self.counted = Counted(self.counted.samples + share.trained - share.counted)
         share.counted = share.trained
-        self._progress = share.progress(ended=ended, continues=self._progress.continues)
+        continues = self._progress.continues
+        self._progress = share.progress(share.trained, ended=ended, continues=continues)
 
     def set_epoch(self, epoch: int) -> None:
         """Train `epoch` from its start; no change if it is the current one, which goes on."""
@@ -340,9 +365,10 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         self._progress = self._progress._replace(continues=True)
         self._pass = None
         self._world += 1
+        self._steps = optimizer_steps()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the progress, equal on every rank at a commit: six numbers."""
+        """Return the progress, equal on every rank at a commit: seven numbers."""
         now = self._progress
         return {
             "samples": self.samples,
@@ -351,7 +377,12 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             "position": now.position,
             "replayed": now.replayed,
             "ended": int(now.ended),
+            "optimized": int(self._optimized),
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy gets: it is in no loop."""
+        return {**self.__dict__, "_pass": None}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from another sampler's progress.
@@ -364,7 +395,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
                 f"{self.samples}; give every worker the same data, or start without this state"
             )
         self.seed = state["seed"]
-        ended = bool(state.get("ended", 0))  # earlier versions did not keep it
+        # Earlier versions did not keep these two.
+        ended, self._optimized = bool(state.get("ended")), bool(state.get("optimized"))
         self._progress = _Progress(state["epoch"], state["position"], state["replayed"], ended)
         self._pass = None
         self.reset()

@@ -214,6 +214,7 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
             seed=seed,
             max_losses=max_losses,
         )
+        self.client.while_away = self._leave_if_requested
         self.progress = ShardProgress()
         self.counted = Counted()
         self._streams = partitions is not None

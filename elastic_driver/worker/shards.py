@@ -15,7 +15,7 @@ so that a script can be tried alone. Each client belongs to one thread. Times ar
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,6 +33,7 @@ from rendezvous.errors import RequestError, UnreachableError
 __all__ = ["IncompleteDataError", "ShardClient"]
 
 SLICE_S = 2.0  # the longest wait of one request, so that the driver keeps no waits of dead workers
+TRY_S = 3.0  # for one attempt to reach the driver, besides the wait of the request
 LONGEST_S = 24 * 3600.0  # the default limit of `next`
 
 
@@ -97,6 +98,7 @@ class ShardClient(AbstractContextManager["ShardClient"]):
             self.dataset = messages.RangeDescription(*sizes, shuffle, seed, max_losses)
         self.name, self._timeout = name, timeout
         self._driver: RendezvousClient | None = None
+        self.while_away: Callable[[], None] = lambda: None  # called while the driver is away
         self._own = DataSets()  # of this process, where there is no driver
         self._lock = threading.Lock()  # guards them
         found = context.from_environment()
@@ -166,18 +168,18 @@ class ShardClient(AbstractContextManager["ShardClient"]):
         return agreed
 
     def look(self, timeout: float) -> messages.ShardCheckpoint | None:
-        """Return the driver's account, or None where it does not answer within `timeout` seconds.
+        """Return the driver's account; None where it has none, or gives none in `timeout` seconds.
 
         Any thread may call this.
         """
         found = context.from_environment()
-        if found is None:
-            known: messages.ShardCheckpoint = self._ask_own(messages.ReadCheckpoint())
-            return known
         try:
+            if found is None:
+                known: messages.ShardCheckpoint = self._ask_own(messages.ReadCheckpoint())
+                return known
             with found.client(timeout) as driver:
                 answer = driver.get_bytes(f"/v1/shards/{self.name}/checkpoint", timeout)
-        except (UnreachableError, RequestError):
+        except (UnreachableError, RequestError, UsageError):
             return None
         return msgspec.json.decode(answer, type=messages.ShardCheckpoint)
 
@@ -216,11 +218,19 @@ class ShardClient(AbstractContextManager["ShardClient"]):
         """Return the answer to a request, of this kind; wait for a driver that is away."""
         if self._driver is None:
             return self._ask_own(request)
-        try:
-            return self._send(self._driver, action, request, kind, self._driver.timeout)
-        except UnreachableError as error:
-            say(f"waiting for shards, and the driver does not answer ({error})")
-            return self._send(self._driver, action, request, kind, self._timeout)
+        began, told = time.monotonic(), False
+        attempt = TRY_S + (request.wait if isinstance(request, messages.NextRequest) else 0.0)
+        while True:
+            try:
+                return self._send(self._driver, action, request, kind, attempt)
+            except UnreachableError as error:
+                self.while_away()
+                waited = time.monotonic() - began
+                if waited >= self._driver.timeout and not told:
+                    told = True
+                    say(f"waiting for shards, and the driver does not answer ({error})")
+                if waited >= self._timeout:
+                    raise
 
     def _send(
         self, driver: RendezvousClient, action: str, request: Any, kind: Any, deadline: float
@@ -243,7 +253,8 @@ class ShardClient(AbstractContextManager["ShardClient"]):
         with self._lock:
             event = messages.ShardRequest(0, self.name, request)
             decisions = self._own.handle(event, time.monotonic())
-        (answer,) = [found.document for found in decisions if isinstance(found, Reply)]
+        replies = [found for found in decisions if isinstance(found, Reply)]
+        (answer,) = [found.document for found in replies if found.ticket == event.ticket]
         if isinstance(answer, Rejection):
             raise UsageError("; ".join(filter(None, (answer.message, answer.hint))))
         if isinstance(answer, messages.Wait):

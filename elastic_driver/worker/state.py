@@ -34,6 +34,7 @@ from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_t
 from elastic_driver.worker.compute_clock import ComputeClock, clock_for
 from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress
 from elastic_driver.worker.marks import Marks
+from elastic_driver.worker.mistakes.watch import Mistakes
 from elastic_driver.worker.positions import (
     Advancing,
     Counted,
@@ -74,6 +75,10 @@ class _Phase:
     number = 0
 
 
+def _trees() -> list[Tree]:
+    return [state._tree for state in all_states()]
+
+
 def begin_phase(number: int) -> None:
     """Note that a training function is called; `number` of its call in this process."""
     _Phase.number = number
@@ -92,6 +97,7 @@ def _stepped(me: "weakref.ref[State]", optimizer: Optimizer) -> None:
         state._tree.gradients.used(optimizer)
         if state._leads:
             state._progress.optimizer_stepped()
+            state._mistakes.stepped(state._progress)
 
 
 class State:
@@ -142,6 +148,7 @@ class State:
         self._callbacks: list[Callable[[], None]] = []
         self._progress = TrainingProgress()  # the membership's, once this state is in a world
         self._marks = Marks()
+        self._mistakes = Mistakes(self._tree, _trees)
         self._round = 0  # the round this state was last synchronised in
         self._version = UNTRAINED
         self._torn = False  # the sender was lost while its tensors arrived
@@ -246,6 +253,7 @@ class State:
                 "the function under @elastic.run is called, on every rank, or call its sync() at "
                 "the top of that function"
             )
+        self._mistakes.committing(leads=self._leads)
         began = time.perf_counter()
         self.save()
         self._version += 1
@@ -262,7 +270,7 @@ class State:
         self._marks.committed(self._version, self._compared)
         self._say_copies()
         if leaves:
-            raise HostsUpdatedInterrupt(progress.leave_reason)
+            raise self._mistakes.leaving(HostsUpdatedInterrupt(progress.leave_reason), progress)
 
     def _compared(self) -> list[tuple[Tree, frozenset[str]]]:
         """Return what a mark is made of: this state, and the others that all ranks have."""
@@ -308,8 +316,9 @@ class State:
 
         `commit()` does the same. Every rank must call it after the same commits.
         """
-        if self._leads and self._version >= self._progress.leave_after:
-            raise HostsUpdatedInterrupt(self._progress.leave_reason)
+        progress = self._progress
+        if self._leads and self._version >= progress.leave_after:
+            raise self._mistakes.leaving(HostsUpdatedInterrupt(progress.leave_reason), progress)
 
     def save(self) -> None:
         """Copy all that `restore()` puts back; `commit()` calls this.
@@ -435,6 +444,7 @@ class State:
         if leads:
             self._progress.synced_at = time.monotonic()
             self._marks.entered(self._progress, world.size)
+            self._mistakes.entered(self._progress, world.size)
         self._clock.restart()
 
     def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:

@@ -15,7 +15,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.masking import masked
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
-from elastic_driver.runtime.results import JobResult, read_result
+from elastic_driver.runtime.results import JobResult, agents_started, read_result
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.options.table import OPTIONS
 from launcher.options.values import CommandLine, resolve_again
@@ -107,14 +107,19 @@ def _take(run_dir: RunDir, *, keep: bool) -> ResumedRun | JobResult | None:
         return read_result(run_dir.events_file)
     if not keep:
         run_dir.take()
+    former = run_dir.lock.former or run_dir.lock.holder
+    restarted = former is not None and former.is_of_an_earlier_boot
     try:
-        return load_run(run_dir.journal_file)
-    except NotBegunError:  # nothing was started yet
-        run_dir.leave()
-        return None
+        return load_run(run_dir.journal_file, may_be_torn=restarted)
+    except NotBegunError as error:
+        if restarted or not agents_started(run_dir.events_file):
+            run_dir.leave()
+            return None
+        problem = f"{error}, and its agents were started"
     except JournalError as error:
-        run_dir.leave()
-        raise JournalError(
-            f"{error}; run {run_dir.run_id} cannot go on: begin it with another --run-id, from its "
-            "newest checkpoint"
-        ) from None
+        problem = str(error)
+    run_dir.leave()
+    raise JournalError(
+        f"{problem}; run {run_dir.run_id} cannot go on: begin it with another --run-id, from its "
+        "newest checkpoint"
+    )

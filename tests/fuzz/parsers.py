@@ -485,7 +485,7 @@ PARSERS = (
     Parser(
         "shards",
         _with_kind(
-            *(shards.NextRequest, shards.DoneRequest, shards.ResumeRequest),
+            *(shards.NextRequest, shards.DoneRequest, shards.ResumeRequest, shards.AgreeRequest),
             *(shards.ExtendRequest, shards.ShardCheckpoint),
         ),
         ask_shards,
@@ -548,7 +548,7 @@ PARSERS = (
         "manifest",
         nearly(checkpoints.Manifest) | nearly(checkpoints.Report),
         read_manifest,
-        (checkpoints.DamagedError,),
+        (checkpoints.DamagedError, checkpoints.OtherFormatError),
     ),
     Parser("endpoint", nearly(run_dir.Endpoint), read_run),
     Parser("lines", CHUNKS, split_lines),

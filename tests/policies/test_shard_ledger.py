@@ -6,10 +6,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.shard_ledger import ShardLedger
 from elastic_driver.policies.shard_messages import (
+    WORLD,
+    AgreeRequest,
+    Claim,
     Description,
     End,
     Granted,
@@ -22,6 +27,7 @@ from elastic_driver.policies.shard_messages import (
     Wait,
 )
 from elastic_driver.policies.shard_sources import StreamSource
+from elastic_driver.policies.shard_standing import ShardStanding
 
 
 def in_order(records: int = 30, shard_records: int = 10, **more: Any) -> RangeDescription:
@@ -334,3 +340,111 @@ def test_an_unknown_partition_is_named_with_the_known_ones() -> None:
 def test_descriptions_that_make_no_sense_are_refused(dataset: Description) -> None:
     with pytest.raises(UsageError):
         ShardLedger(dataset)
+
+
+# ---- a world that tells what its model was trained with --------------------------------------
+
+
+def agreement(dataset: Description, held: tuple[Claim, ...] = (), **more: Any) -> AgreeRequest:
+    return AgreeRequest(WORLD, dataset, held, **more)
+
+
+def claim(granted: Granted, trained: int = 0) -> Claim:
+    return Claim(granted.shard, granted.token, trained)
+
+
+def test_a_world_that_goes_on_keeps_its_tokens() -> None:
+    ledger = ShardLedger(in_order(40))
+    begun = ledger.agree(agreement(in_order(40)), 0.0)
+    first, second = grant(ledger, WORLD), grant(ledger, WORLD)
+    standing = ShardStanding(ShardCheckpoint(in_order(40), begun.state))
+    standing.granted(first.shard, first.token)
+    standing.granted(second.shard, second.token)
+    held = (claim(first, 10), claim(second, 3))
+    again = ledger.agree(agreement(in_order(40), held, state=standing.state), 0.0)
+    assert again.held == held
+    finish(ledger, WORLD, first)
+    finish(ledger, WORLD, second)
+    assert [shard.start for shard in rest(ledger, WORLD)] == [20, 30]
+    assert ledger.counts().done_records == 40
+
+
+def test_a_report_for_a_model_that_was_lost_counts_no_more() -> None:
+    ledger = ShardLedger(in_order(30))
+    begun = ledger.agree(agreement(in_order()), 0.0)
+    first, second = grant(ledger, WORLD), grant(ledger, WORLD)
+    finish(ledger, WORLD, first)
+    back = ledger.agree(agreement(in_order(), state=begun.state), 0.0)
+    assert back.held == ()
+    assert ledger.counts().done == 0
+    assert isinstance(ledger.done(WORLD, second.shard, second.token, 0.0), ShardRefused)
+    assert [shard.start for shard in rest(ledger, WORLD)] == [0, 10, 20]
+
+
+def test_an_agreement_that_comes_again_late_changes_nothing() -> None:
+    ledger = ShardLedger(in_order(30))
+    asked = agreement(in_order(), request="one")
+    answer = ledger.agree(asked, 0.0)
+    finish(ledger, WORLD, grant(ledger, WORLD))
+    held = grant(ledger, WORLD)
+    assert ledger.agree(asked, 0.0) == answer
+    finish(ledger, WORLD, held)
+    assert ledger.counts().done == 2
+
+
+def test_agreements_that_are_remembered_are_few() -> None:
+    ledger = ShardLedger(in_order(30))
+    for number in range(100):
+        ledger.agree(agreement(in_order(), request=f"{number}"), 0.0)
+    assert len(ledger._agreed) == 8
+
+
+def test_a_shard_that_is_claimed_twice_or_is_with_another_worker_is_held_once() -> None:
+    ledger = ShardLedger(in_order(30))
+    begun = ledger.agree(agreement(in_order()), 0.0)
+    other, mine = grant(ledger, "a"), grant(ledger, WORLD)
+    standing = ShardStanding(ShardCheckpoint(in_order(), begun.state))
+    standing.granted(mine.shard, mine.token)
+    held = (claim(mine, 2), claim(mine, 3), claim(other, 1))
+    found = ledger.agree(agreement(in_order(), held, state=standing.state), 0.0)
+    assert found.held == (claim(mine, 2),)
+    assert ledger.check() == []
+    finish(ledger, "a", other)
+    finish(ledger, WORLD, mine)
+    assert [shard.start for shard in rest(ledger)] == [20]
+
+
+def test_the_state_of_another_data_set_is_refused_and_changes_nothing() -> None:
+    ledger, stream = ShardLedger(in_order()), StreamDescription({"clicks": 0}, 10)
+    state = ShardLedger(stream).checkpoint().state
+    with pytest.raises(UsageError, match="another data set"):
+        ledger.agree(agreement(in_order(), state=state), 0.0)
+    assert len(rest(ledger)) == 3
+
+
+def test_a_world_of_which_many_members_are_lost_at_once_is_one_loss() -> None:
+    ledger = ShardLedger(in_order(30, max_losses=2))
+    granted = grant(ledger, WORLD)
+    for _ in range(4):
+        assert ledger.blame(WORLD, "killed") == []
+    ledger.resume(WORLD, {granted.token: 0}, 0.0)
+    assert len(ledger.blame(WORLD, "killed")) == 1
+
+
+@given(st.integers(1, 70), st.integers(1, 9), st.booleans(), st.integers(0, 3), st.data())
+def test_a_standing_follows_any_order_of_grants(
+    records: int, size: int, shuffle: bool, seed: int, data: st.DataObject
+) -> None:
+    """Whatever was given to others meanwhile is to do for the world."""
+    dataset = RangeDescription(records, size, epochs=2, shuffle=shuffle, seed=seed)
+    everything = rest(ShardLedger(dataset))
+    mine = data.draw(st.lists(st.sampled_from(everything), unique=True))
+    standing = ShardStanding(ShardLedger(dataset).checkpoint())
+    for token, shard in enumerate(mine, start=1):
+        standing.granted(shard, token)
+        standing.done(shard)
+    again = ShardStanding.decoded(standing.encoded())
+    ledger = ShardLedger(dataset)
+    ledger.agree(agreement(dataset, state=again.state), 0.0)
+    assert sorted(rest(ledger, WORLD)) == sorted(set(everything) - set(mine))
+    assert ledger.counts().done_records == 2 * records

@@ -27,6 +27,13 @@ def test_huge_orders_stay_in_range_and_do_not_repeat(
     assert all(0 <= index < size for index in found)
 
 
+@given(st.integers(1, 10**18), st.integers(0, 2**64 - 1), st.data())
+def test_the_position_of_each_number_is_found(size: int, key: int, data: st.DataObject) -> None:
+    order = Permutation(size, key)
+    for position in data.draw(st.sets(st.integers(0, size - 1), max_size=20)):
+        assert order.position(order[position]) == position
+
+
 def test_seeds_give_all_orders_equally_often() -> None:
     rounds = 6000
     seen = Counter(tuple(Permutation(4, mix(seed))) for seed in range(rounds))

@@ -145,6 +145,28 @@ def test_what_a_world_forgot_goes_back_to_the_front(shards: Shards) -> None:
     assert shards.next("world")["shard"] == first["shard"]
 
 
+def test_a_world_that_goes_back_gets_what_its_model_lacks(shards: Shards) -> None:
+    begun = shards.post("agree", worker="world", dataset=THIRTY, held=[])
+    assert begun["held"] == []
+    granted = shards.next("world")
+    shards.done("world", granted)
+    held = [{"shard": granted["shard"], "token": granted["token"], "trained": 3}]
+    state = begun["state"]
+    agreed = shards.post("agree", worker="world", dataset=THIRTY, held=held, state=state)
+    assert [claim["trained"] for claim in agreed["held"]] == [3]
+    assert agreed["held"][0]["token"] > granted["token"]
+    assert shards.status()["counts"]["done"] == 0
+
+
+def test_the_state_of_other_data_is_refused_by_what_it_lacks(shards: Shards) -> None:
+    state = shards.post("agree", worker="world", dataset=THIRTY, held=[])["state"]
+    stream = {"type": "stream", "offsets": {"p": 1}, "ends": {}, "closed": []}
+    with pytest.raises(RequestError, match=r"422 other_source: .*of another data set"):
+        shards.post(
+            "agree", worker="world", dataset=THIRTY, held=[], state={**state, "source": stream}
+        )
+
+
 def test_a_world_without_progress_gives_its_shard_up_after_three_losses(shards: Shards) -> None:
     granted = shards.next("world")
     token = str(granted["token"])
@@ -176,6 +198,7 @@ def test_a_worker_asks_and_reports_in_its_own_name_and_for_its_world(shards: Sha
             ("done", {"worker": "h.1.1", "shard": others["shard"], "token": others["token"]}),
             ("resume", {"worker": "h.1.1", "dataset": THIRTY, "held": {}}),
             ("resume", {"worker": "opening", "dataset": THIRTY, "held": {"1": 0}}),
+            ("agree", {"worker": "h.1.1", "dataset": THIRTY, "held": []}),
         ):
             with pytest.raises(RequestError, match=r"403 forbidden: .*h\.0\.1 may not speak for"):
                 post(what, **body)
@@ -184,8 +207,9 @@ def test_a_worker_asks_and_reports_in_its_own_name_and_for_its_world(shards: Sha
         assert post("resume", worker="opening", dataset=THIRTY, held={}) == {"lost": []}
         assert post("next", worker="world", dataset=THIRTY)["type"] == "granted"
         server.rounds.publish(2, ["h.1.1"])
-        with pytest.raises(RequestError, match=r"403 forbidden: .* may not speak for 'world'"):
-            post("next", worker="world", dataset=THIRTY)
+        for what, body in (("next", {}), ("agree", {"held": []})):
+            with pytest.raises(RequestError, match=r"403 forbidden: .* may not speak for 'world'"):
+                post(what, worker="world", dataset=THIRTY, **body)
     assert shards.done("h.1.1", others)["type"] == "accepted", "nobody has taken it away"
 
 

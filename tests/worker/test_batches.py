@@ -217,6 +217,52 @@ def test_a_step_that_a_grad_scaler_skips_is_over_all_the_same() -> None:
     assert scaler.get_scale() == 2.0
 
 
+def test_only_a_commit_moves_the_position_and_as_often_as_wanted() -> None:
+    model = nn.Linear(1, 1)
+    batches = batches_of(model=model)
+    seen = []
+    for step in batches:
+        batches.advance()  # before the loop over its micro-batches: what was trained until now
+        seen.append(batches.step)
+        for inputs in step:
+            model(inputs).mean().backward()
+        seen.append(batches.step)
+        batches.advance()
+        batches.advance()
+        seen.append(batches.step)
+    assert seen == [0, 0, 1, 1, 1, 2, 2, 2, 3]
+    batches.advance()
+    assert batches.step == 3
+
+
+def test_two_steps_for_one_commit_count_as_two() -> None:
+    model = nn.Linear(1, 1)
+    batches = batches_of(model=model)
+    for step in batches:
+        for inputs in step:
+            model(inputs).mean().backward()
+        if step.number == 1:
+            break
+    assert batches.step == 1
+    batches.advance()
+    assert batches.step == 2
+
+
+def test_an_optimizer_may_not_step_inside_the_loop_over_micro_batches() -> None:
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    others = torch.optim.SGD(other.parameters(), lr=0.1)
+    step = next(iter(batches_of(model=model)))
+    loop = iter(step)
+    model(next(loop)).mean().backward()
+    others.step()
+    with pytest.raises(UsageError, match="the optimizer stepped before the gradients of step 0"):
+        mine.step()
+    for inputs in loop:
+        model(inputs).mean().backward()
+    mine.step()
+
+
 def test_the_loop_draws_nothing_from_the_global_generators() -> None:
     model = nn.Linear(1, 1)
     torch.manual_seed(1)
@@ -241,6 +287,133 @@ def test_in_deterministic_mode_chance_depends_on_the_micro_batch_alone() -> None
 
     assert draws(1) == draws(2)
     assert len(set(draws(1))) == 24
+
+
+@pytest.mark.usefixtures("_default_kernels")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_trained_is_looked_up_in_every_step(deterministic: bool) -> None:
+    """An unfrozen layer, a frozen, a replaced and a new one, and tied weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    batches = batches_of(32, model=model, shuffle=False, deterministic=deterministic)
+
+    changes = [
+        lambda: None,
+        lambda: model[0].requires_grad_(True),
+        lambda: model[1].requires_grad_(False),
+        lambda: model.__setitem__(1, nn.Linear(3, 3)),
+    ]
+    for step, change in zip(batches, changes, strict=True):
+        change()
+        parts = []
+        for inputs in step:
+            parts.append(inputs)
+            model(inputs).square().mean().backward()
+        found = [each.grad for each in model.parameters()]
+        model.zero_grad()
+        model(torch.cat(parts)).square().mean().backward()
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            if not parameter.requires_grad:
+                assert gradient is None
+            else:
+                torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_no_gradient_of_a_frozen_layer_is_left_from_the_step_before() -> None:
+    """Optimizers use the gradient of a parameter also if it has been frozen since."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    for step in batches_of(model=model):
+        model[0].requires_grad_(step.number != 1)
+        for inputs in step:
+            model(inputs).mean().backward()
+        assert (model[0].weight.grad is None) == (step.number == 1)
+
+
+@pytest.mark.usefixtures("_default_kernels")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parameters_of_the_optimizers_outside_of_the_model_are_trained_too(
+    deterministic: bool,
+) -> None:
+    model, scale = nn.Linear(1, 1, bias=False), nn.Parameter(torch.ones(1))
+    batches = batches_of(16, model=model, shuffle=False, deterministic=deterministic)
+    batches.trained_by([scale, *model.parameters()])
+    found = []
+    for step in batches:
+        for inputs in step:
+            (inputs * scale).mean().backward()
+        found.append(scale.grad.item())
+    assert found == [3.5, 11.5]
+
+
+def test_two_models_with_batches_of_their_own_leave_each_other_alone() -> None:
+    """A state tells each of its batches what all of its optimizers train."""
+    models = nn.Linear(1, 1), nn.Linear(1, 1)
+    pair = [batches_of(16, model=model, shuffle=False) for model in models]
+    for batches in pair:
+        batches.trained_by([each for model in models for each in model.parameters()])
+    for steps in zip(*pair, strict=True):
+        for model, step in zip(models, steps, strict=True):
+            for inputs in step:
+                model(inputs).mean().backward()
+        assert models[0].weight.grad.item() == models[1].weight.grad.item() > 0
+
+
+def test_a_frozen_model_may_be_calibrated_without_gradients() -> None:
+    model = nn.BatchNorm1d(1).requires_grad_(False)
+    batches = batches_of(8, model=model, shuffle=False)
+    with torch.no_grad():
+        for step in batches:
+            for inputs in step:
+                model(inputs)
+    assert model.running_mean.item() == pytest.approx(0.1 * 3.5)
+    with pytest.raises(UsageError, match="nothing to train: each parameter is frozen"):
+        next(iter(next(iter(batches))))
+
+
+def test_a_lazy_model_has_to_run_once_before_it_is_trained() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    batches = batches_of(model=model)
+    with pytest.raises(UsageError, match=r"0\.weight has no shape yet"):
+        next(iter(next(iter(batches))))
+    model(torch.ones(2, 1))
+    assert len(train(batches, model)) == 3
+
+
+def changes_in_the_loop(change: Any) -> FixedBatch:
+    model = nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1))
+    batches = batches_of(model=model)
+    for step in batches:
+        for inputs in step:
+            model(inputs).mean().backward()
+            change(model[0].weight)
+    return batches
+
+
+@torch.no_grad()
+def rebound(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 0.9
+
+
+@torch.no_grad()
+def in_place(weight: nn.Parameter) -> None:
+    weight.mul_(0.9)
+
+
+@torch.no_grad()
+def moved(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clone()
+
+
+@pytest.mark.parametrize("change", [rebound, in_place])
+def test_a_parameter_that_each_micro_batch_moves_is_refused_by_name(change: Any) -> None:
+    """A momentum encoder would move as often as this worker has micro-batches."""
+    with pytest.raises(UsageError, match=r"parameter 0\.weight was changed inside the loop"):
+        changes_in_the_loop(change)
+
+
+def test_a_parameter_that_gets_another_address_only_is_not() -> None:
+    assert changes_in_the_loop(moved).step == 3
 
 
 def test_leaving_the_micro_batches_early_is_an_error_that_says_what_to_do() -> None:

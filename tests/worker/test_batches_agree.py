@@ -256,6 +256,27 @@ def outside_of_the_model(exact: bool) -> str:
     return digest_of(model)
 
 
+def of_sixteen_bits(exact: bool) -> str:
+    model = Two().to(torch.bfloat16)
+    batches = batches_of(model, exact, collate_fn=lambda found: torch.stack(found).bfloat16())
+    steps_of(batches, model)
+    return digest_of(model)
+
+
+def calibrated(exact: bool) -> str:
+    """Frozen, with nothing to sum but buffers; the first step has nothing at all."""
+    model = kinds.Kept(nn.Identity()).requires_grad_(False)
+    batches = batches_of(model, exact)
+    with torch.no_grad():
+        for step in batches:
+            for inputs in step:
+                model(inputs)
+            batches.advance()
+            model.keeper = nn.BatchNorm1d(4)
+            model.requires_grad_(False)
+    return digest_of(model)
+
+
 def gradually_unfrozen(exact: bool) -> str:
     model = Two()
     model.first.requires_grad_(False)
@@ -306,6 +327,8 @@ def train_in_a_world(rank: int, size: int, found: Found) -> None:
         found["refused", name, size] = refuse_kind(make, size % 2 == 0)
     found["outside", size] = outside_of_the_model(True)
     found["unfrozen", size] = gradually_unfrozen(True)
+    found["sixteen bits", size] = of_sixteen_bits(True)
+    found["calibrated", size] = calibrated(True)
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +372,7 @@ def test_what_has_no_mean_is_refused_on_all_ranks_in_the_same_words(
         assert "buffer keeper." in found[0]
 
 
-@pytest.mark.parametrize("what", ["outside", "unfrozen"])
+@pytest.mark.parametrize("what", ["outside", "unfrozen", "sixteen bits", "calibrated"])
 def test_whatever_is_trained_has_the_same_bits_for_every_number_of_workers(
     results: list[Found], what: str
 ) -> None:

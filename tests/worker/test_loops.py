@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import cycle, islice
 from typing import Any
 
@@ -105,6 +107,80 @@ def test_a_look_at_the_first_batch_takes_it_from_nobody() -> None:
     assert sampler.position == 10
 
 
+def test_a_look_at_the_next_epoch_before_a_commit_takes_nothing_from_it() -> None:
+    sampler = ElasticSampler(range(12))
+    loader = loader_of(sampler)
+    seen: list[int] = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            seen += batch.tolist()
+            step()
+            commit(sampler)
+        next(iter(loader))  # to show it
+        commit(sampler)
+        back = after_a_change(sampler)
+        back.set_epoch(epoch)
+        assert list(back) == []
+    assert sorted(seen) == sorted([*range(12)] * 2)
+
+
+def test_a_few_batches_whose_step_comes_behind_their_loop_are_trained() -> None:
+    sampler = ElasticSampler(range(24))
+    loader = loader_of(sampler)
+    seen: list[int] = []
+    for _ in range(3):
+        for batch in islice(loader, 2):
+            seen += batch.tolist()
+        step()
+        commit(sampler)
+    assert sorted(seen) == list(range(24))
+    assert after_a_change(sampler).position == 24
+
+
+def test_newcomers_and_ranks_that_rolled_back_agree_whether_optimizers_step() -> None:
+    sampler = ElasticSampler(range(12))
+    step()
+    commit(sampler)
+    survivor, newcomer = after_a_change(sampler), after_a_change(sampler)
+    step()  # is rolled back, on one of them
+    survivor.load_state_dict(sampler.state_dict())
+    for each in (survivor, newcomer):
+        commit(each)
+    assert survivor.state_dict() == newcomer.state_dict() == sampler.state_dict()
+
+
+def test_a_loop_over_nothing_needs_no_size_of_a_batch() -> None:
+    empty, unused = ElasticSampler([]), ElasticSampler(range(4))
+    assert list(empty) == []
+    iter(unused)
+    commit(empty, unused)
+    assert (empty.epoch, unused.position) == (0, 0)
+
+
+def test_asking_for_a_length_changes_nothing() -> None:
+    sampler = ElasticSampler(range(12))
+    for _ in islice(loader_of(sampler), 2):
+        step()
+    kept = sampler.state_dict()
+    assert [len(sampler), len(sampler)] == [4, 4]
+    assert sampler.state_dict() == kept
+    commit(sampler)
+    assert sampler.position == 8
+
+
+def test_a_copy_of_a_sampler_goes_on_from_its_last_commit() -> None:
+    sampler = ElasticSampler(range(12))
+    iterator = iter(loader_of(sampler))
+    next(iterator)
+    commit(sampler)
+    next(iterator)
+    sent = pickle.dumps(sampler)
+    for other in (deepcopy(sampler), pickle.loads(sent)):  # noqa: S301 - its own
+        assert other.state_dict() == sampler.state_dict()
+        assert len(list(other)) == 8
+
+
 def test_what_was_trained_before_a_break_is_not_trained_again_without_a_commit_either() -> None:
     sampler = ElasticSampler(range(12))
     loader = loader_of(sampler)
@@ -128,7 +204,7 @@ def test_an_evaluation_leaves_no_trace_wherever_it_is_made() -> None:
         assert part == [whole[i : i + 4] for i in range(0, len(part) * 4, 4)]
         step()
         commit(sampler, checked)
-    assert checked.state_dict() == before
+    assert checked.state_dict() == {**before, "optimized": 1}
     assert sampler.position == 12
 
 

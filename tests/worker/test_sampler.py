@@ -268,6 +268,7 @@ def test_progress_stays_small_for_a_data_set_of_a_billion_samples() -> None:
         "position": 3,
         "replayed": 0,
         "ended": 0,
+        "optimized": 0,
     }
 
 

@@ -19,6 +19,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.runtime.journal import write_ahead
 from elastic_driver.runtime.journal.codec import AnyEvent, decode
 from elastic_driver.runtime.journal.tables import FORMAT, UPGRADED, checksum
 
@@ -65,36 +66,62 @@ class Step(NamedTuple):
     decisions: list[Any]  # each knows `n` as its cause
 
 
-class Replay:
-    """The replay of one journal; raises `JournalError` for a file that is none."""
+def refuse_damage(path: Path, *, indexed: bool = False) -> None:
+    """Raise `JournalError` if events are missing because the log behind them has changed.
 
-    def __init__(self, path: Path) -> None:
+    `indexed` as for `write_ahead.damage`.
+    """
+    try:
+        found = write_ahead.damage(path, indexed=indexed)
+    except OSError as error:
+        found = f"its write-ahead log cannot be read: {error.strerror}"
+    if found:
+        raise JournalError(f"{path}: the journal is damaged: {found}")
+
+
+class Replay:
+    """The replay of one journal; raises `JournalError` for a file that is none.
+
+    `may_be_torn`: the machine has lost power since, so the end of the journal may be missing.
+    """
+
+    def __init__(self, path: Path, *, may_be_torn: bool = False) -> None:
         if not path.is_file():
             raise JournalError(f"there is no journal {path}")
-        self.path = path
+        self.path, self._may_be_torn = path, may_be_torn
         self.machines: dict[str, Any] = {}  # as they were after the last step
         self.now = 0.0  # machine time of the last step
         self.first = 0  # the event before the first step
         self.memory = b""  # of the executor, at the newest snapshot that was passed
         self._database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
+        try:
+            self._read_head()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_head(self) -> None:
+        """Read what a journal has once, and check its format."""
         (found,) = self._rows("PRAGMA user_version")[0]
         if found == 0:
-            raise NotBegunError(f"{path}: the journal is empty")
+            self._refuse_damage()
+            raise NotBegunError(f"{self.path}: the journal is empty")
         columns = [name for _id, name, *_ in self._rows("PRAGMA table_info(events)")]
         self._has_sums = "sum" in columns
         if found not in (FORMAT, UPGRADED):
             hint = "use the version of elastic-driver that wrote it"
             raise JournalError(
-                f"{path}: a journal of format {found}, only {FORMAT} can be read; {hint}"
+                f"{self.path}: a journal of format {found}, only {FORMAT} can be read; {hint}"
             )
         if found == FORMAT and columns and not self._has_sums:
-            raise JournalError(f"{path}: the journal is damaged: it has no checksums")
+            raise JournalError(f"{self.path}: the journal is damaged: it has no checksums")
         about = self._sound("about", self._rows("SELECT * FROM about"))
         terms = self._sound("term", self._rows("SELECT * FROM terms ORDER BY term"))
         self.terms = tuple(map(Term._make, terms))  # the newest driver last
         self._snapshots = [n for (n,) in self._rows("SELECT DISTINCT n FROM snapshots ORDER BY n")]
         if not about or not self.terms or not self._snapshots:
-            raise NotBegunError(f"{path}: the journal is empty")
+            self._refuse_damage()
+            raise NotBegunError(f"{self.path}: the journal is empty")
         self.run_id: str = about[0][0]
         self.argv: tuple[str, ...] = tuple(json.loads(about[0][1]))  # of the first driver
         self.cwd: str = about[0][2]
@@ -111,7 +138,11 @@ class Replay:
         return dict(self._sound("key", self._rows("SELECT * FROM keys ORDER BY key")))
 
     def steps(self, until: int = NEWEST, *, from_newest: bool = False) -> Iterator[Step]:
-        """Yield every event up to this number, from the oldest snapshot on, or from the newest."""
+        """Yield every event up to this number, from the oldest snapshot on, or from the newest.
+
+        Raises `JournalError` at the first one that is damaged. Whether events are missing at the
+        end is looked at only if all are read.
+        """
         first, *later = self._snapshots[-1:] if from_newest else self._snapshots
         self.first = first
         if until < first:
@@ -130,6 +161,8 @@ class Replay:
                 del self.machines[name]
             self.now = at
             yield Step(n, at, name, event, stamped(decisions, n))
+        if until == NEWEST and not from_newest:
+            self._refuse_damage()
 
     @property
     def job(self) -> Job:
@@ -140,6 +173,10 @@ class Replay:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
+
+    def _refuse_damage(self) -> None:
+        if not self._may_be_torn:
+            refuse_damage(self.path)
 
     def _machine(self, n: int, name: str) -> Machine[Any, Any]:
         machine: Machine[Any, Any] | None = self.machines.get(name)

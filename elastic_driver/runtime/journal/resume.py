@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.job import Job
 from elastic_driver.runtime.collector import collector_paused
-from elastic_driver.runtime.journal.replay import JournalError, Replay, Step
+from elastic_driver.runtime.journal.replay import JournalError, Replay, Step, refuse_damage
 from elastic_driver.settings import Settings
 
 
@@ -56,20 +56,26 @@ class ResumedRun:
         return urlsplit(self.url).port or 0
 
 
-def load_run(path: Path) -> ResumedRun:
-    """Return the run of this journal; raises `JournalError` for one that cannot go on."""
+def load_run(path: Path, *, may_be_torn: bool = False) -> ResumedRun:
+    """Return the run of this journal; raises `JournalError` for one that cannot go on.
+
+    `may_be_torn`: the machine has lost power since, so the end of the journal may be missing.
+    """
     try:
         with collector_paused():
-            return _load(path)
+            run = _load(path, may_be_torn)
+        if not may_be_torn:
+            refuse_damage(path, indexed=True)
     except (JournalError, MemoryError):
         raise
     except Exception as error:  # a damaged state may break any machine
         problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise JournalError(f"{path}: the journal is damaged: {problem}") from error
+    return run
 
 
-def _load(path: Path) -> ResumedRun:
-    with contextlib.closing(Replay(path)) as replay:
+def _load(path: Path, may_be_torn: bool) -> ResumedRun:
+    with contextlib.closing(Replay(path, may_be_torn=may_be_torn)) as replay:
         since = tuple(replay.steps(from_newest=True))
         if "job" not in replay.machines:
             raise JournalError(f"{path}: the job has not begun")

@@ -95,8 +95,11 @@ class SqliteStore:
         self._term = head.term
         database = self._create(head) if head.term == 1 else self._go_on(head)
         # NORMAL: a commit reaches the kernel. The disk is asked to keep it only at checkpoints,
-        # which come after the answer to the driver.
-        database.executescript("PRAGMA synchronous=NORMAL; PRAGMA wal_autocheckpoint=0")
+        # which come after the answer to the driver. A log that begins anew is cut
+        # at its end, so that what is behind a damaged frame is known to be of the same log.
+        database.executescript(
+            "PRAGMA synchronous=NORMAL; PRAGMA wal_autocheckpoint=0; PRAGMA journal_size_limit=0"
+        )
 
     def write(self, batches: Sequence[Batch]) -> None:
         """See `JournalStore.write`."""

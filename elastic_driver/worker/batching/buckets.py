@@ -79,5 +79,7 @@ class Bucket:
 
 def make_buckets(tensors: list[Tensor]) -> list[Bucket]:
     """Return buckets that are full at `BUCKET_BYTES`, as `DistributedDataParallel` makes them."""
+    if not tensors:
+        return []
     groups, _ = dist._compute_bucket_assignment_by_size(tensors, [BUCKET_BYTES])
     return [Bucket(entries, tensors) for entries in groups]

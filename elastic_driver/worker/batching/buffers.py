@@ -101,7 +101,7 @@ class Buffers:
         self._resized_derived: set[int] = set()
         self.odd: dict[str, dict[int, Tensor]] = {}  # resized in this step; by virtual worker
         self.late: dict[str, dict[int, Tensor]] = {}  # that began to exist in it
-        self.removed: str | None = None
+        self.trouble: UsageError | None = None
         with torch.no_grad():
             for group in self._groups:
                 torch._foreach_copy_(group.parts, group.tensors)
@@ -140,23 +140,35 @@ class Buffers:
             self._notice_late(virtual_worker)
         for found, group in zip(self._counted, self._counts, strict=True):
             found.append(group.flat())
+        if self._extremes or self._derived:
+            self._note_observers()
+        values = [group.flat() for group in self._means]
+        if self._single:
+            given = [v for g, v in zip(self._means, values, strict=True) if g.singles is not None]
+            for found, group, value in zip(self._singles, self._single, given, strict=True):
+                found.append(value[group.singles])
+        return [g.change(v) for g, v in zip(self._means, values, strict=True)] + values
+
+    def _note_observers(self) -> None:
         for at, group in enumerate(self._extremes):
             value, before = group.flat() * group.signs, self._reached[at]
             self._reached[at] = value if before is None else torch.maximum(before, value)
         for at, group in enumerate(self._derived):
             moved, before = group.flat() != group.start, self._touched[at]
             self._touched[at] = moved if before is None else moved | before
-        values = [group.flat() for group in self._means]
-        if self._single:
-            given = [v for g, v in zip(self._means, values, strict=True) if g.singles is not None]
-            for found, group, value in zip(self._singles, self._single, given, strict=True):
-                found.append(value[group.singles])
-        return [*(g.change(v) for g, v in zip(self._means, values, strict=True)), *values]
 
     def _notice(self, place: Place, now: Tensor | None, virtual_worker: int) -> None:
         """Put a rebound or resized buffer's value where the step began with it."""
         if now is None:
-            self.removed = self.removed or self.name(place)
+            self.trouble = UsageError(
+                f"buffer {self.name(place)} was removed inside the loop over micro-batches; remove "
+                "buffers between two steps"
+            )
+        elif _class_of(now) != _class_of(place.tensor):
+            self.trouble = UsageError(
+                f"buffer {self.name(place)} became {now.dtype} inside the loop over micro-batches, "
+                f"from {place.tensor.dtype}; register it with the type that it is to have"
+            )
         elif now.shape == place.shape:
             place.put_back(now.detach())
             return
@@ -289,12 +301,13 @@ class Buffers:
             value = group.start + change
             found.append(value)
             digits = torch.sub(value.abs(), group.start.abs(), alpha=group.smallest)
-            least, most = torch.stack(torch.aminmax(digits)).tolist() if len(digits) else (0, 0)
+            least, most = map(float, torch.aminmax(digits)) if len(digits) else (0, 0)
             if least >= 0 and most < math.inf:  # the usual case, in few operations
                 failed.append(None)
                 continue
             bad = ((digits < 0) | ~value.isfinite()) & (change != 0)
             failed.append(bad.nonzero().view(-1) if bool(bad.any()) else None)
+            group.infinite = True  # or it may be, from now on
         return found, failed
 
     def settle_singles(self, means: Sequence[Tensor]) -> None:
@@ -368,6 +381,7 @@ class _Group:
             self.parts = self.shaped(self.start)
         for place, part in zip(places, self.parts, strict=True):
             place.start = part
+        self.infinite = not bool(self.start.isfinite().all())
         if dtype.is_floating_point or dtype.is_complex:
             self.smallest = torch.finfo(dtype).eps ** 0.5  # of a value that keeps half its digits
         singles = _singles(places)
@@ -379,18 +393,21 @@ class _Group:
 
     def flat(self) -> Tensor:
         """Return all values of now, in a new tensor: (elements,)."""
-        tensors = self.tensors
+        tensors, dtype = self.tensors, self._dtype
         if self._mixed:
-            tensors = [tensor.to(self._dtype) for tensor in tensors]
-        flat: Tensor = _flatten_dense_tensors(tensors).to(self._dtype)
-        if flat.requires_grad:
-            flat = flat.detach()
-        return flat.clone() if len(self.tensors) == 1 else flat
+            tensors = [tensor.to(dtype) for tensor in tensors]
+        flat: Tensor
+        if len(tensors) == 1:
+            flat = tensors[0].to(dtype, copy=True).reshape(-1)
+        else:
+            flat = _flatten_dense_tensors(tensors).to(dtype)
+        return flat.detach() if flat.requires_grad else flat
 
     def change(self, flat: Tensor) -> Tensor:
         """Return these values' difference from the start."""
-        # The difference of two infinities (in masks) is no number.
-        return torch.where(flat == self.start, 0, flat - self.start)
+        if self.infinite:  # masks: the difference of two infinities is no number
+            return torch.where(flat == self.start, 0, flat - self.start)
+        return flat - self.start
 
     def shaped(self, flat: Tensor) -> list[Tensor]:
         """Return views of a flat tensor, with the shapes of the buffers."""
@@ -430,6 +447,11 @@ def _pointers(places: Sequence[Place]) -> Iterable[tuple[Place, Place]]:
             for other in places:
                 if other.module is place.module and other.rule is Rule.MEAN and other.shape:
                     yield place, other
+
+
+def _class_of(tensor: Tensor) -> tuple[bool, bool]:
+    """Return whether these are whole, real or complex numbers: other types only round."""
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _comparable(tensor: Tensor) -> Tensor:

@@ -84,22 +84,22 @@ class StepSum(ABC):
         except UsageError as error:
             self._refuse(error)
         self._trained = self._layout.trained
-        if not self._alone and (self._agreed is None or not self._all_can_call()):
+        if not self._alone and (self._agreed is None or not self._all_can_call(self._agreed)):
             self._agreed = None
             self._propose()
         self.subject.drop_gradients()
         self._buffers.begin()
 
-    @abstractmethod
-    def _all_can_call(self) -> bool:
+    def _all_can_call(self, layout: Layout) -> bool:
         """Return whether every rank's flags reach the others in this step."""
+        return bool(layout.buckets)
 
     def _refuse(self, error: UsageError) -> None:
         """Raise this error; on the other ranks, too, when their step ends."""
         if self._alone:
             raise error
         self._trouble = error
-        if self._agreed is not None and self._all_can_call():
+        if self._agreed is not None and self._all_can_call(self._agreed):
             self._exchange_by(self._agreed, None, None, call=True)
         self._propose()
         self._settle()
@@ -287,9 +287,6 @@ class PlainSum(StepSum):
         self._left: list[Tensor] = []  # by micro-batches in buffers, added up
         super().begin(ranges, weights, rank, step)
 
-    def _all_can_call(self) -> bool:
-        return True
-
     def before(self, virtual_worker: int) -> None:
         """Rescale the sum so far to the weight of the next micro-batch."""
         super().before(virtual_worker)
@@ -348,8 +345,9 @@ class ExactSum(StepSum):
         super().begin(ranges, weights, rank, step)
         self._tree: TreeSum[Entries] = TreeSum(self._mine.start, _add_entries)
 
-    def _all_can_call(self) -> bool:
-        return all(self._ranges)  # a rank without micro-batches sends nothing
+    def _all_can_call(self, layout: Layout) -> bool:
+        """Return whether all flags arrive: a rank without micro-batches sends nothing."""
+        return super()._all_can_call(layout) and all(self._ranges)
 
     def after(self, virtual_worker: int) -> None:
         """Take the gradients and what is left in buffers as the next leaf."""

@@ -75,8 +75,8 @@ class Subject:
     @property
     def device(self) -> torch.device:
         """The device of the parameters, and of small messages about them."""
-        trained = self._layout.trained if self._layout is not None else [self._first]
-        device: torch.device = trained[0].device
+        trained = self._layout.trained if self._layout is not None else []
+        device: torch.device = (trained[0] if trained else self._first).device
         return device
 
     # ---- when a step begins --------------------------------------------------------------
@@ -102,8 +102,10 @@ class Subject:
                     "SyncBatchNorm computes with the samples of as many micro-batches as there "
                     "are workers; FixedBatch needs BatchNorm, whose statistics it combines"
                 )
-        self._watch.begin(self._known)
         assert self._layout is not None  # noqa: S101 - it was made above
+        if not self._layout.trained and torch.is_grad_enabled():  # else BatchNorm is calibrated
+            raise UsageError("FixedBatch has nothing to train: each parameter is frozen")
+        self._watch.begin(self._known)
         return self._layout
 
     def _lay_out(self, known: list[Tensor]) -> None:
@@ -111,8 +113,6 @@ class Subject:
         trained = [each for each in known if each.requires_grad]
         self._idle = [each for each in known if not each.requires_grad]
         self._synchronized = [m for m in self.model.modules() if isinstance(m, nn.SyncBatchNorm)]
-        if not trained:
-            raise UsageError("FixedBatch has nothing to train: each parameter is frozen")
         names = names_of(self.model)
         self._layout = Layout(trained, [self.name(each, names) for each in trained], self.buffers)
 
@@ -175,11 +175,8 @@ class Subject:
                     f"parameter {self.name(each)} got a gradient, but did not require one when "
                     f"{step} began; unfreeze and add parameters before the loop over micro-batches"
                 )
-        if self.buffers.removed is not None:
-            yield UsageError(
-                f"buffer {self.buffers.removed} was removed inside the loop over micro-batches; "
-                "remove buffers between two steps"
-            )
+        if self.buffers.trouble is not None:
+            yield self.buffers.trouble
         if (changed := self._watch.changed()) is not None:
             yield UsageError(
                 f"parameter {self.name(changed)} was changed inside the loop over micro-batches, "

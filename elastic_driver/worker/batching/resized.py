@@ -90,7 +90,8 @@ def _given_by_all(
             if value is None or rank != dist.get_rank():
                 value = torch.empty(made.shape, dtype=_DTYPES[made.dtype], device=device)
             value = value.to(device).contiguous()
-            dist.broadcast(value.view(-1).view(torch.uint8), rank)
+            if value.numel():
+                dist.broadcast(value.view(-1).view(torch.uint8), rank)
             everything.append((made, value))
     return everything
 

@@ -12,8 +12,12 @@ whole group when they time out), and those of rounds with an accelerator's colle
 DistributedDataParallel waits in C++ for a future: `guarded` returns one that can be given up. Any
 other wait in C++ cannot be. Torch's reducer raises the error of such a future as "RuntimeError:
 Unable to cast ... to Tensor": `cause_of` finds the error that is quoted there.
+
+A script may catch the error of a lost peer and go on. So the first one of a round is remembered:
+`refuse` raises again wherever such a script comes by.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,10 +28,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined] # it has no types
 from torch.futures import Future
 
-from elastic_driver.errors import WorldBrokenError
+from elastic_driver.errors import ExitCode, SwallowedError, WorldBrokenError
+from elastic_driver.peer_loss import looks_like_peer_loss
+from elastic_driver.worker.worker_log import say
 
 SLICE = timedelta(seconds=0.1)  # the longest time until a wait that was given up ends
 _SLICE_IS_OVER = "Operation timed out!"  # torch's words
+# Gloo's transport also reports that ranks disagree about a tensor's size: the script's mistake.
+SIZE_MISMATCH = "op.preamble"
+_REFUSALS = 5  # of one round, after which the process ends
 _POINT_TO_POINT = frozenset(map(int, (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)))
 _torch_wait: Callable[..., bool] = dist.Work.wait
 S = TypeVar("S")
@@ -45,6 +54,8 @@ class CollectiveWaits:
         self._futures: dict[Future[Any], Future[Any]] = {}  # that are not done, with their sources
         self._unended: list[Callable[[], bool]] = []  # is done? of each operation that was given up
         self._failure: Exception | None = None  # the first error of a guarded future
+        self.lost: Exception | None = None  # the first one that says that a peer is lost
+        self._refused = 0
 
     @staticmethod
     def use(waits: "CollectiveWaits | None") -> None:
@@ -72,6 +83,29 @@ class CollectiveWaits:
             with self._lock:
                 self._unended.append(work.is_completed)
             self.check()
+
+    def note(self, error: Exception) -> None:
+        """Remember an error of a collective that the script gets to see."""
+        if self.lost is None and tells_of_loss(error):
+            self.lost = error
+
+    def refuse(self) -> None:
+        """Raise if the script goes on though a collective of this round has lost a peer.
+
+        Called on the training thread. First it is `WorldBrokenError`; a script that swallows this
+        one, too, gets `SwallowedError`, which no `except Exception` catches; at last the process
+        ends, to be replaced.
+        """
+        if self.lost is None:
+            return
+        self._refused += 1
+        text = (
+            f"a collective has lost a peer, and the script has gone on ({_first_line(self.lost)})"
+        )
+        if self._refused >= _REFUSALS:
+            say(f"WorldBrokenError: {text}; this worker ends, to be replaced")
+            os._exit(ExitCode.UNAVAILABLE)
+        raise (WorldBrokenError if self._refused == 1 else SwallowedError)(text) from self.lost
 
     def ended(self) -> bool:
         """Return whether gloo carries out none of this round's operations any more."""
@@ -116,7 +150,44 @@ class CollectiveWaits:
 
     def _fail(self, future: Future[Any], error: Exception) -> None:
         self._failure = self._failure or error
+        self.note(error)
         future.set_exception(error)
+
+
+def tells_of_loss(error: BaseException) -> bool:
+    """Return whether this error, causes apart, is that of a collective that lost a peer or a link.
+
+    NCCL and the stores raise `DistError`s. Gloo raises plain RuntimeErrors, which are recognised by
+    their text, as the agent recognises the victims of a lost peer.
+    """
+    if isinstance(error, WorldBrokenError | SwallowedError | dist.DistError):
+        return True
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return looks_like_peer_loss(text) and SIZE_MISMATCH not in text
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def peer_is_lost() -> bool:
+    """Return whether a collective of this round has told the training thread of a lost peer."""
+    waits = CollectiveWaits._current
+    return waits is not None and waits.lost is not None
+
+
+def note_loss(error: Exception) -> None:
+    """Remember an error that the script gets to see, of a collective that is not torch's."""
+    waits = CollectiveWaits._current
+    if waits is not None:
+        waits.note(error)
+
+
+def refuse_if_lost() -> None:
+    """Raise if a collective of this round has lost a peer; see `CollectiveWaits.refuse`."""
+    waits = CollectiveWaits._current
+    if waits is not None and waits.lost is not None:
+        waits.refuse()
 
 
 def current_waits() -> CollectiveWaits | None:
@@ -129,11 +200,19 @@ def _wait(work: dist.Work, timeout: timedelta = timedelta()) -> bool:
     waits = CollectiveWaits._current
     if timeout or waits is None or work._get_op_type() in _POINT_TO_POINT:
         return _torch_wait(work, timeout)
-    while not work.is_completed():
-        waits.leave(work)
-        try:
-            return _torch_wait(work, SLICE)
-        except RuntimeError as error:
-            if _SLICE_IS_OVER not in str(error):
-                raise
-    return _torch_wait(work)
+    of_script = threading.current_thread() is threading.main_thread()
+    if waits.lost is not None and of_script:
+        waits.refuse()
+    try:
+        while not work.is_completed():
+            waits.leave(work)
+            try:
+                return _torch_wait(work, SLICE)
+            except RuntimeError as error:
+                if _SLICE_IS_OVER not in str(error):
+                    raise
+        return _torch_wait(work)
+    except Exception as error:
+        if of_script:
+            waits.note(error)
+        raise

@@ -20,7 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_driver.worker import current
 from elastic_driver.worker.state_sync.meeting import gather
-from elastic_driver.worker.world.collective_waits import CollectiveWaits, current_waits
+from elastic_driver.worker.world.collective_waits import (
+    CollectiveWaits,
+    current_waits,
+    refuse_if_lost,
+)
 from elastic_driver.worker.world.gradient_norms import new_meter
 
 
@@ -80,6 +84,7 @@ class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torc
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """See DistributedDataParallel."""
+        refuse_if_lost()
         self.last_pass_is_local = not self.require_backward_grad_sync and not _within.shares
         return super().forward(*inputs, **kwargs)
 
@@ -170,6 +175,11 @@ def _changed_anywhere(model: Module, size: int) -> bool:
     """Return whether a rank has changed the model since all had it alike. Collective."""
     changed = _in_sync.get(model) != _looks(model)
     return any(row[0] for row in gather([changed], size))
+
+
+def wrapped_models() -> list[Module]:
+    """Return the models that `wrap` has wrapped in this world, and that the script still uses."""
+    return [ddp.module for ddp in list(_wrapped)]
 
 
 def passes_are_local() -> bool:

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elastic_driver.core.job import Job
@@ -19,6 +20,7 @@ from elastic_driver.runtime.journal.store import Head
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.run_lock import Holder
 from elastic_driver.settings import Settings
 from launcher import cli
 from launcher.launch.resume import line_of, take_named, take_unfinished
@@ -180,6 +182,36 @@ def test_a_driver_that_died_before_the_job_began_leaves_nothing_to_go_on_with(
     assert "there is no run big in" in (said := refuse(state_dir, capsys))
     assert "To begin it, give its command, too" in said
     assert journal.read_bytes() == b""
+
+
+STARTED = '{"event": "job_started"}\n{"event": "agent_started"}\n{"event": "worker_started"}\n'
+
+
+def test_a_journal_that_is_gone_begins_no_job_anew_whose_agents_were_started(
+    state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may live, and train on: a second world would train beside them."""
+    run_dir = RunDir(state_dir, "big")
+    run_dir.journal_file.write_bytes(b"")
+    run_dir.events_file.write_text(END + STARTED)
+    assert "the journal is empty, and its agents were started; run big" in refuse(state_dir, capsys)
+    for argv in (START, ("--resume", *START)):
+        with folder(state_dir) as again, pytest.raises(UsageError, match="agents were started"):
+            take_unfinished(resolve(argv, {}), again, str(state_dir.parent))
+    assert run_dir.events_file.read_text() == END + STARTED
+    run_dir.events_file.write_text(STARTED + '{"event": "job_started"}\n')
+    with folder(state_dir) as again:  # the job after it has started none
+        assert take_unfinished(resolve(START, {}), again, str(state_dir.parent)) is None
+
+
+def test_after_a_restart_of_the_machine_nothing_of_the_job_lives(state_dir: Path) -> None:
+    run_dir = RunDir(state_dir, "big")
+    run_dir.journal_file.write_bytes(b"")
+    run_dir.events_file.write_text(STARTED)
+    holder = msgspec.structs.replace(Holder.this_process(), boot_id="another", pid=1)
+    run_dir.lock.path.write_bytes(msgspec.json.encode(holder) + b"\n")
+    with folder(state_dir) as again:
+        assert take_unfinished(resolve(START, {}), again, str(state_dir.parent)) is None
 
 
 def test_a_journal_of_another_version_is_named(

@@ -298,6 +298,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ao.HistogramObserver,
         "buffer keeper.(histogram|min_val) was changed by micro-batches",
     ),
+    "another type": (
+        lambda: Keeper(3, lambda kept, x: kept * 0.5, rebind=True),
+        "buffer keeper.kept became torch.float32 inside the loop over micro-batches, from torch.in",
+    ),
     "another size in each": (
         lambda: Keeper([0.0], lambda kept, x: torch.zeros(1 + int(x[0, 0] > 0)), rebind=True),
         "buffer keeper.kept",

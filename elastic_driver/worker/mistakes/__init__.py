@@ -1,0 +1,1 @@
+"""Mistakes of scripts, told in one line each (docs/common-mistakes.md)."""

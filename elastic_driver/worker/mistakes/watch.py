@@ -1,0 +1,290 @@
+"""`Mistakes`: what a state asks at its commits, to tell the mistakes of its script.
+
+Most is looked for in the first commits of a process; afterwards a commit pays for two comparisons.
+Times are monotonic seconds.
+"""
+
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from elastic_driver import contract
+from elastic_driver.errors import ExitCode, HostsUpdatedInterrupt, SwallowedError
+from elastic_driver.worker import current
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.mistakes import left_out
+from elastic_driver.worker.mistakes.left_out import LeftOut
+from elastic_driver.worker.mistakes.optimizers import OptimizerWatch
+from elastic_driver.worker.mistakes.script_objects import (
+    Kept,
+    Variable,
+    in_script,
+    search,
+    variables,
+)
+from elastic_driver.worker.mistakes.told import is_speaker, tell
+from elastic_driver.worker.state_sync.steps import collectives
+from elastic_driver.worker.state_sync.tree import Tree
+from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.world import wrapping
+from elastic_driver.worker.world.collective_waits import peer_is_lost, refuse_if_lost
+
+LOOKED_AT = max(left_out.LAST, 20)  # commits of a process that are looked at
+ALONE_AFTER = 5  # steps without a collective that are told where states are not compared
+PATIENCE_S = 60.0  # of training without a commit
+MOST_SWALLOWED = 3  # errors in one round, after which the process ends
+LEAST_STEPS = 32  # without a commit, however long they take; a power of two
+_LOST = "a peer is lost, so what it trains is not committed"
+_CHANGES = "the workers change, and the others may wait for it"
+_AVERAGE = (
+    "call the model through elastic.wrap(state.model), or use FixedBatch, DistributedDataParallel "
+    "or hvd.DistributedOptimizer"
+)
+_AVERAGING = ("DistributedDataParallel", "FullyShardedDataParallel", "FixedBatch")
+
+
+class Mistakes:
+    """Tells the mistakes of the script of one state.
+
+    `tree`: the state's; `trees`: returns those of all states of this process.
+    """
+
+    def __init__(self, tree: Tree, trees: Callable[[], Sequence[Tree]]) -> None:
+        self._tree, self._trees = tree, trees
+        self._frame: FrameType | None = None  # of the script, while a commit is looked at
+        self._left_out = LeftOut()
+        self._optimizers = OptimizerWatch(trees, self._name_of)
+        self._looks = 0  # commits of this process that were looked at
+        self._due = LOOKED_AT  # commits of this round that are still to be looked at
+        self._averages: bool | None = None  # something averages gradients; None: not known
+        self._alone = 0  # steps in a row that no collective came before, in this round
+        self._size = 1
+        self._told_to_leave = 0  # the round that commit() has told the script to leave
+        self._swallowed = 0  # how often the script has gone on in it
+        self._steps = 0  # of optimizers, since the last commit
+
+    # ---- a world -------------------------------------------------------------------------
+
+    def entered(self, progress: TrainingProgress, size: int) -> None:
+        """Begin a round of so many workers."""
+        self._alone, self._swallowed, self._steps, self._size = 0, 0, 0, size
+        self._due = LOOKED_AT
+        describe = progress.leaves
+
+        def asked(step: int) -> list[tuple[str, str, str]] | None:
+            self.on_difference()
+            return describe(step)
+
+        progress.leaves = asked
+
+    def on_difference(self) -> None:
+        """Tell, where the ranks were found to differ, that nothing averages their gradients.
+
+        Called on the heartbeat thread.
+        """
+        if self._size == 1 or not is_speaker():
+            return
+        if self._alone >= 2:
+            _tell_alone("the ranks hold different states: ")
+        elif self._averages is False:
+            tell(
+                "not-averaged",
+                "the ranks hold different states, and nothing was found that averages their "
+                f"gradients; {_AVERAGE}; if the script averages them itself, look there",
+            )
+
+    # ---- steps and commits ---------------------------------------------------------------
+
+    def stepped(self, progress: TrainingProgress) -> None:
+        """Note a finished step of any optimizer."""
+        self._steps += 1
+        if self._steps % LEAST_STEPS or not progress.round or not is_speaker():
+            return
+        if (since := time.monotonic() - progress.committed_at) >= PATIENCE_S:
+            tell(
+                "no-commit",
+                f"optimizers have made {self._steps} steps in {since:.0f} s without a commit: a "
+                "lost worker would cost all of them; call state.commit() after each step, or after "
+                "every few",
+            )
+
+    def committing(self, *, leads: bool) -> None:
+        """Look at a commit that is about to be made.
+
+        Raises `WorldBrokenError`, later `SwallowedError`, for a script that goes on though a
+        collective has lost a peer: what it has computed since then is not to be kept.
+        """
+        if peer_is_lost():
+            if sys.exc_info()[0] is None:  # else it is on its way, and this is a `finally`
+                _tell_swallowed(_LOST, sys._getframe(1))
+            refuse_if_lost()
+        self._steps = 0
+        if self._due > 0 and leads:
+            self._due -= 1
+            if is_speaker():
+                self._look()
+
+    def leaving(self, error: HostsUpdatedInterrupt, progress: TrainingProgress) -> BaseException:
+        """Return the error by which a commit tells the script to leave this round.
+
+        Once a script has swallowed it, it is one that no `except Exception` catches.
+        """
+        if self._told_to_leave != progress.round:
+            self._told_to_leave = progress.round
+            return error
+        self._swallowed += 1
+        text = f"the script has gone on in round {progress.round}, which it was told to leave"
+        if self._swallowed > MOST_SWALLOWED:
+            say(f"{text}; this worker ends, to be replaced")
+            os._exit(ExitCode.UNAVAILABLE)
+        swallowed = SwallowedError(text)
+        swallowed.__cause__ = error
+        return swallowed
+
+    # ---- looks ---------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        self._count_alone()
+        if self._looks >= LOOKED_AT:
+            return
+        self._looks += 1
+        stepped = self._tree.steps.optimizers()
+        self._frame = sys._getframe(2)
+        try:
+            self._optimizers.look(self._looks, stepped, self._values())
+            if self._looks >= left_out.FIRST:
+                self._left_out.look(self._looks, self._values, self._frame, self._optimizers.trains)
+            if self._looks == 2:
+                self._look_at_wrapped()
+                self._averages = self._finds_average(stepped)
+        finally:
+            self._frame = None
+        if self._looks == LOOKED_AT:
+            self._left_out = LeftOut()
+
+    def _values(self) -> list[Any]:
+        return [value for tree in self._trees() for value in tree.values.values()]
+
+    def _count_alone(self) -> None:
+        """Count the steps that no collective came before since the last commit."""
+        if self._size == 1:
+            return
+        steps, before = self._tree.steps, self._tree.gradients.collectives_before
+        if steps.steps:
+            self._alone = self._alone + 1 if collectives() == before else 0
+        verified = os.environ.get(contract.VERIFY_STATE) != "0"
+        if self._alone == ALONE_AFTER and not verified and is_speaker():
+            _tell_alone("")
+
+    def _look_at_wrapped(self) -> None:
+        models = wrapping.wrapped_models()
+        if not models:
+            return
+        kept = Kept(self._values())
+        for model in models:
+            parameters = list(model.parameters())
+            if parameters and not any(map(kept.has_tensor, parameters)):
+                kind = type(model).__name__
+                tell(
+                    "anew",
+                    f"elastic.wrap() has a model ({kind}) that is not in the state: its weights "
+                    "are lost when the workers change; make it before train(), give it to the "
+                    "state, and wrap that one: elastic.wrap(state.model)",
+                    "wrap",
+                )
+
+    def _finds_average(self, stepped: Sequence[Optimizer]) -> bool:
+        """Return whether the script has something that averages gradients over the ranks."""
+        if wrapping.wrapped_models() or any(map(_is_hvd, stepped)):
+            return True
+        found: list[Any] = []
+
+        def look(variable: Variable) -> bool:
+            if type(variable.thing).__name__ in _AVERAGING:
+                found.append(variable.thing)
+            return not found
+
+        values = (Variable("", value, before=True) for value in self._values())
+        search(itertools.chain(values, variables(self._frame)), look)
+        return bool(found)
+
+    def _name_of(self, thing: Any) -> str | None:
+        """Return the script's name for an object, if it has one."""
+        found: list[str] = []
+
+        def look(variable: Variable) -> bool:
+            if variable.thing is thing:
+                found.append(variable.name)
+            return not found
+
+        search(variables(self._frame), look)
+        return found[0] if found else None
+
+
+def _tell_alone(found: str) -> None:
+    tell(
+        "not-averaged",
+        f"{found}optimizers step although the ranks have exchanged nothing since the last commit, "
+        f"so each rank trains with its own gradients; {_AVERAGE}",
+    )
+
+
+def _is_hvd(optimizer: Optimizer) -> bool:
+    return any(
+        each.__module__.startswith("elastic_driver.horovod") for each in type(optimizer).__mro__
+    )
+
+
+def tell_swallowed(error: SwallowedError) -> None:
+    """Tell that an `except` of the script has swallowed what was for `run`, which has this now."""
+    frame, trace = None, error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame if in_script(trace.tb_frame) else frame
+        trace = trace.tb_next
+    planned = isinstance(error.__cause__, HostsUpdatedInterrupt)
+    _tell_swallowed(_CHANGES if planned else _LOST, frame)
+
+
+def _tell_swallowed(what: str, frame: FrameType | None) -> None:
+    if not current.is_initialized() or current.rank() > 1:
+        return  # the same in all ranks, but rank 0 may be the one that is lost
+    tell(
+        "swallowed",
+        f"rank {current.rank()} goes on at {_place(frame)} though {what}: an `except` of the "
+        "script has swallowed the error that says so; catch narrower exceptions there, and let "
+        "RuntimeError, WorldBrokenError and HostsUpdatedInterrupt pass",
+    )
+
+
+def hint(error: BaseException, progress: TrainingProgress) -> None:
+    """Tell, about an error of the script, that its loop may have had nothing left to do."""
+    if progress.steps or progress.version <= 0 or not is_speaker():
+        return
+    if isinstance(error, NameError):
+        name = getattr(error, "name", None) or (re.findall(r"'(\w+)'", str(error)) or ["?"])[0]
+        what, cure = f"{name!r} was never set", f"give {name!r} a value before the loop"
+    elif isinstance(error, ZeroDivisionError):
+        what, cure = "something was divided by a count of 0", "expect a loop without batches"
+    else:
+        return
+    tell(
+        "nothing-left",
+        f"{what} in a call of the training function that made no commit: after a change of the "
+        f"workers, a loop over its data may have nothing left to do; {cure}",
+    )
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return file and line of the script that has called us."""
+    while frame is not None and not in_script(frame):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
