@@ -131,7 +131,7 @@ class Gradients:
                 continue
             if not stepped or self._dropped.get(id(optimizer), 0) < DROPPED:
                 found |= {id(p): p for p in trained_by(optimizer) if p.grad is not None}
-        if found and not stepped and not from_others and self._is_local_now():
+        if found and not stepped and not from_others and self.is_local_now(self._collectives):
             raise UsageError(
                 "commit() found gradients that no optimizer step has used, and that were not "
                 "summed over the ranks: each rank holds a part that no other has, so it cannot be "
@@ -146,10 +146,10 @@ class Gradients:
         """Note the result of `take` as that of a commit."""
         self.kept, self._has_stepped, self._collectives = kept, False, collectives()
 
-    def _is_local_now(self) -> bool:
+    def is_local_now(self, collectives_before: int) -> bool:
         """Return whether the gradients of the last pass were summed over no other rank."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            return self.is_local() or collectives() == self._collectives
+            return self.is_local() or collectives() == collectives_before
         return False
 
     def put_back(self, optimizers: Sequence[Optimizer]) -> None:

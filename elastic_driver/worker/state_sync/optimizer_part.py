@@ -24,13 +24,19 @@ from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec
 _END = object()
 
 
-class _Kept(NamedTuple):
-    """What a commit keeps of an optimizer."""
+class _Shape(NamedTuple):
+    """The groups of an optimizer, and what it remembers."""
 
     groups: list[dict[str, Any]]
     parameters: list[list[Tensor]]  # of each group
-    settings: list[Any]
     memory: list[tuple[Any, Any, Any]]  # parameter, what is remembered of it, its content
+
+
+class _Kept(NamedTuple):
+    """What a commit keeps of an optimizer."""
+
+    shape: _Shape
+    settings: list[Any]  # of each group
     others: Any  # copies of what is remembered and is no tensor
 
 
@@ -47,7 +53,7 @@ class OptimizerPart(StatePart):
         ]  # groups, parameters, and those of which it remembers something
         self._remembered: list[Any] = [_END]  # all that it remembers
         self._plain: list[int] = []  # places in there of what is no tensor
-        self._memory: list[tuple[Any, Any, Any]] | None = None  # its structure, once it is kept
+        self._shape: _Shape | None = None  # of these, once it is kept
         self._settings: list[tuple[list[Any], Any]] = []  # of each group: values, and their copy
         self._known: dict[str, Tensor] = {}  # the state's parameters, trained here or not
         self._named: dict[int, str] = {}  # names of these and of its own, by identity
@@ -69,7 +75,7 @@ class OptimizerPart(StatePart):
         self._plain = [n for n, each in enumerate(inside[:-1]) if not isinstance(each, Tensor)]
         for place in self._plain:
             inside[place] = None
-        self._remembered, self._memory, self._has_changed = inside, None, True
+        self._remembered, self._shape, self._has_changed = inside, None, True
 
     def _is_current(self) -> bool:
         """Return whether nothing was added, removed or replaced since."""
@@ -142,23 +148,18 @@ class OptimizerPart(StatePart):
     def take(self) -> _Kept:
         """Return groups and memory as they are, and copies of settings and what is no tensor."""
         groups = self.thing.param_groups
-        before = self._settings + [([], None)] * len(groups)
-        pairs = zip(groups, before, strict=False)
-        self._settings = [
-            self._settings_of(group, number, *old) for number, (group, old) in enumerate(pairs)
-        ]
-        if self._memory is None:
-            self._memory = [
+        if self._shape is None:
+            memory = [
                 (parameter, values, dict(values) if isinstance(values, dict) else values)
                 for parameter, values in self.thing.state.items()
             ]
-        return _Kept(
-            list(groups),
-            [list(group["params"]) for group in groups],
-            [settings for _, settings in self._settings],
-            self._memory,
-            Taker().take(self._others(), self.name) if self._plain else None,
-        )
+            self._shape = _Shape(list(groups), [list(group["params"]) for group in groups], memory)
+        before = self._settings + [([], None)] * len(groups)
+        self._settings = [
+            self._settings_of(group, number, *before[number]) for number, group in enumerate(groups)
+        ]
+        others = Taker().take(self._others(), self.name) if self._plain else None
+        return _Kept(self._shape, [copy for _, copy in self._settings], others)
 
     def _settings_of(
         self, group: dict[str, Any], number: int, values: list[Any], copy: Any
@@ -174,25 +175,23 @@ class OptimizerPart(StatePart):
 
     def roll_back(self) -> None:
         """Put back groups, settings and the structure of the state; `leaves` the tensors."""
-        optimizer, kept = self.thing, self.kept
+        optimizer, (shape, settings, others) = self.thing, self.kept
         done: dict[int, Any] = {}
-        optimizer.param_groups[:] = kept.groups
-        for group, parameters, settings in zip(
-            kept.groups, kept.parameters, kept.settings, strict=True
-        ):
-            content = put_back(settings, done)
+        optimizer.param_groups[:] = shape.groups
+        for group, parameters, copy in zip(shape.groups, shape.parameters, settings, strict=True):
+            content = put_back(copy, done)
             group["params"][:] = parameters
             for key in [key for key in group if key != "params" and key not in content]:
                 del group[key]
             group.update(content)
         optimizer.state.clear()
-        for parameter, values, content in kept.memory:
+        for parameter, values, content in shape.memory:
             if isinstance(values, dict):
                 values.clear()
                 values.update(content)
             optimizer.state[parameter] = values
         numbered = dict(self._numbered())
-        for number, rest in put_back(kept.others or {}, done).items():
+        for number, rest in put_back(others or {}, done).items():
             optimizer.state[numbered[number]].update(rest)
         self._refresh()
 

@@ -54,7 +54,13 @@ class StatePart:
         The commit counts once all parts have given theirs; `kept` is what they gave. Raises
         `UnkeptError` for what cannot be kept.
         """
-        return copied(self._state())
+        try:
+            return copied(self._state())
+        except UnkeptError as error:
+            raise error.inside(self.name) from None
+        except RecursionError:
+            hint = "let it return flatter values"
+            raise UnkeptError(self.name, "its state_dict() is nested too deep", hint) from None
 
     def roll_back(self) -> None:
         """Put back the structure and the small things of `kept`."""

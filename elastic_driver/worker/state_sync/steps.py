@@ -80,6 +80,8 @@ class Steps:
 
     def done(self) -> list[tuple[int, int, int, bool]]:
         """Return what is to be the same in intervals that are alike."""
+        if not self._since:
+            return []
         now = collectives()
         return [
             (key, step.finished, step.running, step.ended_at < now)

@@ -177,8 +177,6 @@ def _copied(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
     kind = type(value)
     if kind in SIMPLE:
         return value
-    if kind is list and SIMPLE.issuperset(map(type, value)):
-        return list(value)
     found = done.get(id(value))
     if found is not None:
         return found[1]
@@ -188,6 +186,10 @@ def _copied(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
 
 
 def _copy_of(value: Any, kind: type, done: dict[int, tuple[Any, Any]]) -> Any:
+    if kind is dict and SIMPLE.issuperset(map(type, value)):
+        return {k: v if type(v) in SIMPLE else _copied(v, done) for k, v in value.items()}
+    if kind is list:
+        return [v if type(v) in SIMPLE else _copied(v, done) for v in value]
     if (container := kind_of(kind)) is not None:
         items = container.children(value)
         if not SIMPLE.issuperset(map(type, items)):

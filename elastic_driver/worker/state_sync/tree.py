@@ -9,6 +9,7 @@ The same walk serves to roll back, to send and receive, to write checkpoints, an
 """
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import msgspec
@@ -95,8 +96,8 @@ class Tree:
         """Give each object its part; look at all parts, and hand their tensors to `leaves`."""
         for path, optimizer in _inner_optimizers(objects):
             objects[path] = optimizer
-        changed = len(objects) != len(self._objects) or any(
-            self._objects.get(path) is not thing for path, thing in objects.items()
+        changed = list(objects) != list(self._objects) or not all(
+            map(is_, objects.values(), self._objects.values())
         )
         if changed:
             parts = {}

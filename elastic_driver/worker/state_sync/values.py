@@ -44,7 +44,11 @@ class UnkeptError(UsageError):
         super().__init__(
             f"the attribute {path!r} cannot be sent to other workers or put back: {problem}; {hint}"
         )
-        self.path = path
+        self.path, self._problem, self._hint = path, problem, hint
+
+    def inside(self, name: str) -> "UnkeptError":
+        """Return the error for a value inside of the state of an object with this name."""
+        return UnkeptError(name, f"{self.path}: {self._problem}", self._hint)
 
 
 def refuse(path: str, value: Any) -> UnkeptError:
