@@ -241,7 +241,7 @@ def test_gradients_of_this_rank_alone_are_refused(monkeypatch: pytest.MonkeyPatc
     state, model, _ = make()
     state.commit()
     gradients = state._tree.gradients
-    monkeypatch.setattr(gradients, "_is_local_now", lambda: True)
+    monkeypatch.setattr(gradients, "is_local_now", lambda _: True)
     model(torch.ones(2, 3)).sum().backward()
     with pytest.raises(UsageError, match=r"each rank holds a part.*commit after optimizer\.step"):
         state.commit()
