@@ -132,14 +132,14 @@ def meet(state: State, phase: int) -> bool:
     if member.group is None or member.world is None:
         return True
     world = member.world
-    if state.synced_round == world.round:
+    if state._round == world.round:
         return True
     while True:
-        others = [s for s in all_states() if s is not state and s.synced_round != world.round]
+        others = [s for s in all_states() if s is not state and s._round != world.round]
         mine = [state, *others[:MAX_STATES]]
         row = [phase]
         for each in mine:
-            row += [each.number, *each.state_version(), each.is_over]
+            row += [each._number, *each.state_version(), each._is_over]
         row += [NOBODY, 0, 0, 0] * (1 + MAX_STATES - len(mine))
         rows = gather(row, world.size)
         phases = [each[0] for each in rows]
@@ -150,15 +150,15 @@ def meet(state: State, phase: int) -> bool:
             break
     # The state of this function comes first, whatever its number: it is that of the others, too.
     versions = [StateVersion(each[2], bool(each[3])) for each in rows]
-    state.expect(versions, world.round, leads=True)
+    state._expect(versions, world.round, leads=True)
     state.sync()
     tables = [{each[at]: each[at + 1 : at + 4] for at in range(1, len(each), 4)} for each in rows]
     for other in mine[1:]:
-        found = [table[other.number] for table in tables if other.number in table]
+        found = [table[other._number] for table in tables if other._number in table]
         if len(found) == world.size and not all(clean == 0 and over for _, clean, over in found):
             versions = [StateVersion(steps, bool(clean)) for steps, clean, _ in found]
             if source_of(versions) is not None or not any(over for *_, over in found):
-                other.expect(versions, world.round, leads=False)
+                other._expect(versions, world.round, leads=False)
                 other.sync()
     return True
 

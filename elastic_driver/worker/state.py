@@ -154,7 +154,7 @@ class State:
         self._torn = False  # the sender was lost while its tensors arrived
         self._local: frozenset[str] = frozenset()
         self._phase = 0  # of the last commit
-        # What the ranks of a round have of this state, and whether it leads there; see `expect`.
+        # What the ranks of a round have of this state, and whether it leads there; see `_expect`.
         self._met: tuple[int, Sequence[StateVersion], bool] | None = None
         self._leads = True  # its commits are the job's steps: it is that of the training function
         self._sources: list[Any] = []
@@ -316,9 +316,8 @@ class State:
 
         `commit()` does the same. Every rank must call it after the same commits.
         """
-        progress = self._progress
-        if self._leads and self._version >= progress.leave_after:
-            raise self._mistakes.leaving(HostsUpdatedInterrupt(progress.leave_reason), progress)
+        if self._leads and self._version >= self._progress.leave_after:
+            raise HostsUpdatedInterrupt(self._progress.leave_reason)
 
     def save(self) -> None:
         """Copy all that `restore()` puts back; `commit()` calls this.
@@ -348,12 +347,13 @@ class State:
         if self._kept_random is None or not self.clean:
             for optimizer in self._all(Optimizer):
                 optimizer.zero_grad(set_to_none=True)
+            self._tree.drop_gradients()
             return
         self._tree.roll_back()
         self._random.put(self._kept_random)
         self._arrange()
 
-    def restore_all(self) -> None:
+    def _restore_all(self) -> None:
         """Go back to the last commit of each state of this process."""
         for each in all_states():
             each.restore()
@@ -372,12 +372,12 @@ class State:
             return
         world = member.world
         if self._met is not None and self._met[0] == world.round:
-            self.sync_with(self._met[1], world, leads=self._met[2])
+            self._sync_with(self._met[1], world, leads=self._met[2])
             return
         rows = gather([*self.state_version()], world.size)
         states = [StateVersion(steps, bool(clean)) for steps, clean in rows]
         alike = [s for s in all_states() if s is not self and s._round == world.round]
-        self.sync_with(states, world, leads=not any(s._leads for s in alike))
+        self._sync_with(states, world, leads=not any(s._leads for s in alike))
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these, in order, after every change of the world, for example to adapt a rate.
@@ -389,17 +389,7 @@ class State:
     # ---- called by `run` ------------------------------------------------------------------
 
     @property
-    def number(self) -> int:
-        """The place of this state among those that this process has made, from 0."""
-        return self._number
-
-    @property
-    def synced_round(self) -> int:
-        """The round in which this state was last made the same on all ranks; 0: in none."""
-        return self._round
-
-    @property
-    def is_over(self) -> bool:
+    def _is_over(self) -> bool:
         """Whether no commit has come since the training function of now was called."""
         return self._phase != _Phase.number
 
@@ -416,11 +406,11 @@ class State:
         for callback in self._callbacks:
             callback()
 
-    def expect(self, states: Sequence[StateVersion], round_id: int, *, leads: bool) -> None:
+    def _expect(self, states: Sequence[StateVersion], round_id: int, *, leads: bool) -> None:
         """Note what the ranks have of this state, for the `sync` of this round that follows."""
         self._met = round_id, states, leads
 
-    def sync_with(
+    def _sync_with(
         self, states: Sequence[StateVersion], world: World, *, leads: bool = True
     ) -> None:
         """Make this state the same on every rank; `states` are what the ranks have, by rank.
@@ -496,8 +486,9 @@ class State:
                 say(f"the state cannot be sent to other workers: {problem}")
         elif rank in agreement.receivers:
             self._torn = True
-            newcomer = not agreement.fresh and self._version == UNTRAINED
-            resumed = sharing.receive(state, agreement, newcomer=newcomer)
+            # A rank that is behind cannot draw again what the others have drawn since.
+            behind = not agreement.fresh and self._version != agreement.version
+            resumed = sharing.receive(state, agreement, with_random=behind)
             self._torn = False
         elif agreement.takes_all:
             sharing.stand_by(agreement)

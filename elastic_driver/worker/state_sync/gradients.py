@@ -24,6 +24,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.part import require_tensor
 from elastic_driver.worker.state_sync.steps import collectives, trained_by
 
+BY_HAND = 0  # in place of an optimizer's identity
 DROPPED = 3  # times in a row; then the gradients of this optimizer belong to no commit
 
 
@@ -46,6 +47,10 @@ class Gradients:
         self._hooks: list[Any] = []
         self._hooked: list[tuple[int, int]] = []
         self._watched: set[int] = set()  # the optimizers of the state
+        self._others: list[Tensor] = []  # parameters that are stepped by hand
+        # Of each optimizer: the first gradient that its last step found; those that found it again.
+        self._seen: dict[int, Tensor] = {}
+        self._lasting: set[int] = set()
         self._pending: set[int] = set()  # optimizers: a pass has come since their last step
         self._dropped: dict[int, int] = {}  # times that kept gradients of an optimizer were dropped
         self._has_stepped = False  # any of these optimizers, since the last commit
@@ -57,9 +62,17 @@ class Gradients:
         """The collectives of this process until the last commit."""
         return self._collectives
 
-    def watch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Notice backward passes for these optimizers' parameters from now on."""
+    def watch(self, optimizers: Sequence[Optimizer], others: Sequence[Tensor] = ()) -> None:
+        """Notice backward passes for these optimizers' parameters from now on.
+
+        `others`: parameters that a script steps by hand, in a state without an optimizer. When it
+        has used their gradients is not known: they belong to each commit.
+        """
         chosen: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        self._others = list(others)
+        for parameter in (*self._others[:1], *self._others[-1:]):
+            if parameter.is_leaf:
+                chosen[BY_HAND, id(parameter)] = parameter, BY_HAND
         for optimizer in optimizers:
             trained = [p for p in trained_by(optimizer) if p.requires_grad and p.is_leaf]
             for parameter in (*trained[:1], *trained[-1:]):
@@ -86,6 +99,11 @@ class Gradients:
 
     def before(self, optimizer: Optimizer) -> None:
         """Before a step: find out whether the gradients of the last commit are still there."""
+        first = next((p.grad for p in trained_by(optimizer) if p.grad is not None), None)
+        if first is not None and id(optimizer) in self._watched:
+            if self._seen.get(id(optimizer)) is first:  # it is zeroed in place, or never
+                self._lasting.add(id(optimizer))
+            self._seen[id(optimizer)] = first
         if not self.kept:
             return
         own = set(map(id, trained_by(optimizer)))
@@ -101,11 +119,14 @@ class Gradients:
         `from_others`: they were received. Raises `UsageError` where they are those of this rank
         alone.
         """
-        if not self._pending:
+        if not self._pending and not self._lasting:
             return []
-        stepped = self._has_stepped
-        found: dict[int, Tensor] = {}
+        stepped = self._has_stepped or BY_HAND in self._pending
+        found = {id(p): p for p in self._others if p.grad is not None}
         for optimizer in optimizers:
+            if id(optimizer) in self._lasting:
+                stepped = stepped or id(optimizer) not in self._pending
+                found |= {id(p): p for p in trained_by(optimizer) if p.grad is not None}
             if id(optimizer) not in self._pending:
                 continue
             if not stepped or self._dropped.get(id(optimizer), 0) < DROPPED:

@@ -16,7 +16,7 @@ are: it is *learned*.
 - A tensor that moves outside of an optimizer's step is copied from then on. One that begins to do
   so later is found at the next commit.
 - Whatever no optimizer of the state trains is copied at first, up to `UNPROVEN_BYTES`, until it is
-  known to stand still.
+  known to stand still; up to `ALWAYS_BYTES` it is copied for good.
 """
 
 import time
@@ -36,6 +36,7 @@ from elastic_driver.worker.state_sync.values import fill_tensor
 
 LEARNING = 3  # commits after the first one whose contents are compared
 UNPROVEN_BYTES = 64 * 1024 * 1024
+ALWAYS_BYTES = 1024 * 1024  # of what no optimizer trains: so little is copied at each commit
 SHARE = 0.0005  # of the training time, for comparing contents later
 _version = attrgetter("_version")
 _pointer = torch.Tensor.data_ptr
@@ -210,6 +211,9 @@ class Leaves:
         """Before the first optimizer step of an interval: find what has moved already."""
         if self._contents and not _is_capturing():
             self._early |= set(self._others_than_before(set()))
+            # One that was written to, and has its value still, will have another one some day.
+            pairs = zip(self.names, self._first, self._versions or (), strict=False)
+            self._early |= {name for name, t, version in pairs if t._version != version}
 
     def _others_than_before(self, but: set[str]) -> list[str]:
         """Return the names of tensors whose content is another than at the commit."""
@@ -265,7 +269,9 @@ class Leaves:
             self._moves(name, "it changes outside of an optimizer's step")
         if self.learning:
             self.learning -= 1
-            if not self.learning:
+            sizes = zip(self.names, self.tensors, strict=True)
+            size = sum(tensor.nbytes for name, tensor in sizes if name in self._unproven)
+            if not self.learning and size > ALWAYS_BYTES:
                 self._unproven.clear()
                 self._choice = None
 

@@ -90,7 +90,7 @@ class ModulePart(StatePart):
             self._attributes = Attributes(self.name, self._walk.modules)
 
     def tensors(self) -> Named:
-        """Return parameters and buffers by name."""
+        """Return parameters and buffers by name. Raises `UnkeptError` for one of another kind."""
         return [
             (f"{self.name}.{n}", t) for n, t in chain(self._walk.parameters, self._walk.buffers)
         ]

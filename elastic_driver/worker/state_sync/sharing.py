@@ -231,6 +231,9 @@ def take_over(
     for name, written in values.items():
         state.values[name] = reader.read(written, state.values.get(name))
     del things
+    for name in [n for n in state.values if same_script and n not in state.parts]:
+        if name not in values:  # this process made it in a step that came to nothing
+            del state.values[name]
     state.tree.walk()
     state.tree.receive_gradients(list(zip(names, gradients, strict=True)))
     if with_random:
@@ -287,15 +290,15 @@ def stand_by(route: Route) -> None:
     carry_tensors([spec.allocate("meta") for spec in specs], route)
 
 
-def receive(state: LiveState, route: Route, newcomer: bool) -> int | None:
-    """Take over the state of the route's source; a newcomer its random generators as well.
+def receive(state: LiveState, route: Route, with_random: bool) -> int | None:
+    """Take over the state of the route's source.
 
-    Returns the envelope's `resumed`. Raises `UsageError` as `take_over` does, and where the sender
-    could not pack its state.
+    `with_random`: its random generators as well. Returns the envelope's `resumed`. Raises
+    `UsageError` as `take_over` does, and where the sender could not pack its state.
     """
     envelope = unpack(carry_bytes(None, route))
     if envelope.problem:
         raise UsageError(f"rank {route.source} cannot send its state: {envelope.problem}")
-    with_random = newcomer or envelope.resumed is not None
+    with_random = with_random or envelope.resumed is not None
     take_over(state, envelope, lambda tensors: carry_tensors(tensors, route), with_random)
     return envelope.resumed

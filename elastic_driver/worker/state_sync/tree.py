@@ -143,7 +143,8 @@ class Tree:
         buffers = {id(b): b.nbytes for part in modules for b in part.buffers()}
         small = {n for n, t in tensors if buffers.get(id(t), SMALL_BYTES + 1) <= SMALL_BYTES}
         self.leaves.arrange(tensors, remembered, trained, small)
-        self.gradients.watch(self.optimizers())
+        untold = [] if self.optimizers() else [t for t in known.values() if t.requires_grad]
+        self.gradients.watch(self.optimizers(), untold)
         parameters = self.parameters()
         self.steps.known = {id(tensor) for _, tensor in (*tensors, *remembered)}
         self.steps.known.update(map(id, parameters))
@@ -205,9 +206,16 @@ class Tree:
         for part in self.parts.values():
             part.roll_back()
         self.leaves.roll_back()
+        self.drop_gradients()
         self.gradients.put_back(self.optimizers())
         self.steps.restart()
         self._is_torn = False
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of all parameters of the state, whoever trains them."""
+        for parameter in (*self.known.values(), *self.parameters()):
+            if parameter.is_leaf:
+                parameter.grad = None
 
     def kept_gradients(self, *, sure: bool = False) -> list[tuple[str, Tensor]]:
         """Return the gradients of the commit by name of their parameter; see `Gradients.named`."""
@@ -226,8 +234,7 @@ class Tree:
             raise UsageError(
                 f"the sender has a gradient of {strange[0]!r}, which is not known here"
             )
-        for parameter in self.parameters():
-            parameter.grad = None
+        self.drop_gradients()
         pairs = [(by_name[name], gradient) for name, gradient in found]
         self.gradients.receive(pairs, self.optimizers())
 

@@ -244,7 +244,7 @@ class JobMembership:
         elif group and (problem := group.cut_off_device(broken=broken)):
             self._notices.end_process(problem)
         if to_restore is not None:
-            to_restore.restore_all()
+            to_restore._restore_all()
         if self._notices.alone is not None and group and to_restore is None:
             group.linger()  # others may need our last data to finish this step
         self.leave()

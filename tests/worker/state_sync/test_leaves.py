@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from elastic_driver.worker.state import TorchState
+from elastic_driver.worker.state_sync import leaves as leaves_module
 from elastic_driver.worker.state_sync import steps as steps_module
 
 LR = 0.05
@@ -218,7 +219,10 @@ def test_two_steps_in_a_commit_expose_the_first(monkeypatch: pytest.MonkeyPatch)
     assert same(loop.contents(), committed)
 
 
-def test_a_tensor_that_begins_to_move_later_makes_the_rank_dirty_until_the_next_commit() -> None:
+def test_a_tensor_that_begins_to_move_later_makes_the_rank_dirty_until_the_next_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leaves_module, "ALWAYS_BYTES", 0)
     loop = Loop()
     frozen = nn.Linear(3, 3).requires_grad_(False)
     loop.state.frozen = frozen
@@ -233,6 +237,33 @@ def test_a_tensor_that_begins_to_move_later_makes_the_rank_dirty_until_the_next_
     loop.state.restore()
     assert float(frozen.weight.detach().sub(0).abs().sum()) > 0
     assert "frozen.weight" in loop.state._tree.leaves.moving
+
+
+def test_little_that_no_optimizer_trains_is_copied_at_each_commit() -> None:
+    loop = Loop()
+    loop.state.frozen = nn.Linear(3, 3).requires_grad_(False)
+    loop.train(8)
+    committed = copy.deepcopy(loop.state.frozen.state_dict())
+    loop.state.frozen.weight.data.add_(1)  # no version shows it
+    loop.state.restore()
+    assert same(loop.state.frozen.state_dict(), committed)
+
+
+def test_a_write_before_the_step_that_changes_nothing_is_learned_by_its_version() -> None:
+    loop = Loop()
+
+    def clamp() -> None:
+        with torch.no_grad():
+            loop.model.weight.clamp_(-9, 9)
+
+    for _ in range(6):
+        clamp()
+        loop.train(1)
+    committed = loop.contents()
+    clamp()
+    assert loop.state.clean
+    loop.state.restore()
+    assert same(loop.contents(), committed)
 
 
 def test_running_statistics_are_put_back_though_no_version_shows_that_they_move() -> None:

@@ -253,3 +253,45 @@ def test_an_attribute_that_came_after_the_commit_goes() -> None:
     state.later = 5
     state.restore()
     assert not hasattr(state, "later")
+
+
+def test_gradients_that_are_never_dropped_belong_to_each_commit() -> None:
+    state, model, optimizer = make()
+    state.commit()
+
+    def accumulate() -> None:
+        model(torch.ones(2, 3)).sum().backward()
+
+    for _ in range(4):
+        accumulate()
+        optimizer.step()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= 0.5  # a momentum of the script's own
+        state.commit()
+    kept = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    accumulate()
+    state.restore()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(found) == len(kept)
+    assert all(map(torch.equal, kept, found))
+
+
+def test_gradients_of_a_step_by_hand_that_came_to_nothing_are_dropped() -> None:
+    model = nn.Linear(3, 1)
+    state = TorchState(model=model)
+    for _ in range(5):
+        model(torch.ones(2, 3)).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data -= 0.1 * parameter.grad
+            parameter.grad = None
+        state.commit()
+    model(torch.ones(2, 3)).sum().backward()
+    state.restore()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_names_that_scripts_use_are_free() -> None:
+    state = ObjectState(number=1, synced_round=2, is_over=3, expect=4)
+    assert (state.number, state.synced_round, state.is_over, state.expect) == (1, 2, 3, 4)
