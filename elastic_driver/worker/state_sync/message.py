@@ -6,7 +6,8 @@ classes in the tables of `values`: a class is only looked up among the loaded mo
 """
 
 import enum
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,20 +19,26 @@ from elastic_driver.worker.state_sync.values import (
     SIMPLE,
     Kind,
     TensorSpec,
+    UnkeptError,
     atom_names,
     atoms,
     child_names,
+    first_line,
     is_array,
     is_referred,
     is_scalar,
     kind_names,
     kind_of,
     kinds,
+    knot,
     looked_up,
     random_state,
     refuse,
     require_kept,
+    too_deep,
 )
+
+_PENDING = object()  # in place of a tuple whose content is still to be read
 
 
 class Writer:
@@ -45,15 +52,22 @@ class Writer:
         self._parts = parts or {}
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no identity is used twice
+        self._open: set[int] = set()  # tuples, and the like, that are being written
 
     def write(self, value: Any, path: str) -> Any:
         """Return a value as tagged data. Raises `UnkeptError` for a value of no known kind."""
+        try:
+            return self._write(value, path)
+        except RecursionError:
+            raise too_deep(path) from None
+
+    def _write(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind is int and not -LARGEST <= value < LARGEST:
-            return ["int", str(value)]
         if kind in SIMPLE:
-            return value if kind is not bytes else ["bytes", value]
+            return _simple(value)
         if id(value) in self._seen:
+            if id(value) in self._open:
+                raise knot(path, value)
             return ["same", self._seen[id(value)]]
         if (container := kind_of(kind)) is not None:
             return self._write_container(value, container, path)
@@ -64,12 +78,17 @@ class Writer:
         self._alive.append(value)
 
     def _write_container(self, value: Any, kind: Kind, path: str) -> Any:
+        if kind.problem is not None:
+            raise UnkeptError(path, *kind.problem)
         self._remember(value)
+        if kind.fill is None:
+            self._open.add(id(value))
         items = kind.children(value)
+        if isinstance(value, set | frozenset):  # their order differs between processes
+            items.sort(key=lambda each: repr(Writer(self._parts)._write(each, path)))
         names = child_names(value, items)
-        written = [self.write(v, f"{path}{n}") for v, n in zip(items, names, strict=True)]
-        if isinstance(value, set | frozenset):  # the order of a set differs between processes
-            written.sort(key=repr)
+        written = [self._write(v, f"{path}{n}") for v, n in zip(items, names, strict=True)]
+        self._open.discard(id(value))
         own = type(value)
         if own.__name__ in kind_names and kind_names[own.__name__] is own:
             return [own.__name__, kind.more(value), written]
@@ -86,27 +105,51 @@ class Writer:
             trained = [isinstance(value, torch.nn.Parameter), value.requires_grad]
             return ["tensor", len(self.tensors) - 1, *trained]
         if kind in atoms:
-            return [kind.__name__, atoms[kind][0](value)]
+            written = atoms[kind][0](value)
+            return [kind.__name__, _simple(written) if type(written) is str else written]
         if kind is slice:
             return [
                 "slice",
-                [self.write(each, path) for each in (value.start, value.stop, value.step)],
+                [self._write(each, path) for each in (value.start, value.stop, value.step)],
             ]
-        if isinstance(value, enum.Enum):
-            return ["enum", [kind.__module__, kind.__qualname__], value.name]
-        if is_scalar(value):
-            return ["scalar", value.dtype.str, value.tobytes()]
-        if is_array(value):
-            self._remember(value)
-            return ["array", value.dtype.str, list(value.shape), value.tobytes()]
+        if isinstance(value, enum.Enum) and looked_up(kind.__module__, kind.__qualname__) is kind:
+            own = [kind.__module__, kind.__qualname__]
+            if isinstance(value, enum.Flag):
+                return ["flag", own, self._write(int(value.value), path)]
+            return ["enum", own, value.name]
+        if is_scalar(value) or is_array(value):
+            return self._write_numpy(value, path)
         if kind is bytearray:
             self._remember(value)
             return ["bytearray", bytes(value)]
         if (found := random_state(value)) is not None:
-            return ["random", kind.__name__, self.write(found[0](), path)]
+            return ["random", kind.__name__, self._write(found[0](), path)]
         if is_referred(value):
             return ["name", [value.__module__, value.__qualname__]]
         raise refuse(path, value)
+
+    def _write_numpy(self, value: Any, path: str) -> Any:
+        import numpy  # noqa: PLC0415 - only where a script uses it
+
+        if is_array(value):
+            self._remember(value)
+        dtype = self._write(numpy.lib.format.dtype_to_descr(value.dtype), path)
+        if not is_array(value):
+            return ["scalar", dtype, value.tobytes()]
+        return ["array", dtype, list(value.shape), value.tobytes()]
+
+
+def _simple(value: Any) -> Any:
+    """Return a simple value as msgpack can carry it."""
+    kind = type(value)
+    if kind is int and not -LARGEST <= value < LARGEST:
+        return ["int", str(value)]
+    if kind is bytes:
+        return ["bytes", value]
+    if kind is str and not value.isascii():  # a name of a file may not be UTF-8
+        data = value.encode("utf-8", "surrogatepass")
+        return value if data == value.encode("utf-8", "replace") else ["str", data]
+    return value
 
 
 class Reader:
@@ -121,7 +164,7 @@ class Reader:
     def __init__(
         self, tensors: Sequence[Tensor], parts: Sequence[Any] = (), what: str = ""
     ) -> None:
-        self._tensors, self._parts, self._what = tensors, parts, what
+        self._tensors, self._parts, self._what = tensors, parts, what or "a value"
         self._objects: list[Any] = []
         self._used: set[int] = set()
 
@@ -131,94 +174,109 @@ class Reader:
         Raises `UsageError` for a class that this process does not know, and for data that a
         `Writer` does not write.
         """
+        return _guarded(self._what, lambda: self._read(data, live))
+
+    def _read(self, data: Any, live: Any = None) -> Any:
         if type(data) is not list:
             return data
-        try:
-            return self._read(data, live)
-        except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-            raise UsageError(f"{self._what or 'a value'} cannot be read: {error}") from error
-
-    def _read(self, data: list[Any], live: Any) -> Any:
         tag = data[0]
         if tag == "same":
-            return self._objects[data[1]]
+            found = _at(self._objects, data[1])
+            if found is _PENDING:
+                raise ValueError("a tuple holds itself")
+            return found
         if tag in kind_names:
             kind = kind_names[tag]
             return self._read_container(kind, kinds[kind], data, live)
         if tag == "class":
             own = self._class(*data[1])
-            found = kind_of(own)
+            found = kind_of(own) if isinstance(own, type) else None
             if found is None:
-                raise UsageError(f"{own.__qualname__} is no dataclass or named tuple here")
+                raise ValueError(f"{data[1][1]} is no dataclass or named tuple here")
             return self._read_container(own, found, data, live)
         if tag in atom_names:
-            return atoms[atom_names[tag]][1](data[1])
-        return self._read_single(tag, data, live)
+            return atoms[atom_names[tag]][1](_text(data[1]))
+        return _READERS[tag](self, data, live)
 
     def _read_container(self, kind: type, how: Kind, data: list[Any], live: Any) -> Any:
-        number = len(self._objects)
+        number, more = len(self._objects), data[1] if data[0] != "class" else None
         reusable = type(live) is kind and id(live) not in self._used and how.fill is not None
-        target = live if reusable else None
+        if kind is deque:
+            reusable = reusable and live.maxlen == more
+        target = live if reusable else _PENDING
         if reusable:
             self._used.add(id(live))
         elif how.fill is not None:
-            target = how.make([], data[1] if data[0] != "class" else None)
+            target = how.make([], more)
         self._objects.append(target)
         lives = _live_children(live, kind, data[2]) if type(live) is kind else [None] * len(data[2])
-        items = [self.read(item, old) for item, old in zip(data[2], lives, strict=True)]
+        items = [self._read(item, old) for item, old in zip(data[2], lives, strict=True)]
         if how.fill is None:
-            self._objects[number] = target = how.make(items, data[1])
+            self._objects[number] = target = how.make(items, more)
         else:
             how.fill(target, items)
         return target
 
-    def _read_single(self, tag: str, data: list[Any], live: Any) -> Any:
-        if tag == "part":
-            return self._parts[data[1]]
-        if tag == "tensor":
-            found = self._tensors[data[1]]
-            self._objects.append(found)
-            return found
-        if tag == "int":
-            return int(data[1])
-        if tag == "bytes":
-            return bytes(data[1])
-        if tag == "slice":
-            return slice(*(self.read(each) for each in data[1]))
-        if tag == "enum":
-            return self._class(*data[1])[data[2]]
-        if tag == "name":
-            return self._class(data[1][0], data[1][1], of="class or function")
-        if tag == "bytearray":
-            target = live if type(live) is bytearray else bytearray()
-            target[:] = data[1]
-            self._objects.append(target)
-            return target
-        if tag in ("scalar", "array"):
-            return self._read_numpy(tag, data, live)
-        if tag == "random":
-            return self._read_random(data, live)
-        raise UsageError(f"{self._what or 'a value'} is of an unknown kind {tag!r}")
+    def _read_tensor(self, data: list[Any], _live: Any) -> Any:
+        found = _at(self._tensors, data[1])
+        self._objects.append(found)
+        return found
 
-    def _read_numpy(self, tag: str, data: list[Any], live: Any) -> Any:
+    def _read_enum(self, data: list[Any], _live: Any) -> Any:
+        own = self._class(*data[1])
+        if not (isinstance(own, type) and issubclass(own, enum.Enum)):
+            raise ValueError(f"{data[1][1]} is no enumeration here")
+        return own[data[2]] if data[0] == "enum" else own(self._read(data[2]))
+
+    def _read_name(self, data: list[Any], _live: Any) -> Any:
+        module, name = data[1]
+        found = self._class(module, name, "class or function")
+        if not is_referred(found):
+            raise ValueError(f"{data[1][1]} is no class or function here")
+        return found
+
+    def _read_bytes(self, data: list[Any], live: Any) -> Any:
+        fits = type(live) is bytearray and id(live) not in self._used
+        target = live if fits else bytearray()
+        self._used.add(id(target))
+        target[:] = bytes(data[1])
+        self._objects.append(target)
+        return target
+
+    def _read_numpy(self, data: list[Any], live: Any) -> Any:
         import numpy  # noqa: PLC0415 - only where a script uses it
 
-        if tag == "scalar":
-            return numpy.frombuffer(data[2], dtype=numpy.dtype(data[1]))[0]
-        found = numpy.frombuffer(data[3], dtype=numpy.dtype(data[1])).reshape(data[2]).copy()
+        place = len(self._objects)
+        self._objects.append(None)
+        if data[0] == "scalar":
+            del self._objects[place]
+        dtype = numpy.lib.format.descr_to_dtype(self._read(data[1]))
+        shape, content = (data[2], data[3]) if data[0] == "array" else ((), data[2])
+        if dtype.hasobject:
+            raise ValueError(f"no array of the type {dtype} is sent")
+        empty = not content
+        found = numpy.zeros(shape, dtype) if empty else numpy.ndarray(shape, dtype, content).copy()
+        if found.nbytes != len(content) and dtype.itemsize:
+            raise ValueError("an array is shorter than it says")
+        if data[0] == "scalar":
+            return found[()]
         same = is_array(live) and live.shape == found.shape and live.dtype == found.dtype
         if same and live.flags.writeable and id(live) not in self._used:
             self._used.add(id(live))
             live[...] = found
             found = live
-        self._objects.append(found)
+        self._objects[place] = found
         return found
 
     def _read_random(self, data: list[Any], live: Any) -> Any:
         found = random_state(live)
         if found is None or type(live).__name__ != data[1]:
-            raise UsageError(f"{self._what or 'a value'} is a random generator, {data[1]}, there")
-        state = self.read(data[2])
+            raise UsageError(
+                f"{self._what} is a random generator, {data[1]}, on the worker that holds the "
+                f"trained state, and here it is {type(live).__name__}; make the same on every "
+                "worker, when the state is made"
+            )
+        state = self._read(data[2])
         found[1](state)
         return live
 
@@ -226,16 +284,34 @@ class Reader:
         found = looked_up(module, name)
         if found is None:
             raise UsageError(
-                f"{self._what or 'a value'} needs the {of} {name} of {module}, which this process "
+                f"{self._what} needs the {of} {name} of {module}, which this process "
                 "has not loaded; import it at the top of the script on every worker"
             )
         return found
 
 
+_READERS: dict[str, Callable[[Reader, list[Any], Any], Any]] = {
+    "part": lambda me, data, _: _at(me._parts, data[1]),
+    "tensor": Reader._read_tensor,
+    "int": lambda _me, data, _: int(data[1]),
+    "bytes": lambda _me, data, _: bytes(data[1]),
+    "str": lambda _me, data, _: _text(data),
+    "slice": lambda me, data, _: slice(*(me._read(each) for each in data[1])),
+    "enum": Reader._read_enum,
+    "flag": Reader._read_enum,
+    "name": Reader._read_name,
+    "bytearray": Reader._read_bytes,
+    "scalar": Reader._read_numpy,
+    "array": Reader._read_numpy,
+    "random": Reader._read_random,
+}
+
+
 def places(data: Any, specs: Sequence[TensorSpec], live: Any) -> list[Tensor]:
     """Return the tensors to receive into: those of `live` at the same places, else new ones.
 
-    `data` is what a `Writer` wrote, `specs` those of its tensors.
+    `data` is what a `Writer` wrote, `specs` those of its tensors. Raises `UsageError` for data that
+    no `Writer` writes.
     """
     found: list[Tensor | None] = [None] * len(specs)
     used: set[int] = set()
@@ -245,14 +321,7 @@ def places(data: Any, specs: Sequence[TensorSpec], live: Any) -> list[Tensor]:
             return
         if data[0] == "tensor":
             number, is_parameter, needs_gradient = data[1:]
-            spec = specs[number]
-            if isinstance(live, Tensor) and id(live) not in used and spec.fits(live):
-                used.add(id(live))
-                found[number] = live
-                return
-            fresh = spec.allocate()
-            fresh = torch.nn.Parameter(fresh, False) if is_parameter else fresh
-            found[number] = fresh.requires_grad_(needs_gradient)
+            found[number] = _place(_at(specs, number), live, used, is_parameter, needs_gradient)
         elif data[0] in kind_names or data[0] == "class":
             own = kind_names.get(data[0]) or looked_up(*data[1])
             same = isinstance(own, type) and type(live) is own
@@ -260,35 +329,63 @@ def places(data: Any, specs: Sequence[TensorSpec], live: Any) -> list[Tensor]:
             for item, old in zip(data[2], lives, strict=True):
                 visit(item, old)
 
-    visit(data, live)
+    _guarded("a value", lambda: visit(data, live))
     return [
         each if each is not None else spec.allocate()
         for each, spec in zip(found, specs, strict=True)
     ]
 
 
+def _place(
+    spec: TensorSpec, live: Any, used: set[int], is_parameter: bool, needs_gradient: bool
+) -> Tensor:
+    if isinstance(live, Tensor) and id(live) not in used and spec.fits(live):
+        used.add(id(live))
+        return live if live.requires_grad == needs_gradient else live.requires_grad_(needs_gradient)
+    fresh = spec.allocate()
+    fresh = torch.nn.Parameter(fresh, False) if is_parameter else fresh
+    return fresh.requires_grad_(needs_gradient)
+
+
+def _guarded(what: str, read: Callable[[], Any]) -> Any:
+    """Return the result of `read`; raises `UsageError` for whatever it raises."""
+    try:
+        return read()
+    except UsageError:
+        raise
+    except RecursionError:
+        raise UsageError(f"{what} cannot be read: it is nested too deep") from None
+    except Exception as error:  # data from elsewhere, read by classes of the script
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(f"{what} cannot be read: {problem}") from error
+
+
+def _text(data: Any) -> Any:
+    """Return a string that is no UTF-8; other data as they are."""
+    is_text = type(data) is list and data[:1] == ["str"]
+    return bytes(data[1]).decode("utf-8", "surrogatepass") if is_text else data
+
+
+def _at(objects: Sequence[Any], number: Any) -> Any:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no number of an object")
+    return objects[number]
+
+
 def _live_children(live: Any, kind: type, written: list[Any]) -> list[Any]:
     """Return the child of `live` that each written child is to fill; None where there is none."""
     how = kind_of(kind)
-    children = how.children(live) if how is not None else []
-    if issubclass(kind, set | frozenset):
+    if how is None or issubclass(kind, set | frozenset):
         return [None] * len(written)
-    half = len(written) // 2
-    if how is not None and how.children is not list:  # keys, then values
-        mine = dict(
-            zip(
-                map(_key, children[: len(children) // 2]),
-                children[len(children) // 2 :],
-                strict=True,
-            )
-        )
-        return [None] * half + [mine.get(repr(key)) for key in written[:half]]
-    return (children + [None] * len(written))[: len(written)]
+    children, half = how.children(live), len(written) // 2
+    if how.children is list:
+        return (children + [None] * len(written))[: len(written)]
+    # Keys, then values.
+    keys = map(_key, children[: len(children) // 2])
+    mine = dict(zip(keys, children[len(children) // 2 :], strict=True))
+    return [None] * half + [mine.get(repr(key)) for key in written[:half]]
 
 
 def _key(key: Any) -> str:
-    return (
-        repr(Writer().write(key, "key"))
-        if type(key) not in SIMPLE or type(key) is bytes
-        else repr(key)
-    )
+    """Return a key as a `Writer` writes it."""
+    return repr(Writer().write(key, "key"))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.taking import copied
-from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
+from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError, too_deep
 
 Named = list[tuple[str, Tensor]]
 Outgoing = tuple[Any, Named]  # a document of plain data; name and tensor of each number in it
@@ -59,8 +59,7 @@ class StatePart:
         except UnkeptError as error:
             raise error.inside(self.name) from None
         except RecursionError:
-            hint = "let it return flatter values"
-            raise UnkeptError(self.name, "its state_dict() is nested too deep", hint) from None
+            raise too_deep(self.name) from None
 
     def roll_back(self) -> None:
         """Put back the structure and the small things of `kept`."""
@@ -118,6 +117,8 @@ def require_tensor(name: str, tensor: Tensor) -> None:
         problem, hint = "it has no shape yet (it is lazy)", "run one batch before the first commit"
     elif tensor.is_meta:
         problem, hint = "it is on the meta device, without memory", "give it its first values"
+    elif tensor.is_inference():
+        problem, hint = "it was made under inference_mode", "make it under no_grad"
     elif tensor.layout != torch.strided:
         problem, hint = f"it is of layout {tensor.layout}", "keep dense tensors in the state"
     else:

@@ -8,12 +8,14 @@ from torch import Tensor
 from elastic_driver.worker.state_sync.values import (
     SIMPLE,
     Kind,
+    UnkeptError,
     child_names,
     fill_tensor,
     has_part,
     is_array,
     is_single,
     kind_of,
+    knot,
     random_state,
     refuse,
     require_kept,
@@ -55,13 +57,16 @@ class _HeldBytes:
 class _HeldTensor:
     """A tensor, and a copy of its content."""
 
-    __slots__ = ("copy", "value")
+    __slots__ = ("copy", "flag", "value")
 
     def __init__(self, value: Tensor) -> None:
         self.value, self.copy = value, value.detach().clone()
+        self.flag = value.requires_grad
 
     def put_back(self, _done: dict[int, Any]) -> Any:
         fill_tensor(self.value, self.copy)
+        if self.value.requires_grad != self.flag:
+            self.value.requires_grad_(self.flag)
         return self.value
 
 
@@ -74,10 +79,13 @@ class _HeldArray:
         self.value, self.copy = value, value.copy()
 
     def put_back(self, _done: dict[int, Any]) -> Any:
-        if self.value.shape != self.copy.shape or self.value.dtype != self.copy.dtype:
-            self.value = self.copy.copy()  # it was resized in place
-        else:
-            self.value[...] = self.copy
+        value, copy = self.value, self.copy
+        if value.dtype == copy.dtype and value.shape != copy.shape and value.flags.owndata:
+            value.resize(copy.shape, refcheck=False)
+        if value.dtype != copy.dtype or value.shape != copy.shape:
+            self.value = copy.copy()  # it cannot become again what it was
+        elif value.flags.writeable:
+            value[...] = copy
         return self.value
 
 
@@ -118,6 +126,8 @@ class Taker:
             return value
         found = self._seen.get(id(value))
         if found is not None:
+            if type(found) is _Held and found.items is None and found.kind.fill is None:
+                raise knot(path, value)
             return found
         if (container := kind_of(kind)) is not None:
             return self._take_container(value, container, path)
@@ -127,6 +137,8 @@ class Taker:
         return held
 
     def _take_container(self, value: Any, kind: Kind, path: str) -> Any:
+        if kind.problem is not None:
+            raise UnkeptError(path, *kind.problem)
         held = self._seen[id(value)] = _Held(value, kind)
         items = kind.children(value)
         if SIMPLE.issuperset(map(type, items)):
@@ -191,6 +203,8 @@ def _copy_of(value: Any, kind: type, done: dict[int, tuple[Any, Any]]) -> Any:
     if kind is list:
         return [v if type(v) in SIMPLE else _copied(v, done) for v in value]
     if (container := kind_of(kind)) is not None:
+        if container.problem is not None:
+            raise UnkeptError(_THEIRS, *container.problem)
         items = container.children(value)
         if not SIMPLE.issuperset(map(type, items)):
             items = [_copied(item, done) for item in items]
@@ -201,4 +215,7 @@ def _copy_of(value: Any, kind: type, done: dict[int, tuple[Any, Any]]) -> Any:
         return value.copy()
     if is_single(value):
         return value
-    raise refuse(f"a value of the class {kind.__name__}", value)
+    raise refuse(_THEIRS, value)
+
+
+_THEIRS = "its state_dict()"  # in place of a path; `UnkeptError.inside` adds whose

@@ -28,7 +28,7 @@ from elastic_driver.worker.state_sync.parts import (
 )
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.taking import Taker, put_back
-from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_part
+from elastic_driver.worker.state_sync.values import SIMPLE, has_part, too_deep
 
 SMALL_BYTES = 1024 * 1024  # of a buffer that is copied at each commit
 PartMaker = Callable[[str, Any], StatePart | None]
@@ -89,8 +89,7 @@ class Tree:
         try:
             return taker.take(value, name)
         except RecursionError:
-            hint = "keep flatter values in the state"
-            raise UnkeptError(name, "it is nested too deep", hint) from None
+            raise too_deep(name) from None
 
     def _arrange(self, objects: dict[str, Any], plain: list[tuple[str, Tensor]]) -> None:
         """Give each object its part; look at all parts, and hand their tensors to `leaves`."""

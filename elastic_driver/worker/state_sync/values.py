@@ -31,6 +31,7 @@ LARGEST = 2**63  # of whole numbers that msgpack carries
 _FACTORIES: dict[str, Any] = {
     each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool, Counter, deque)
 }
+_OTHER = "?"  # in place of the name of a factory
 _RANDOM = (  # module, class, how its state is read and written
     ("random", "Random", "getstate", "setstate"),
     ("numpy.random", "RandomState", "get_state", "set_state"),
@@ -68,6 +69,16 @@ def refuse(path: str, value: Any) -> UnkeptError:
     )
 
 
+def knot(path: str, value: Any) -> UnkeptError:
+    """Return the error for a tuple, or the like, inside of itself: nobody could make it again."""
+    return UnkeptError(path, f"it is a {type(value).__name__} that holds itself", "use a list")
+
+
+def too_deep(path: str) -> UnkeptError:
+    """Return the error for a value that cannot be walked to its end."""
+    return UnkeptError(path, "it is nested too deep", "keep flatter values in the state")
+
+
 # ---- kinds of containers ------------------------------------------------------------------
 
 
@@ -76,13 +87,15 @@ class Kind(NamedTuple):
 
     `children` returns all that is inside, keys before values. `fill` makes an object hold these
     children; None: the object cannot change. `make` returns a new object for them; its second
-    argument is what `more` returned, plain data about the object itself.
+    argument is what `more` returned, plain data about the object itself. `problem`: why objects of
+    this type cannot be kept.
     """
 
     children: Callable[[Any], list[Any]]
     fill: Callable[[Any, list[Any]], None] | None
     make: Callable[[list[Any], Any], Any]
     more: Callable[[Any], Any] = lambda _: None
+    problem: tuple[str, str] | None = None
 
 
 def _fill_list(target: list[Any], items: list[Any]) -> None:
@@ -91,12 +104,15 @@ def _fill_list(target: list[Any], items: list[Any]) -> None:
 
 def _fill_dict(target: Any, items: list[Any]) -> None:
     half = len(items) // 2
+    pairs = dict(zip(items[:half], items[half:], strict=True))
     target.clear()
-    for key, value in zip(items[:half], items[half:], strict=True):
-        dict.__setitem__(target, key, value)
-    if isinstance(target, OrderedDict):  # its order is its own
-        target.clear()
-        OrderedDict.update(target, zip(items[:half], items[half:], strict=True))
+    target.update(pairs)
+
+
+def _fill_counter(target: Any, items: list[Any]) -> None:
+    target.clear()
+    half = len(items) // 2
+    dict.update(target, zip(items[:half], items[half:], strict=True))
 
 
 def _fill_set(target: set[Any], items: list[Any]) -> None:
@@ -110,13 +126,11 @@ def _fill_deque(target: deque[Any], items: list[Any]) -> None:
 
 
 def _fill_attributes(target: Any, items: list[Any]) -> None:
-    half = len(items) // 2
     _fill_dict(vars(target), items)
-    del half
 
 
 def _pairs(value: Any) -> list[Any]:
-    return [*dict.keys(value), *dict.values(value)]
+    return [*value.keys(), *value.values()]
 
 
 def _attributes(value: Any) -> list[Any]:
@@ -134,8 +148,21 @@ def _made(new: Callable[[Any], Any], fill: Callable[[Any, list[Any]], None]) -> 
 
 def _default_of(value: defaultdict[Any, Any]) -> str | None:
     factory = value.default_factory
+    if factory is None:
+        return None
     name = getattr(factory, "__name__", "")
-    return name if _FACTORIES.get(name) is factory else None
+    return name if _FACTORIES.get(name) is factory else _OTHER
+
+
+def _default(name: str | None) -> Any:
+    """Return the factory of this name. Raises `UsageError` for a script's own."""
+    if name is not None and name not in _FACTORIES:
+        known = ", ".join(_FACTORIES)
+        raise UsageError(
+            "a defaultdict in the state makes its values by a function of the script, which cannot "
+            f"be sent; use one of {known}, or make the defaultdict when the state is made"
+        )
+    return _FACTORIES[name] if name is not None else None
 
 
 def _dict_kind(new: Callable[[Any], Any], more: Callable[[Any], Any] = lambda _: None) -> Kind:
@@ -148,8 +175,8 @@ kinds: dict[type, Kind] = {
     torch.Size: Kind(list, None, lambda items, _: torch.Size(items)),
     dict: _dict_kind(lambda _: {}),
     OrderedDict: _dict_kind(lambda _: OrderedDict()),
-    Counter: _dict_kind(lambda _: Counter()),
-    defaultdict: _dict_kind(lambda name: defaultdict(_FACTORIES.get(name or "")), _default_of),
+    Counter: Kind(_pairs, _fill_counter, _made(lambda _: Counter(), _fill_counter)),
+    defaultdict: _dict_kind(lambda name: defaultdict(_default(name)), _default_of),
     set: Kind(list, _fill_set, lambda items, _: set(items)),
     frozenset: Kind(list, None, lambda items, _: frozenset(items)),
     deque: Kind(list, _fill_deque, deque, lambda value: value.maxlen),
@@ -161,20 +188,36 @@ kinds: dict[type, Kind] = {
 kind_names = {kind.__name__: kind for kind in kinds}
 
 
-def _fields_of(value: Any) -> list[Any]:
+def _content_of(value: Any) -> dict[str, Any]:
     found = {
         f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
     }
-    found |= getattr(value, "__dict__", {})
-    return _pairs(found)
+    return found | getattr(value, "__dict__", {})
+
+
+def _fields_of(value: Any) -> list[Any]:
+    return _pairs(_content_of(value))
+
+
+def _own_names(value: Any) -> list[str]:
+    """Return the attributes that an object has itself, not by its class."""
+    slots = [
+        f.name
+        for f in dataclasses.fields(value)
+        if isinstance(getattr(type(value), f.name, None), types.MemberDescriptorType)
+    ]
+    return [*getattr(value, "__dict__", {}), *(name for name in slots if hasattr(value, name))]
 
 
 def _fill_fields(target: Any, items: list[Any]) -> None:
     half = len(items) // 2
-    names = items[:half]
-    for name in [n for n in getattr(target, "__dict__", {}) if n not in names]:
+    content = dict(zip(items[:half], items[half:], strict=True))
+    for name in content:
+        if not isinstance(name, str) or name.startswith("__"):
+            raise ValueError(f"an attribute cannot be named {name!r}")
+    for name in [name for name in _own_names(target) if name not in content]:
         object.__delattr__(target, name)
-    for name, value in zip(names, items[half:], strict=True):
+    for name, value in content.items():
         object.__setattr__(target, name, value)  # also where the class is frozen
 
 
@@ -185,11 +228,23 @@ def _dataclass_kind(kind: type) -> Kind:
         return target
 
     frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return Kind(_fields_of, None if frozen else _fill_fields, make)
+    return Kind(_fields_of, None if frozen else _fill_fields, make, problem=_problem_of(kind))
 
 
-def _named_tuple_kind(kind: type) -> Kind:
-    return Kind(list, None, lambda items, _: tuple.__new__(kind, items))
+def _named_tuple_kind(kind: Any) -> Kind:
+    def make(items: list[Any], _: Any) -> Any:
+        if len(items) != len(kind._fields):
+            raise ValueError(f"{kind.__qualname__} has {len(kind._fields)} fields here")
+        return tuple.__new__(kind, items)
+
+    return Kind(list, None, make, problem=_problem_of(kind))
+
+
+def _problem_of(kind: type) -> tuple[str, str] | None:
+    if looked_up(kind.__module__, kind.__qualname__) is kind:
+        return None
+    problem = f"its class {kind.__qualname__} has no name that other workers know"
+    return problem, "define the class at the top of a module, and keep its name"
 
 
 def kind_of(kind: type) -> Kind | None:
@@ -292,7 +347,9 @@ def is_single(value: Any) -> bool:
     kind = type(value)
     if kind in SIMPLE or kind in atoms or kind is slice:
         return True
-    return isinstance(value, enum.Enum) or is_scalar(value) or is_referred(value)
+    if isinstance(value, enum.Enum):
+        return looked_up(kind.__module__, kind.__qualname__) is kind
+    return is_scalar(value) or is_referred(value)
 
 
 def has_part(value: Any) -> bool:
@@ -331,7 +388,8 @@ class TensorSpec(NamedTuple):
         """Return whether a tensor can hold the content: it is of this kind, and has memory."""
         if self[:2] != TensorSpec.of(tensor)[:2] or tensor.layout != torch.strided:
             return False
-        return tensor.grad_fn is None and not tensor.is_meta and 0 not in tensor.stride()
+        has_memory = not (tensor.is_meta or shares_memory(tensor) or tensor.is_inference())
+        return has_memory and tensor.grad_fn is None
 
 
 def require_kept(tensor: Tensor, path: str) -> None:
@@ -352,13 +410,22 @@ def require_kept(tensor: Tensor, path: str) -> None:
         )
 
 
+def shares_memory(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor have one memory, as after `expand`."""
+    return any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
 def fill_tensor(target: Tensor, content: Tensor) -> None:
     """Write a tensor's content into another one, also where that was resized meanwhile."""
-    with torch.no_grad():
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
         if target.shape != content.shape or target.dtype != content.dtype:
             target.data = content.to(target.device, copy=True)
-        else:
+        elif not shares_memory(target):
             target.detach().copy_(content)
+        elif not torch.equal(target, content):
+            target.data = content.to(target.device, copy=True)
 
 
 def child_names(value: Any, items: Sequence[Any]) -> list[str]:
