@@ -33,6 +33,9 @@ from elastic_driver.worker.state_sync.values import (
     require_kept,
 )
 
+# What classes of the tables raise for data that no writer wrote.
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+
 
 class Writer:
     """Turns values into tagged lists; `tensors` collects name and tensor of each one inside.
@@ -66,10 +69,10 @@ class Writer:
     def _write_container(self, value: Any, kind: Kind, path: str) -> Any:
         self._remember(value)
         items = kind.children(value)
+        if isinstance(value, set | frozenset):  # the order of a set differs between processes
+            items.sort(key=lambda item: repr(Writer(self._parts).write(item, path)))
         names = child_names(value, items)
         written = [self.write(v, f"{path}{n}") for v, n in zip(items, names, strict=True)]
-        if isinstance(value, set | frozenset):  # the order of a set differs between processes
-            written.sort(key=repr)
         own = type(value)
         if own.__name__ in kind_names and kind_names[own.__name__] is own:
             return [own.__name__, kind.more(value), written]
@@ -135,13 +138,13 @@ class Reader:
             return data
         try:
             return self._read(data, live)
-        except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        except _UNREADABLE as error:
             raise UsageError(f"{self._what or 'a value'} cannot be read: {error}") from error
 
     def _read(self, data: list[Any], live: Any) -> Any:
         tag = data[0]
         if tag == "same":
-            return self._objects[data[1]]
+            return self._same(data[1])
         if tag in kind_names:
             kind = kind_names[tag]
             return self._read_container(kind, kinds[kind], data, live)
@@ -154,6 +157,15 @@ class Reader:
         if tag in atom_names:
             return atoms[atom_names[tag]][1](data[1])
         return self._read_single(tag, data, live)
+
+    def _same(self, number: int) -> Any:
+        found = self._objects[number]
+        if found is None:  # a cycle closes before the tuple can be made
+            raise UsageError(
+                f"{self._what or 'a value'} has a tuple or frozen object that holds itself; use a "
+                "list or an ordinary object there"
+            )
+        return found
 
     def _read_container(self, kind: type, how: Kind, data: list[Any], live: Any) -> Any:
         number = len(self._objects)
@@ -182,16 +194,16 @@ class Reader:
         if tag == "int":
             return int(data[1])
         if tag == "bytes":
-            return bytes(data[1])
+            return bytes(memoryview(data[1]))  # no number, which would be a size
         if tag == "slice":
             return slice(*(self.read(each) for each in data[1]))
         if tag == "enum":
-            return self._class(*data[1])[data[2]]
+            return self._enum(*data[1])[data[2]]
         if tag == "name":
-            return self._class(data[1][0], data[1][1], of="class or function")
+            return self._named(*data[1])
         if tag == "bytearray":
             target = live if type(live) is bytearray else bytearray()
-            target[:] = data[1]
+            target[:] = memoryview(data[1])
             self._objects.append(target)
             return target
         if tag in ("scalar", "array"):
@@ -221,6 +233,18 @@ class Reader:
         state = self.read(data[2])
         found[1](state)
         return live
+
+    def _enum(self, module: str, name: str) -> Any:
+        found = self._class(module, name)
+        if not isinstance(found, enum.EnumMeta):
+            raise UsageError(f"{self._what or 'a value'}: {name} of {module} is no enum here")
+        return found
+
+    def _named(self, module: str, name: str) -> Any:
+        found = self._class(module, name, of="class or function")
+        if not is_referred(found):
+            raise UsageError(f"{self._what or 'a value'}: {name} of {module} is no class here")
+        return found
 
     def _class(self, module: str, name: str, of: str = "class") -> Any:
         found = looked_up(module, name)
