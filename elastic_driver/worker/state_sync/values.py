@@ -52,7 +52,7 @@ class UnkeptError(UsageError):
         return UnkeptError(name, f"{self.path}: {self._problem}", self._hint)
 
 
-def refuse(path: str, value: Any) -> UnkeptError:
+def unkept(path: str, value: Any) -> UnkeptError:
     """Return the error that names a value of an unknown kind."""
     kind = type(value)
     if isinstance(value, types.GeneratorType) or hasattr(value, "__next__"):
