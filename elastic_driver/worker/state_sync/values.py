@@ -64,7 +64,7 @@ def unkept(path: str, value: Any) -> UnkeptError:
     return UnkeptError(
         path,
         f"it is of the class {kind.__qualname__}",
-        "make it a dataclass, give the class state_dict() and load_state_dict(), or keep it "
+        "turn it into a dataclass, give the class state_dict() and load_state_dict(), or keep it "
         "outside of the state",
     )
 
