@@ -58,7 +58,7 @@ def take_unfinished(
     `load_run`. Raises UsageError if the unfinished job of that name was started with another
     command.
     """
-    if not (run_dir.unfinished or line.options.resume):
+    if not (run_dir.unfinished or line.options.resume or _lost_its_journal(run_dir)):
         return None
     found = _take(run_dir, keep=line.options.dry_run, alone=alone)
     if not isinstance(found, ResumedRun):
@@ -106,19 +106,21 @@ def _take(run_dir: RunDir, *, keep: bool, alone: bool) -> ResumedRun | JobResult
 
     `keep`: only look. `alone` as for `load_run`.
     """
-    if not run_dir.unfinished:
+    if not (run_dir.unfinished or _lost_its_journal(run_dir)):
         return read_result(run_dir.events_file)
     if not keep:
         run_dir.take()
     former = run_dir.lock.former or run_dir.lock.holder
     restarted = former is not None and former.is_of_an_earlier_boot
     try:
+        if not run_dir.journal_file.exists():
+            raise NotBegunError(f"there is no journal {run_dir.journal_file}")
         return load_run(run_dir.journal_file, may_be_torn=restarted, alone=alone)
     except NotBegunError as error:
         if restarted or not agents_started(run_dir.events_file):
             run_dir.leave()
             return None
-        problem = f"{error}, and its agents were started"
+        problem = f"{error}, though the job has started agents"
     except JournalError as error:
         problem = str(error)
     run_dir.leave()
@@ -126,3 +128,9 @@ def _take(run_dir: RunDir, *, keep: bool, alone: bool) -> ResumedRun | JobResult
         f"{problem}; run {run_dir.run_id} cannot go on: begin it with another --run-id, from its "
         "newest checkpoint"
     )
+
+
+def _lost_its_journal(run_dir: RunDir) -> bool:
+    """Return whether a driver has died here whose agents may live, and its journal is gone."""
+    gone = run_dir.lock.path.exists() and not run_dir.journal_file.exists()
+    return gone and agents_started(run_dir.events_file)
