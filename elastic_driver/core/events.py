@@ -154,7 +154,7 @@ class WorkerStalled(WorkerReport, frozen=True, tag="worker_stalled", forbid_unkn
     Sent when the limit passes, and again each time `seconds` has doubled. `where` is the place of
     the thread: "collective" means that it waits for peers. `stack`: its stack, innermost last.
     `first`: `seconds` of the first report of this stall, which a driver may not have got; 0: this
-    is the first one.
+    is the first one. `collectives`: those of the whole world that it has begun in this round.
     """
 
     round: Count
@@ -162,6 +162,7 @@ class WorkerStalled(WorkerReport, frozen=True, tag="worker_stalled", forbid_unkn
     where: Literal["collective", "elsewhere"]
     stack: LongText
     first: Seconds = 0.0
+    collectives: Count = 0
 
     def __post_init__(self) -> None:
         force_setattr(self, "stack", shorten(self.stack))

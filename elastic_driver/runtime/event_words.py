@@ -53,6 +53,8 @@ WORDS: dict[str, tuple[Level, str]] = {
     "worker_stalled": (Level.NORMAL, "worker {worker} stands still"),
     "worker_resumed": (Level.NORMAL, "worker {worker} goes on"),
     "worker_result": (Level.VERBOSE, "worker {worker} has ended"),
+    "collectives_differ": (Level.QUIET, "the ranks wait in collectives that do not match"),
+    "finished_alone": (Level.QUIET, "worker {worker} has finished its script before the others"),
     "stacks_collected": (Level.VERBOSE, "the stacks of the workers were collected"),
     "boundary_overdue": (Level.VERBOSE, "a planned change waits for the workers"),
     "rank_slow": (Level.NORMAL, "rank {rank} on {host} holds the others up"),
@@ -93,7 +95,7 @@ WORDS: dict[str, tuple[Level, str]] = {
 }
 
 # Events that say that training goes wrong: red on a terminal.
-ALARMS = frozenset(("state_differs", "commits_differ"))
+ALARMS = frozenset(("state_differs", "commits_differ", "collectives_differ", "finished_alone"))
 
 
 def sentence(event: str, reason: str, facts: Mapping[str, Any]) -> str:

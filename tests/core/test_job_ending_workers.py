@@ -113,3 +113,43 @@ def test_the_end_of_a_script_in_an_earlier_round_changes_nothing(scenario: MakeS
     s.ready("a.1.1", version=2)
     ends(s, "a.1.1", round_id=1)
     assert s.in_state("running") == ["a.1.1"]
+
+
+def test_a_rank_that_ends_its_script_before_the_others_is_named_once(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, max_np=3).training(a=3)
+    ends(s, "a.1.1")
+    s.ready("a.0.1", "a.2.1", version=7)
+    assert s.announced("finished_alone") == [], "it may have failed"
+    s.exit("a.1.1", 0)
+    s.step(*s.members)
+    (named,) = s.announced("finished_alone")
+    assert named.worker == "a.1.1"
+    assert named.reason.startswith("rank 1 is done, 2 others train on from step 7; every rank has")
+
+
+def test_ranks_that_end_their_scripts_together_are_not_named(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3, max_np=3).training(a=3)
+    ends(s, "a.0.1", "a.1.1", "a.2.1")
+    for worker in ("a.1.1", "a.0.1", "a.2.1"):
+        s.exit(worker, 0)
+    assert s.announced("finished_alone") == []
+    assert s.end is not None
+
+
+def test_a_rank_that_fails_or_a_lost_peer_at_the_end_is_no_such_mistake(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, max_np=3).training(a=3)
+    ends(s, "a.1.1")
+    s.ready("a.0.1", "a.2.1", version=7)
+    s.exit("a.1.1", 1)
+    assert s.announced("finished_alone") == []
+
+    s = scenario(start_np=3, max_np=3).training(a=3)
+    s.exit("a.2.1", -9)
+    ends(s, "a.1.1")
+    s.ready("a.0.1", version=7)
+    s.exit("a.1.1", 0)
+    assert s.announced("finished_alone") == []

@@ -178,7 +178,7 @@ class Player:
         current.enter(places[rank], self.round)
         rows = gather([*script.state.state_version()], size)
         versions = [StateVersion(steps, bool(clean)) for steps, clean in rows]
-        script.state.sync_with(versions, World(self.round, members, "a test"))
+        script.state._sync_with(versions, World(self.round, members, "a test"))
         script.rejoin()
         self.outcome.held.append((f"meeting {self.round}", script.state.step, script.told()))
 

@@ -180,6 +180,7 @@ class Stall(NamedTuple):
     at: float  # the time at which this driver heard of it
     first_seconds: float  # without progress, at the time of the first report
     stack: str
+    collectives: int = 0  # that it has begun in this round
 
     @property
     def place(self) -> str:
@@ -221,7 +222,7 @@ class Hangs(Rule):
         if earlier is not None:  # of two reports the earlier may come later
             seconds, at = max(seconds, earlier.seconds), earlier.at
             first = min(first, earlier.first_seconds)
-        stalls[worker.id] = Stall(waits, seconds, at, first, stack)
+        stalls[worker.id] = Stall(waits, seconds, at, first, stack, event.collectives)
         if earlier is None:
             where = "in a collective" if waits else "elsewhere"
             reason = f"no progress for {event.seconds:.1f} s, its training thread stands {where}"
@@ -294,9 +295,29 @@ class Hangs(Rule):
         for worker in sorted(workers, key=lambda worker: worker.place.rank):
             places.setdefault(self._stalls[worker.id].place, []).append(worker.place.rank)
         where = "; ".join(f"{name_ranks(ranks)} at {place}" for place, ranks in places.items())
+        begun = {w.place.rank: self._stalls[w.id].collectives for w in workers}
+        where += uneven(begun)
         if self.mismatched_at == self.outcome.steps_reported:
             what = f"all {len(workers)} workers wait in collectives that do not match, again"
             self.outcome.fail(f"{what}: {where}")
             return
         self.mismatched_at = self.outcome.steps_reported
+        hint = "every rank has to call the same collectives, in the same order"
+        follows = "the round is broken once, as a lost message heals in this way"
+        self.effects.announce("collectives_differ", f"{where}; {hint}; {follows}")
         self.rounds.leave(now, f"no progress: collectives that do not match: {where}")
+
+
+def uneven(begun: Mapping[int, int]) -> str:
+    """Return a clause about the ranks that have begun more collectives than others; may be empty.
+
+    `begun`: how many, by rank.
+    """
+    least, most = min(begun.values()), max(begun.values())
+    if least == most:
+        return ""
+    ahead = [rank for rank in sorted(begun) if begun[rank] == most]
+    behind = [rank for rank in sorted(begun) if begun[rank] == least]
+    have = "have" if len(ahead) > 1 else "has"
+    called = "a collective" if most - least == 1 else f"{most - least} collectives"
+    return f"; {name_ranks(ahead)} {have} called {called} that {name_ranks(behind)} did not"

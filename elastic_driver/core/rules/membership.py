@@ -4,8 +4,9 @@ A loss is handled at once, growth and removal at a step boundary; booting worker
 while enough others are ready. Times are monotonic seconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.boundary import Boundary
@@ -15,9 +16,27 @@ from elastic_driver.core.rules.preemption import FinalSaves, Preemption
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.spares import Spares
-from elastic_driver.core.rules.workers import ENDING, READY, RUNNING, STARTING, STOPPING, Worker
+from elastic_driver.core.rules.workers import (
+    ENDING,
+    READY,
+    RUNNING,
+    STARTING,
+    STOPPING,
+    SUCCESS,
+    Worker,
+)
 
 TOGETHER_S = 1.0  # a newcomer that is ready waits no longer for others that boot
+
+
+class EndedFirst(NamedTuple):
+    """A member that ended its script before the others, which went on from a step."""
+
+    worker: str
+    rank: int
+    others: int
+    step: int
+    told: bool = False
 
 
 @dataclass(slots=True)
@@ -31,6 +50,7 @@ class Membership(Rule):
     boundary: Boundary
     final_checkpoint: FinalSaves
     preemption: Preemption
+    ended_first: EndedFirst | None = None
 
     def advance(self, now: float) -> None:
         """Form, complete or close the round as the present state requires."""
@@ -50,6 +70,7 @@ class Membership(Rule):
             self._fill_slots(now)
         if self.outcome.end is None and self.rounds.current.state is FORMING:
             self._watch_forming(now)
+        self._tell_uneven_end()
 
     # ---- a round that trains -------------------------------------------------------------
 
@@ -202,6 +223,7 @@ class Membership(Rule):
         else:
             lost = next((loss for loss in self.outcome.losses if loss.member), None)
             without = f"without {lost.failure.worker}, which {lost.reason}" if lost else ""
+            self._note_uneven_end(ready)
             ending = next(self.workers.having(ENDING), None)
             if ending is not None:
                 without = without or f"without {ending.id}, whose script is over"
@@ -244,12 +266,36 @@ class Membership(Rule):
         if booting and not self.effects.due_or_set_alarm(at, now, waiting):
             return
         if ready:
+            self._note_uneven_end(ready)
             self._leave_behind()
             self.rounds.complete(ready, now, "the workers that are left finish together")
             return
         for worker in self.workers.having(STARTING):
             late = f"not ready within {timeout:g} s, and the job is finishing"
             self.effects.stop(worker, late)
+
+    def _note_uneven_end(self, ready: Sequence[Worker]) -> None:
+        """Note a member that ended its script before the others, which train on without it."""
+        ended = [*self.workers.having(ENDING, SUCCESS)]
+        lost = any(loss.member for loss in self.outcome.losses)
+        if ended and not lost and self.ended_first is None:
+            step = max(worker.version for worker in ready)
+            self.ended_first = EndedFirst(ended[0].id, ended[0].place.rank, len(ready), step)
+
+    def _tell_uneven_end(self) -> None:
+        """Announce it once the member has exited 0: a failure has another cause."""
+        found = self.ended_first
+        worker = found and self.workers.workers.get(found.worker)
+        if not found or not worker or found.told or worker.state is not SUCCESS:
+            return
+        self.ended_first = found._replace(told=True)
+        others = "another worker trains" if found.others == 1 else f"{found.others} others train"
+        self.effects.announce(
+            "finished_alone",
+            f"rank {found.rank} is done, {others} on from step {found.step}; every rank has to "
+            "return from the training function after the same step",
+            worker,
+        )
 
     def _form_fresh(self, ready: list[Worker], fitting: list[Worker], now: float) -> None:
         """Complete a round in which no worker has trained yet, or wait for its founders."""

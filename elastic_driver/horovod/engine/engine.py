@@ -35,6 +35,7 @@ from elastic_driver.horovod.engine.operation import Operation, SetPlace
 from elastic_driver.horovod.engine.timeline import Timeline
 from elastic_driver.horovod.engine.transfer_thread import TransferThread
 from elastic_driver.horovod.engine.world import EngineWorld
+from elastic_driver.worker.world.collective_waits import note_loss
 
 GATHER_S = 0.002  # that requests wait for the next one, unless someone waits for them
 LONGEST_GATHER_S = 0.01
@@ -106,7 +107,9 @@ class Engine:
         key = request.key
         with self._lock:
             if self.broken is not None:
-                raise HorovodInternalError(f"the world is broken: {self.broken}")
+                error = HorovodInternalError(f"the world is broken: {self.broken}")
+                note_loss(error)
+                raise error
             if key in self._pending:
                 raise DuplicateNameError(
                     f"{request.kind} {request.name!r} is pending already; "
@@ -129,6 +132,8 @@ class Engine:
                 while not operation.done:
                     self._finished.wait()
         if operation.error is not None:
+            if self.broken is not None:
+                note_loss(operation.error)
             raise operation.error
         return operation.result
 

@@ -167,6 +167,7 @@ class TrainingProgress:
     # Describes the state of a marked step: name, digest and value of every leaf; None: not kept.
     leaves: Callable[[int], list[tuple[str, str, str]] | None] = lambda _step: None
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
+    collectives: Callable[[], int] = lambda: 0  # counts those of the whole world, in this round
     division: Division | None = None  # set by a FixedBatch with `balance`
     wants_allocations: bool = False  # set by it, too: watch for new allocations
     # Written by the heartbeat thread.
@@ -234,4 +235,4 @@ class TrainingProgress:
     def left(self) -> None:
         """Record that this process is in no round."""
         self.round = 0
-        self.links = lambda: None
+        self.links, self.collectives = lambda: None, lambda: 0

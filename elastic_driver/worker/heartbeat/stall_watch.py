@@ -133,7 +133,8 @@ class StallWatch:
                 os.write(STDERR, line.encode())
                 faulthandler.dump_traceback(STDERR, all_threads=True)
         self._stall, self._repeat_at = (round_id, self._progress.active_at), 2 * silence
-        return WorkerStalled(self._worker, round_id, silence, location, stack, first)
+        begun = self._progress.collectives()
+        return WorkerStalled(self._worker, round_id, silence, location, stack, first, begun)
 
     def stack(self, number: int) -> WorkerStack:
         """Return the answer to the driver's stack request of this number."""

@@ -328,6 +328,9 @@ def _place_of(thing: Any) -> tuple[int, int] | None:
 
 def _weight_like(thing: Any, kept: Kept, weights: Weights) -> list[tuple[Any, Tensor]]:
     """Return some tensors in a container that have shapes of parameters, and are not kept."""
+    if not any(isinstance(tensor, Tensor) for _, tensor in children(thing)):
+        return []
+    gradients = {id(p.grad) for p in kept.parameters}
     found = [
         (place, tensor)
         for place, tensor in children(thing)
@@ -335,7 +338,7 @@ def _weight_like(thing: Any, kept: Kept, weights: Weights) -> list[tuple[Any, Te
         and tensor.numel() > 1
         and weights.has_shape(tensor.shape)
         and not kept.has_tensor(tensor)
-        and not _is_gradient(tensor, kept)
+        and id(tensor) not in gradients
     ]
     found.sort(key=lambda pair: -pair[1].numel())
     return found[:PIECES]
@@ -351,10 +354,6 @@ def _is_kept_by_hand(new: _Watched, thing: Any, kept: Kept) -> bool:
     known = {piece.mark for piece in plain}
     mine = [Piece.of(tensor) for tensor in (new.tensors() or {}).values()]
     return bool(known) and all(piece is None or piece.mark in known for piece in mine)
-
-
-def _is_gradient(tensor: Tensor, kept: Kept) -> bool:
-    return any(p.grad is tensor for p in kept.parameters)
 
 
 def _judge_scheduler(variable: Variable, kept: Kept) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 DEPTH = 3  # from a variable: an attribute of an attribute's item
 MOST_OBJECTS = 2000  # that one search looks at
@@ -28,6 +28,7 @@ _LIBRARIES = frozenset((_OURS, "torch", "numpy", "builtins", "horovod", "argpars
 _NOTHING = (ModuleType, type, BuiltinFunctionType, str, bytes, int, float)
 _USELESS = (*_NOTHING, FunctionType, MethodType)
 _CALLS_LOCALS = frozenset(("locals", "vars", "eval", "exec", "dir"))
+_SIMPLE = frozenset((int, float, bool, str, bytes, type(None)))
 _OUR_LOOP = "elastic_driver.worker.run"
 
 
@@ -122,22 +123,32 @@ def _bound(variable: Variable) -> list[Variable]:
 
 
 def children(thing: Any) -> list[tuple[str, Any]]:
-    """Return what is inside of a container or an object of the script, with its place."""
-    if isinstance(thing, Mapping):
+    """Return what is inside of a container or an object of the script, with its place.
+
+    Numbers and strings are left out.
+    """
+    if isinstance(thing, dict | Mapping):
         try:
-            return [(f"[{key!r}]", value) for key, value in islice(thing.items(), MOST_ITEMS)]
+            items = list(islice(thing.items(), MOST_ITEMS))
         except RuntimeError:  # another thread has changed it
             return []
+        return [(_at(key), value) for key, value in items if type(value) not in _SIMPLE]
     if isinstance(thing, list | tuple | set | frozenset):
-        return [(f"[{number}]", value) for number, value in enumerate(islice(thing, MOST_ITEMS))]
+        found = enumerate(islice(thing, MOST_ITEMS))
+        return [(f"[{number}]", value) for number, value in found if type(value) not in _SIMPLE]
     if isinstance(thing, DataLoader):
         return [(f".{name}", getattr(thing, name, None)) for name in ("sampler", "batch_sampler")]
-    if _package(type(thing).__module__) in _LIBRARIES and not hasattr(thing, "sampler"):
+    if _package(type(thing).__module__) in _LIBRARIES and not isinstance(thing, BatchSampler):
         return []
     attributes = getattr(thing, "__dict__", None)
     if not isinstance(attributes, dict):
         return []
-    return [(f".{name}", value) for name, value in islice(attributes.items(), MOST_ITEMS)]
+    pairs = islice(attributes.items(), MOST_ITEMS)
+    return [(f".{name}", value) for name, value in pairs if type(value) not in _SIMPLE]
+
+
+def _at(key: Any) -> str:
+    return f"[{key!r}]" if type(key) in _SIMPLE else "[…]"
 
 
 # ---- what the states keep -------------------------------------------------------------------

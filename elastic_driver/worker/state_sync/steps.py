@@ -26,6 +26,12 @@ def collectives() -> int:
     return sum(map(_sequence, list(dist.distributed_c10d._world.pg_map)))
 
 
+def collectives_of_world() -> int:
+    """Return how many collectives of the whole world this process has begun; for any thread."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return 0 if group is None else _sequence(group)
+
+
 def _sequence(group: Any) -> int:
     """Return how many collectives a group has begun; of each half, where it has two."""
     found = 0

@@ -16,6 +16,7 @@ from elastic_driver.core.documents import Notice
 from elastic_driver.errors import ExitCode
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
+from elastic_driver.worker.state_sync.steps import collectives_of_world
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world.collective_waits import CollectiveWaits
 from elastic_driver.worker.world.connections import link_usage
@@ -95,6 +96,7 @@ class RoundNotices:
             self._broken_since = None
             self._thread = TrainingThread()
             self._progress.links = lambda: link_usage(group.connections.held)
+            self._progress.collectives = collectives_of_world
             self._progress.entered(round_id, steps, size, rank)
             self._apply(self._notice)  # it may have come while the group was built
             if self.alone is not None:

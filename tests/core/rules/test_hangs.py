@@ -26,10 +26,11 @@ def stall(
     seconds: float = 60.0,
     line: int = 7,
     round_id: int | None = None,
+    begun: int = 0,
 ) -> list[Decision]:
     stack = STACK.format(line=line, name="step") + (TORCH if where == "collective" else "")
     number = s.job.rounds.current.number if round_id is None else round_id
-    return s.send(ev.WorkerStalled(worker, number, seconds, where, stack))
+    return s.send(ev.WorkerStalled(worker, number, seconds, where, stack, collectives=begun))
 
 
 def killed(s: Scenario) -> list[str]:
@@ -91,6 +92,24 @@ def test_collectives_that_do_not_match_break_the_round_and_nobody_is_killed(
     three.ready("a.0.1", "a.1.1", "a.2.1", version=5)
     assert three.round == (2, "complete")
     assert len(three.members) == 3
+
+
+@pytest.mark.parametrize(
+    ("begun", "said"),
+    [
+        ((41, 40, 40), "; rank 0 has called a collective that ranks 1, 2 did not"),
+        ((40, 42, 42), "; ranks 1, 2 have called 2 collectives that rank 0 did not"),
+        ((40, 40, 40), ""),
+    ],
+)
+def test_a_mismatch_is_announced_with_the_ranks_that_have_called_more(
+    three: Scenario, begun: tuple[int, int, int], said: str
+) -> None:
+    for worker, count in zip(three.members, begun, strict=True):
+        stall(three, worker, "collective", begun=count)
+    (told,) = three.announced("collectives_differ")
+    place = 'ranks 0, 1, 2 at File "/srv/train.py", line 7, in step'
+    assert told.reason.startswith(f"{place}{said}; every rank has to call the same collectives")
 
 
 def mismatch(s: Scenario) -> None:

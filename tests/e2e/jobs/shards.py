@@ -97,6 +97,7 @@ if MODE == "together":
     train = train_together
 else:
     state = elastic.ObjectState(mine=torch.zeros(RECORDS, dtype=torch.int64), step=0)
+    state.local("mine")  # each worker's own
     train = train_apart
 
 missing = ""

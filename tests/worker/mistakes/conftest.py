@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ Told = Callable[[], list[str]]
 @pytest.fixture
 def lines(capfd: pytest.CaptureFixture[str]) -> Iterator[Told]:
     """A world of one; returns the lines about mistakes since the last call."""
+    gc.collect()  # states of earlier tests, in a world of the same number
     torch.manual_seed(0)
     told.forget()
     session.init()

@@ -107,6 +107,7 @@ class TorchState(ObjectState):
         **kwargs: Any,
     ) -> None:
         self._handled: dict[str, _HandledPart] = {}
+        self._registry = list(_Handlers.registry)  # as it is now, for good
         super().__init__(**kwargs, model=model, optimizer=optimizer)
 
     def save(self) -> None:
@@ -142,17 +143,9 @@ class TorchState(ObjectState):
     def _handler(self, name: str, thing: Any) -> StateHandler | None:
         before = self._handled.get(name)
         if before is None:
-            return _handler_of(thing)
+            return next((make(thing) for k, make in self._registry if isinstance(thing, k)), None)
         before.handler.set_value(thing)
         return before.handler
 
     def _has_part(self, value: Any) -> bool:
-        return super()._has_part(value) or any(isinstance(value, k) for k, _ in _Handlers.registry)
-
-
-def _handler_of(value: Any) -> StateHandler | None:
-    """Return a new handler of the value; None where no type of the registry fits."""
-    for kind, handler in _Handlers.registry:
-        if isinstance(value, kind):
-            return handler(value)
-    return None
+        return super()._has_part(value) or any(isinstance(value, k) for k, _ in self._registry)
