@@ -1,4 +1,4 @@
-"""State moved between real ranks: every kind of tensor, in place, in bounded chunks."""
+"""State moved from one rank to others: every kind of tensor, in place, in bounded chunks."""
 
 from __future__ import annotations
 
@@ -7,36 +7,47 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync import transfer
-from elastic_driver.worker.state_sync.parts import OptimizerPart, StatePart, TensorSpec, part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
-from elastic_driver.worker.state_sync.sharing import LiveState, receive, send, stand_by
+from elastic_driver.worker.state_sync.sharing import (
+    LiveState,
+    make_envelope,
+    receive,
+    send,
+    split,
+    stand_by,
+    take_over,
+)
+from elastic_driver.worker.state_sync.steps import Steps
 from elastic_driver.worker.state_sync.transfer import Route
-from elastic_driver.worker.state_sync.values import apart, join, packed, unpacked
+from elastic_driver.worker.state_sync.tree import Tree
 from tests.support.gloo import run_ranks
-from tests.worker.training import digest
+from tests.worker.training import digest, random_digest
 
 
-def test_a_value_is_the_same_after_being_taken_apart() -> None:
-    value = {"a": [torch.ones(2), ("tensor", 0)], 3: {"deep": (None, torch.zeros(1))}}
-    document, tensors = apart(value, "v")
-    assert [path for path, _ in tensors] == ["v.a.0", "v.3.deep.1"]
-    again = join(unpacked(packed(document, "x")), [tensor for _, tensor in tensors])
-    assert torch.equal(again["a"][0], torch.ones(2))
-    assert again["a"][1] == ("tensor", 0), "a value that looks like an index stays a value"
-    assert again[3]["deep"][0] is None
+def live_state(**values: Any) -> LiveState:
+    """A state that holds these, right after a commit."""
+    state = LiveState(Tree(values, Steps()), RandomStates())
+    state.tree.keep()
+    return state
 
 
-def test_code_is_refused_when_packed_and_when_unpacked() -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (print, ("run",))
+def carry(sender: LiveState, receiver: LiveState) -> None:
+    """What a transfer does, within this process."""
+    contents = split(sender)
+    envelope = make_envelope(contents, sender.parts, sender.random.portable())
+    sent = [tensor for _, own in contents.values() for _, tensor in own]
 
-    with pytest.raises(UsageError, match="the thing cannot be sent"):
-        packed(Evil(), "the thing")
+    def fill(places: list[Tensor]) -> None:
+        with torch.no_grad():
+            for place, content in zip(places, sent, strict=True):
+                place.copy_(content)
+
+    take_over(receiver, envelope, fill, with_random=True)
+    receiver.tree.keep(from_others=True)
 
 
 def share(
@@ -57,21 +68,25 @@ def share(
         for parameter in model.parameters():
             parameter.grad = torch.rand_like(parameter)
         optimizer.step()
-    values: dict[str, Any] = {"model": model, "optimizer": optimizer, "note": [rank, {"r": rank}]}
-    parts: dict[str, StatePart] = {
-        name: part for name, value in values.items() if (part := part_for(name, value)) is not None
-    }
-    shared = LiveState(parts, values, RandomStates())
-    pointers = [p.data_ptr() for p in model.parameters()]
-    before = digest(model.state_dict(), optimizer.state_dict(), values["note"])
+    shared = live_state(
+        model=model, optimizer=optimizer, note=[rank, {"r": rank}], plain=torch.rand(40)
+    )
+    pointers = [t.data_ptr() for t in (*model.parameters(), shared.values["plain"])]
+
+    def all_of_it() -> str:
+        note, plain = shared.values["note"], shared.values["plain"]
+        return digest(model.state_dict(), optimizer.state_dict(), note, plain, random_digest())
+
+    before = all_of_it()
     if rank == 1:
-        send(shared, route)
+        assert send(shared, route) == ""
     elif rank in receivers:
-        receive(shared, route, newcomer=True)
+        assert receive(shared, route, newcomer=True) is None
     elif route.takes_all:
         stand_by(route)
-    assert [p.data_ptr() for p in model.parameters()] == pointers, "written in place"
-    return before, digest(model.state_dict(), optimizer.state_dict(), values["note"])
+    now = [t.data_ptr() for t in (*model.parameters(), shared.values["plain"])]
+    assert now == pointers, "written in place"
+    return before, all_of_it()
 
 
 @pytest.mark.parametrize("chunk", [32, 1 << 20])
@@ -98,21 +113,141 @@ def test_several_receivers_have_the_senders_state_and_a_bystander_its_own(
     assert before != sent
 
 
+def fail_to_pack(rank: int, size: int, receivers: frozenset[int]) -> str:
+    """Rank 1 has a value that cannot be sent; what each rank says about it."""
+    state = live_state(weight=torch.ones(3), note=[rank])
+    route = Route(1, receivers)
+    if rank == 1:
+        state.values["note"].append(each for each in ())
+        return send(state, route)
+    if rank not in receivers:
+        if route.takes_all:
+            stand_by(route)
+        return ""
+    with pytest.raises(UsageError) as caught:
+        receive(state, route, newcomer=True)
+    assert state.values["note"] == [rank], "the receiver's own state is as it was"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("receivers", [frozenset({0}), frozenset({0, 2})])
+def test_receivers_learn_why_a_sender_cannot_pack_its_state_and_it_goes_on(
+    tmp_path: Path, receivers: frozenset[int]
+) -> None:
+    found = run_ranks(4, fail_to_pack, tmp_path, receivers)
+    assert "'note.1' cannot be sent" in found[1]
+    for rank in receivers:
+        assert found[rank] == f"rank 1 cannot send its state: {found[1]}"
+    assert found[3] == ""
+
+
+def test_a_model_that_is_built_differently_is_named() -> None:
+    mine = live_state(net=nn.Linear(2, 2))
+    before = digest(mine.values["net"].state_dict())
+    with pytest.raises(UsageError, match=r"net is built differently .*'weight' is float32\[2, 2\]"):
+        carry(live_state(net=nn.Linear(2, 3)), mine)
+    with pytest.raises(UsageError, match=r"net is built differently .*only this one has 'bias'"):
+        carry(live_state(net=nn.Linear(2, 2, bias=False)), mine)
+    with pytest.raises(UsageError, match=r"net is of the class Linear, .* it is Sequential"):
+        carry(live_state(net=nn.Sequential(nn.Linear(2, 2))), mine)
+    assert digest(mine.values["net"].state_dict()) == before, "nothing was loaded"
+
+
+def test_an_optimizer_of_another_class_is_named() -> None:
+    one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    adam, sgd = torch.optim.Adam(one.parameters()), torch.optim.SGD(other.parameters())
+    with pytest.raises(UsageError, match="opt is of the class SGD, in the trained state it is Ada"):
+        carry(live_state(net=one, opt=adam), live_state(net=other, opt=sgd))
+
+
+def test_a_state_with_other_parts_is_named() -> None:
+    with pytest.raises(UsageError, match=r"has the parts net, the trained one net, ema; run"):
+        carry(live_state(net=nn.Linear(1, 1), ema=nn.Linear(1, 1)), live_state(net=nn.Linear(1, 1)))
+
+
+def test_buffers_that_the_sender_made_late_are_made_on_the_receiver() -> None:
+    ours, theirs = nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))
+    theirs[0].register_buffer("seen", torch.tensor([3, 4]))
+    theirs[0].register_buffer("cache", torch.ones(2), persistent=False)
+    carry(live_state(net=theirs), live_state(net=ours))
+    assert torch.equal(ours[0].seen, torch.tensor([3, 4]))
+    assert torch.equal(ours[0].cache, torch.ones(2))
+    assert digest(ours.state_dict()) == digest(theirs.state_dict())
+    assert list(ours.state_dict()) == ["0.weight", "0.bias", "0.seen"]
+
+
+def test_a_parameter_group_that_the_sender_has_added_arrives() -> None:
+    def make() -> LiveState:
+        net = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
+        return live_state(net=net, opt=torch.optim.SGD(net["body"].parameters(), lr=0.1))
+
+    sender, receiver = make(), make()
+    theirs, ours = sender.values["opt"], receiver.values["opt"]
+    theirs.add_param_group({"params": sender.values["net"]["head"].parameters(), "lr": 0.01})
+    theirs.param_groups[0]["lr"] = 0.5
+    sender.tree.keep()
+    carry(sender, receiver)
+    assert [group["lr"] for group in ours.param_groups] == [0.5, 0.01]
+    head = receiver.values["net"]["head"]
+    assert all(
+        a is b for a, b in zip(ours.param_groups[1]["params"], head.parameters(), strict=True)
+    )
+    receiver.tree.roll_back()
+    assert len(ours.param_groups) == 2
+
+
+def test_plain_values_arrive_in_the_objects_that_the_script_holds() -> None:
+    tensor, log, table = torch.zeros(2), [0], {"best": [0.0]}
+    inner = table["best"]
+    receiver = live_state(tensor=tensor, log=log, table=table, count=0)
+    carry(
+        live_state(tensor=torch.ones(2), log=[1, 2], table={"best": [0.5], "k": 1}, count=3),
+        receiver,
+    )
+    assert receiver.values["tensor"] is tensor
+    assert receiver.values["log"] is log
+    assert receiver.values["table"] is table
+    assert table["best"] is inner
+    assert (tensor.tolist(), log, table) == ([1.0, 1.0], [1, 2], {"best": [0.5], "k": 1})
+    assert receiver.values["count"] == 3
+
+
+def test_what_two_attributes_of_the_sender_share_is_shared_on_the_receiver() -> None:
+    net = nn.Linear(1, 1)
+    mine = live_state(net=net, first=[0], second=[[0], {"net": net}])
+    shared = [1]
+    theirs = nn.Linear(1, 1)
+    carry(live_state(net=theirs, first=shared, second=[shared, {"net": theirs}]), mine)
+    assert mine.values["second"][0] is mine.values["first"]
+    assert mine.values["second"][1]["net"] is net
+
+
 def test_optimizer_state_of_another_dtype_than_its_parameter_stays_exact() -> None:
-    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     exact = torch.tensor([1.0000001, 2.0, 3.0])
-    document, tensors = apart({**optimizer.state_dict(), "state": {0: {"momentum_buffer": exact}}})
-    OptimizerPart("o", optimizer).accept(document, [tensor for _, tensor in tensors])
-    found = optimizer.state[parameter]["momentum_buffer"]
+
+    def make() -> LiveState:
+        weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        return live_state(weight=weight, opt=torch.optim.SGD([weight], lr=0.1, momentum=0.9))
+
+    sender, receiver = make(), make()
+    sender.values["opt"].state[sender.values["weight"]] = {"momentum_buffer": exact}
+    sender.tree.keep()
+    carry(sender, receiver)
+    found = receiver.values["opt"].state[receiver.values["weight"]]["momentum_buffer"]
     assert found.dtype == torch.float32
     assert torch.equal(found, exact)
 
 
-def test_a_model_that_is_built_differently_is_named() -> None:
-    mine, theirs = part_for("net", nn.Linear(2, 2)), part_for("net", nn.Linear(2, 3))
-    assert mine is not None
-    assert theirs is not None
-    document, tensors = theirs.outgoing()
-    with pytest.raises(UsageError, match="net is built differently"):
-        mine.places(document, [TensorSpec.of(tensor) for _, tensor in tensors])
+def test_gradients_that_belong_to_the_commit_arrive() -> None:
+    def make() -> LiveState:
+        net = nn.Linear(2, 1)
+        return live_state(net=net, opt=torch.optim.SGD(net.parameters(), lr=0.1))
+
+    sender, receiver = make(), make()
+    sender.values["net"](torch.ones(3, 2)).sum().backward()
+    sender.tree.keep()
+    carry(sender, receiver)
+    assert torch.equal(receiver.values["net"].weight.grad, torch.full((1, 2), 3.0))
+    mine, theirs = receiver.tree.kept_gradients(), sender.tree.kept_gradients()
+    assert [name for name, _ in mine] == [name for name, _ in theirs] == ["net.weight", "net.bias"]
+    assert digest([each for _, each in mine]) == digest([each for _, each in theirs])
