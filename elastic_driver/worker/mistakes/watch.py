@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -60,7 +61,8 @@ class Mistakes:
         self._tree, self._trees = tree, trees
         self._frame: FrameType | None = None  # of the script, while a commit is looked at
         self._left_out = LeftOut()
-        self._optimizers = OptimizerWatch(trees, self._name_of)
+        me = weakref.ref(self)  # a state's tensors end with it, not with a cycle
+        self._optimizers = OptimizerWatch(trees, lambda thing: _name_of(me, thing))
         self._looks = 0  # commits of this process that were looked at
         self._due = LOOKED_AT  # commits of this round that are still to be looked at
         self._averages: bool | None = None  # something averages gradients; None: not known
@@ -217,7 +219,7 @@ class Mistakes:
         search(itertools.chain(values, variables(self._frame)), look)
         return bool(found)
 
-    def _name_of(self, thing: Any) -> str | None:
+    def name_of(self, thing: Any) -> str | None:
         """Return the script's name for an object, if it has one."""
         found: list[str] = []
 
@@ -228,6 +230,11 @@ class Mistakes:
 
         search(variables(self._frame), look)
         return found[0] if found else None
+
+
+def _name_of(me: "weakref.ref[Mistakes]", thing: Any) -> str | None:
+    mistakes = me()
+    return None if mistakes is None else mistakes.name_of(thing)
 
 
 def _tell_alone(found: str) -> None:

@@ -29,11 +29,18 @@ def contents(tensors: Sequence[Tensor]) -> list[int]:
     return [value or 0 for value in found]
 
 
+def is_capturing() -> bool:
+    """Return whether a graph is captured at this moment, in which no content can be read."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
 def _on_cpu(tensor: Tensor) -> int:
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    size = tensor.nbytes
-    return zlib.crc32((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else 0
+    size, address = tensor.nbytes, tensor.data_ptr()
+    if not size or not address:  # it has no memory at this moment
+        return 0
+    return zlib.crc32((ctypes.c_char * size).from_address(address))
 
 
 def _sums(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.fingerprint import is_capturing
 from elastic_driver.worker.state_sync.part import require_tensor
 from elastic_driver.worker.state_sync.steps import collectives, trained_by
 
@@ -49,8 +50,11 @@ class Gradients:
         self._watched: set[int] = set()  # the optimizers of the state
         self._others: list[Tensor] = []  # parameters that are stepped by hand
         # Of each optimizer: the first gradient that its last step found; those that found it again.
-        self._seen: dict[int, Tensor] = {}
+        self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._lasting: set[int] = set()
+        self._judges: dict[int, Any] = {}  # hooks that look whether lasting gradients are zeroed
+        self._zeroed: dict[int, int] = {}  # how often these were, at the first pass after a step
+        self._fresh: set[int] = set()  # optimizers: no pass has come since their last step
         self._pending: set[int] = set()  # optimizers: a pass has come since their last step
         self._dropped: dict[int, int] = {}  # times that kept gradients of an optimizer were dropped
         self._has_stepped = False  # any of these optimizers, since the last commit
@@ -81,6 +85,9 @@ class Gradients:
         if list(chosen) == self._hooked:
             return
         _remove(self._hooks)
+        self._judges.clear()
+        self._lasting.clear()
+        self._seen.clear()
         self._hooked, me = list(chosen), weakref.ref(self)
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(partial(_passed, me, optimizer))
@@ -96,14 +103,13 @@ class Gradients:
         if id(optimizer) in self._watched:
             self._has_stepped = True
             self._pending.discard(id(optimizer))
+            self._fresh.add(id(optimizer))
 
     def before(self, optimizer: Optimizer) -> None:
         """Before a step: find out whether the gradients of the last commit are still there."""
-        first = next((p.grad for p in trained_by(optimizer) if p.grad is not None), None)
+        first = next((p for p in trained_by(optimizer) if p.grad is not None), None)
         if first is not None and id(optimizer) in self._watched:
-            if self._seen.get(id(optimizer)) is first:  # it is zeroed in place, or never
-                self._lasting.add(id(optimizer))
-            self._seen[id(optimizer)] = first
+            self._look_at(first, id(optimizer))
         if not self.kept:
             return
         own = set(map(id, trained_by(optimizer)))
@@ -112,6 +118,33 @@ class Gradients:
             stays = any(each.parameter.grad is each.gradient for each in found)
             count = self._dropped.get(id(optimizer), 0)
             self._dropped[id(optimizer)] = 0 if stays else count + 1
+
+    def _look_at(self, first: Tensor, optimizer: int) -> None:
+        """Find out whether gradients last: whether they are the same objects in each step."""
+        assert first.grad is not None  # noqa: S101 - the caller has looked
+        seen = self._seen.get(optimizer)
+        if seen is None or seen() is not first.grad:
+            self._seen[optimizer] = weakref.ref(first.grad)
+        elif self._zeroed.get(optimizer, 0) < DROPPED and optimizer not in self._lasting:
+            self._lasting.add(optimizer)
+            judge = partial(_began, weakref.ref(self), optimizer, weakref.ref(first))
+            self._judges[optimizer] = first.register_hook(judge)
+            self._hooks.append(self._judges[optimizer])
+
+    def began(self, optimizer: int, parameter: Tensor) -> None:
+        """A backward pass has a gradient for a parameter, and has not added it yet.
+
+        Lasting gradients that are zeroed before the first pass after each step belong to no commit.
+        """
+        if optimizer not in self._fresh or is_capturing():
+            return
+        self._fresh.discard(optimizer)
+        is_zero = parameter.grad is None or not bool(parameter.grad.any())
+        self._zeroed[optimizer] = self._zeroed.get(optimizer, 0) + 1 if is_zero else 0
+        if self._zeroed[optimizer] >= DROPPED:
+            self._lasting.discard(optimizer)
+        if self._zeroed[optimizer] >= DROPPED or not is_zero:
+            self._judges.pop(optimizer).remove()
 
     def take(self, optimizers: Sequence[Optimizer], *, from_others: bool = False) -> list[Kept]:
         """Return copies of the gradients that a later step will use.
@@ -193,6 +226,14 @@ def _passed(me: "weakref.ref[Gradients]", optimizer: int, _parameter: Tensor) ->
     gradients = me()
     if gradients is not None:
         gradients.passed(optimizer)
+
+
+def _began(
+    me: "weakref.ref[Gradients]", optimizer: int, parameter: "weakref.ref[Tensor]", _: Tensor
+) -> None:
+    gradients, trained = me(), parameter()
+    if gradients is not None and trained is not None:
+        gradients.began(optimizer, trained)
 
 
 def _remove(hooks: list[Any]) -> None:

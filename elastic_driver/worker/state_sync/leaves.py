@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elastic_driver.worker.state_sync.fingerprint import contents
+from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
 from elastic_driver.worker.state_sync.followers import Followers, Read
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.values import fill_tensor
@@ -209,7 +209,7 @@ class Leaves:
 
     def look_before_step(self) -> None:
         """Before the first optimizer step of an interval: find what has moved already."""
-        if self._contents and not _is_capturing():
+        if self._contents and not is_capturing():
             self._early |= set(self._others_than_before(set()))
             # One that was written to, and has its value still, will have another one some day.
             pairs = zip(self.names, self._first, self._versions or (), strict=False)
@@ -345,11 +345,6 @@ def _look_before_step(me: "weakref.ref[Leaves]") -> None:
     leaves = me()
     if leaves is not None:
         leaves.look_before_step()
-
-
-def _is_capturing() -> bool:
-    """Return whether a graph is captured at this moment, in which nothing can be read."""
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def _changed_by(optimizers: Sequence[Optimizer]) -> set[int]:

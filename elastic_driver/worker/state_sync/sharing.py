@@ -24,7 +24,7 @@ from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import TensorSpec
 from elastic_driver.worker.worker_log import say
 
-VALUES, GRADIENTS = "values", "gradients"
+VALUES, GRADIENTS = "(values)", "(gradients)"  # no attribute has such a name
 
 # ---- the newest state --------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ def split(state: LiveState) -> dict[str, Outgoing]:
     plain = {n: writer.write(v, n) for n, v in state.values.items() if n not in state.parts}
     contents[VALUES] = plain, writer.tensors
     gradients = tree.kept_gradients()
-    named = [(f"{GRADIENTS}.{name}", tensor) for name, tensor in gradients]
+    named = [(f"gradients.{name}", tensor) for name, tensor in gradients]
     contents[GRADIENTS] = [name for name, _ in gradients], named
     return contents
 

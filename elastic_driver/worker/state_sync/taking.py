@@ -118,6 +118,7 @@ class Taker:
         self.parts: dict[str, Any] = {}
         self.tensors: list[tuple[str, Tensor]] = []
         self._seen: dict[int, Any] = {}
+        self._known: set[int] = set()  # identities of the parts
 
     def take(self, value: Any, path: str) -> Any:
         """Return the copy of a value. Raises `UnkeptError` for a value that cannot be kept."""
@@ -135,6 +136,14 @@ class Taker:
         if isinstance(held, _HELD):
             self._seen[id(value)] = held
         return held
+
+    def add_part(self, path: str, thing: Any) -> None:
+        """Note an object with a part of its own; one that is in several places is one part."""
+        if id(thing) not in self._known:
+            self._known.add(id(thing))
+            while path in self.parts:  # keys may read alike: 1 and "1"
+                path += "'"
+            self.parts[path] = thing
 
     def _take_container(self, value: Any, kind: Kind, path: str) -> Any:
         if kind.problem is not None:
@@ -158,7 +167,7 @@ class Taker:
             self.tensors.append((path, value))
             return _HeldTensor(value)
         if has_part(value):
-            self.parts[path] = value
+            self.add_part(path, value)
             return value
         if is_array(value):
             return _HeldArray(value)

@@ -79,7 +79,8 @@ class Tree:
             if type(value) in SIMPLE:
                 kept[name] = value
             elif known.get(name) is value or self._needs_part(value):
-                taker.parts[name] = kept[name] = value
+                kept[name] = value
+                taker.add_part(name, value)
             else:
                 kept[name] = self._taken(taker, name, value)
         self._arrange(taker.parts, taker.tensors)
