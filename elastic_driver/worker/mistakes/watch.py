@@ -169,7 +169,7 @@ class Mistakes:
         if self._looks >= LOOKED_AT:
             return
         self._looks += 1
-        stepped = self._tree.steps.optimizers()
+        stepped = self._tree.steps.any_optimizers()
         self._frame = sys._getframe(3)
         self._optimizers.look(self._looks, stepped, self._values())
         if self._looks >= left_out.FIRST:
