@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import os
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ def alone() -> Iterator[None]:
     elastic.shutdown()
     yield
     elastic.shutdown()
+    gc.collect()  # an error may hold the state of a test
 
 
 def train(folder: Path, steps: int, **options: Any) -> tuple[int, int]:
