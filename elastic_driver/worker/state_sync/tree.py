@@ -28,7 +28,7 @@ from elastic_driver.worker.state_sync.parts import (
 )
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.taking import Taker, put_back
-from elastic_driver.worker.state_sync.values import SIMPLE, has_part, too_deep
+from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_part, too_deep
 
 SMALL_BYTES = 1024 * 1024  # of a buffer that is copied at each commit
 PartMaker = Callable[[str, Any], StatePart | None]
@@ -69,10 +69,11 @@ class Tree:
 
     # ---- the walk ------------------------------------------------------------------------
 
-    def walk(self) -> dict[str, Any]:
+    def walk(self, *, lenient: bool = False) -> dict[str, Any]:
         """Walk all attributes as they are now; return their copies.
 
-        Raises `UnkeptError` for what cannot be kept.
+        `lenient`: plain values are about to be replaced, so they may be of any kind. Raises
+        `UnkeptError` for what cannot be kept.
         """
         taker, kept, known = Taker(), {}, self._objects
         for name, value in self.values.items():
@@ -82,7 +83,11 @@ class Tree:
                 kept[name] = value
                 taker.add_part(name, value)
             else:
-                kept[name] = self._taken(taker, name, value)
+                try:
+                    kept[name] = self._taken(taker, name, value)
+                except UnkeptError:
+                    if not lenient:
+                        raise
         self._arrange(taker.parts, taker.tensors)
         return kept
 
@@ -137,6 +142,7 @@ class Tree:
             remembered += own
             trained.update(name for name, _ in own)
             trained.update(names[id(p)] for p in part.parameters() if id(p) in names)
+        self._require_trained(known)
         self._names = {id(tensor): name for name, tensor in known.items()}
         for part in optimizers:
             self._names |= {id(p): n for n, p in part.own_parameters()}
@@ -152,6 +158,20 @@ class Tree:
         for value in self.values.values():
             if callable(tell := getattr(value, "trained_by", None)):
                 tell(parameters)
+
+    def _require_trained(self, known: dict[str, Tensor]) -> None:
+        """Raise `UnkeptError` for an optimizer that trains what no part of the state keeps."""
+        kept = set(map(id, known.values()))
+        for name, part in self.parts.items():
+            if not isinstance(part.thing, Optimizer) or isinstance(part, OptimizerPart):
+                continue
+            if any(id(parameter) not in kept for parameter in trained_by(part.thing)):
+                raise UnkeptError(
+                    name,
+                    f"it is a {type(part.thing).__name__} with a state_dict() of its own, and "
+                    "trains a parameter that is in no module of the state",
+                    "give the state the parameter, or the module that it belongs to",
+                )
 
     def _all(self, kind: type[Any]) -> list[Any]:
         return [part for part in self.parts.values() if isinstance(part, kind)]

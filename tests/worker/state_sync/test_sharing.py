@@ -81,7 +81,7 @@ def share(
     if rank == 1:
         assert send(shared, route) == ""
     elif rank in receivers:
-        assert receive(shared, route, newcomer=True) is None
+        assert receive(shared, route, with_random=True) is None
     elif route.takes_all:
         stand_by(route)
     now = [t.data_ptr() for t in (*model.parameters(), shared.values["plain"])]
@@ -125,7 +125,7 @@ def fail_to_pack(rank: int, size: int, receivers: frozenset[int]) -> str:
             stand_by(route)
         return ""
     with pytest.raises(UsageError) as caught:
-        receive(state, route, newcomer=True)
+        receive(state, route, with_random=True)
     assert state.values["note"] == [rank], "the receiver's own state is as it was"
     return str(caught.value)
 
