@@ -169,12 +169,16 @@ def read_result(events_file: Path) -> JobResult | None:
 
 
 def agents_started(events_file: Path) -> bool:
-    """Return whether the last run in this event log has started an agent."""
+    """Return whether the last run in this event log has started an agent, and has no end."""
     started = False
-    if events_file.is_file():
-        with events_file.open("rb") as file:
-            for line in file:
-                with contextlib.suppress(msgspec.DecodeError):  # a line that was cut off
-                    event = _line(line).event
-                    started = event == "agent_started" or (started and event != "job_started")
+    if not events_file.is_file():
+        return False
+    with events_file.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(msgspec.DecodeError):  # a line that was cut off
+                match _line(line).event:
+                    case "agent_started":
+                        started = True
+                    case "job_started" | "job_succeeded" | "job_failed":
+                        started = False
     return started

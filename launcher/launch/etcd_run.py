@@ -81,7 +81,7 @@ class EtcdRun(contextlib.AbstractContextManager["EtcdRun"]):
             return ended if former is not None or line.options.resume else None
         if former is not None:
             return load_run(self._run_dir.journal_file)
-        return take_unfinished(line, self._run_dir, cwd)
+        return take_unfinished(line, self._run_dir, cwd, alone=False)
 
     def fetch(self) -> JobResult | None:
         """Make the run's folder say what etcd says; return the result of a run that is over.

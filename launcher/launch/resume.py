@@ -40,7 +40,7 @@ def take_named(line: CommandLine, state_dir: Path) -> tuple[RunDir, ResumedRun |
                 "on with the options of its start"
             )
     run_dir = RunDir(state_dir, run_id)
-    found = _take(run_dir, keep=line.options.dry_run)
+    found = _take(run_dir, keep=line.options.dry_run, alone=True)
     if found is None:
         raise UsageError(
             f"there is no run {run_id} in {state_dir}; is it in another --state-dir? To begin it, "
@@ -49,15 +49,18 @@ def take_named(line: CommandLine, state_dir: Path) -> tuple[RunDir, ResumedRun |
     return run_dir, found
 
 
-def take_unfinished(line: CommandLine, run_dir: RunDir, cwd: str) -> ResumedRun | JobResult | None:
+def take_unfinished(
+    line: CommandLine, run_dir: RunDir, cwd: str, *, alone: bool = True
+) -> ResumedRun | JobResult | None:
     """Return the run that this command line goes on with; None: it begins a job.
 
-    With --resume, a job that is over is not begun again: its result is returned. Raises UsageError
-    if the unfinished job of that name was started with another command.
+    With --resume, a job that is over is not begun again: its result is returned. `alone` as for
+    `load_run`. Raises UsageError if the unfinished job of that name was started with another
+    command.
     """
-    if not (run_dir.unfinished or line.options.resume):
+    if not (run_dir.unfinished or line.options.resume or _lost_its_journal(run_dir)):
         return None
-    found = _take(run_dir, keep=line.options.dry_run)
+    found = _take(run_dir, keep=line.options.dry_run, alone=alone)
     if not isinstance(found, ResumedRun):
         return found if line.options.resume else None
     if (found.argv, found.cwd) == (line.words, cwd):
@@ -98,24 +101,26 @@ def describe(run_dir: RunDir, run: ResumedRun) -> str:
     return f"run {run.run_id} goes on after event {run.n}: its driver {run.term}{who} has died"
 
 
-def _take(run_dir: RunDir, *, keep: bool) -> ResumedRun | JobResult | None:
+def _take(run_dir: RunDir, *, keep: bool, alone: bool) -> ResumedRun | JobResult | None:
     """Return the run in this folder, locked; the result of one that is over; None: none of both.
 
-    `keep`: only look.
+    `keep`: only look. `alone` as for `load_run`.
     """
-    if not run_dir.unfinished:
+    if not (run_dir.unfinished or _lost_its_journal(run_dir)):
         return read_result(run_dir.events_file)
     if not keep:
         run_dir.take()
     former = run_dir.lock.former or run_dir.lock.holder
     restarted = former is not None and former.is_of_an_earlier_boot
     try:
-        return load_run(run_dir.journal_file, may_be_torn=restarted)
+        if not run_dir.journal_file.exists():
+            raise NotBegunError(f"there is no journal {run_dir.journal_file}")
+        return load_run(run_dir.journal_file, may_be_torn=restarted, alone=alone)
     except NotBegunError as error:
         if restarted or not agents_started(run_dir.events_file):
             run_dir.leave()
             return None
-        problem = f"{error}, and its agents were started"
+        problem = f"{error}, though the job has started agents"
     except JournalError as error:
         problem = str(error)
     run_dir.leave()
@@ -123,3 +128,9 @@ def _take(run_dir: RunDir, *, keep: bool) -> ResumedRun | JobResult | None:
         f"{problem}; run {run_dir.run_id} cannot go on: begin it with another --run-id, from its "
         "newest checkpoint"
     )
+
+
+def _lost_its_journal(run_dir: RunDir) -> bool:
+    """Return whether a driver has died here whose agents may live, and its journal is gone."""
+    gone = run_dir.lock.path.exists() and not run_dir.journal_file.exists()
+    return gone and agents_started(run_dir.events_file)

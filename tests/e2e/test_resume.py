@@ -73,6 +73,28 @@ def test_workers_train_on_without_a_driver_and_the_next_one_scales_and_ends_the_
         job.assert_nothing_left()
 
 
+def test_a_byte_that_changes_in_the_journal_begins_no_second_world_beside_the_workers() -> None:
+    args = ("-H", "localhost:2", "-np", "2", "--min-np", "1", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "100000"}) as job:
+        pids = set(job.until_size(2, steps=20))
+        job.kill_driver()
+        log = job.run_dir / "journal.db-wal"
+        content = bytearray(log.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        log.write_bytes(content)
+        others = [job.run_dir / name for name in ("journal.db", "lock", "token", "events.jsonl")]
+        before = [file.read_bytes() for file in (log, *others)]
+        for command in (("--resume",), args):
+            status, line = say(job, *command)
+            assert status == 64
+            assert "the journal is damaged: its write-ahead log has changed between" in line
+            assert f"run {job.run_id} cannot go on: begin it with another --run-id" in line
+            assert [file.read_bytes() for file in (log, *others)] == before, "nothing is changed"
+        step = newest_step(job)
+        job.until_without_driver(lambda: steps_beyond(job, step + 20), "they train on")
+        assert set(job.live()) == pids
+
+
 def test_a_worker_that_dies_without_a_driver_is_replaced_by_the_next_one() -> None:
     args = ("-H", "localhost:2", "-np", "2", "--min-np", "1", "--", TRAIN)
     with elasticrun(*args, env={"STEPS": "400", "STEP_MS": "20"}) as job:

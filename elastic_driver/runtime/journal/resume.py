@@ -56,16 +56,17 @@ class ResumedRun:
         return urlsplit(self.url).port or 0
 
 
-def load_run(path: Path, *, may_be_torn: bool = False) -> ResumedRun:
+def load_run(path: Path, *, may_be_torn: bool = False, alone: bool = False) -> ResumedRun:
     """Return the run of this journal; raises `JournalError` for one that cannot go on.
 
     `may_be_torn`: the machine has lost power since, so the end of the journal may be missing.
+    `alone`: this process has the file open nowhere else, so its log is checked faster.
     """
     try:
         with collector_paused():
             run = _load(path, may_be_torn)
         if not may_be_torn:
-            refuse_damage(path, indexed=True)
+            refuse_damage(path, indexed=alone)
     except (JournalError, MemoryError):
         raise
     except Exception as error:  # a damaged state may break any machine

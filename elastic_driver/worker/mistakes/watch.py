@@ -140,7 +140,7 @@ class Mistakes:
 
         Once a script has swallowed it, it is one that no `except Exception` catches.
         """
-        if self._told_to_leave != progress.round:
+        if self._told_to_leave != progress.round or not progress.round:
             self._told_to_leave = progress.round
             return error
         self._swallowed += 1

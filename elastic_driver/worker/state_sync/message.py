@@ -33,9 +33,9 @@ from elastic_driver.worker.state_sync.values import (
     knot,
     looked_up,
     random_state,
-    refuse,
     require_kept,
     too_deep,
+    unkept,
 )
 
 _PENDING = object()  # in place of a tuple whose content is still to be read
@@ -126,7 +126,7 @@ class Writer:
             return ["random", kind.__name__, self._write(found[0](), path)]
         if is_referred(value):
             return ["name", [value.__module__, value.__qualname__]]
-        raise refuse(path, value)
+        raise unkept(path, value)
 
     def _write_numpy(self, value: Any, path: str) -> Any:
         import numpy  # noqa: PLC0415 - only where a script uses it

@@ -118,7 +118,7 @@ def require_tensor(name: str, tensor: Tensor) -> None:
     elif tensor.is_meta:
         problem, hint = "it is on the meta device, without memory", "give it its first values"
     elif tensor.is_inference():
-        problem, hint = "it was made under inference_mode", "make it under no_grad"
+        problem, hint = "it was made under inference_mode", "create it under no_grad"
     elif tensor.layout != torch.strided:
         problem, hint = f"it is of layout {tensor.layout}", "keep dense tensors in the state"
     else:

@@ -17,8 +17,8 @@ from elastic_driver.worker.state_sync.values import (
     kind_of,
     knot,
     random_state,
-    refuse,
     require_kept,
+    unkept,
 )
 
 
@@ -175,7 +175,7 @@ class Taker:
             return _HeldBytes(value)
         if (found := random_state(value)) is not None:
             return _HeldRandom(value, *found)
-        raise refuse(path, value)
+        raise unkept(path, value)
 
 
 def put_back(kept: Any, done: dict[int, Any] | None = None) -> Any:
@@ -224,7 +224,7 @@ def _copy_of(value: Any, kind: type, done: dict[int, tuple[Any, Any]]) -> Any:
         return value.copy()
     if is_single(value):
         return value
-    raise refuse(_THEIRS, value)
+    raise unkept(_THEIRS, value)
 
 
 _THEIRS = "its state_dict()"  # in place of a path; `UnkeptError.inside` adds whose

@@ -52,7 +52,7 @@ class UnkeptError(UsageError):
         return UnkeptError(name, f"{self.path}: {self._problem}", self._hint)
 
 
-def refuse(path: str, value: Any) -> UnkeptError:
+def unkept(path: str, value: Any) -> UnkeptError:
     """Return the error that names a value of an unknown kind."""
     kind = type(value)
     if isinstance(value, types.GeneratorType) or hasattr(value, "__next__"):
@@ -64,7 +64,7 @@ def refuse(path: str, value: Any) -> UnkeptError:
     return UnkeptError(
         path,
         f"it is of the class {kind.__qualname__}",
-        "make it a dataclass, give the class state_dict() and load_state_dict(), or keep it "
+        "turn it into a dataclass, give the class state_dict() and load_state_dict(), or keep it "
         "outside of the state",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -187,21 +187,24 @@ def test_a_driver_that_died_before_the_job_began_leaves_nothing_to_go_on_with(
 STARTED = '{"event": "job_started"}\n{"event": "agent_started"}\n{"event": "worker_started"}\n'
 
 
+@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b""), lambda path: path.unlink()])
 def test_a_journal_that_is_gone_begins_no_job_anew_whose_agents_were_started(
-    state_dir: Path, capsys: pytest.CaptureFixture[str]
+    state_dir: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], None]
 ) -> None:
     """They may live, and train on: a second world would train beside them."""
     run_dir = RunDir(state_dir, "big")
-    run_dir.journal_file.write_bytes(b"")
+    harm(run_dir.journal_file)
     run_dir.events_file.write_text(END + STARTED)
-    assert "the journal is empty, and its agents were started; run big" in refuse(state_dir, capsys)
+    said = refuse(state_dir, capsys)
+    assert "though the job has started agents; run big cannot go on" in said
     for argv in (START, ("--resume", *START)):
-        with folder(state_dir) as again, pytest.raises(UsageError, match="agents were started"):
+        with folder(state_dir) as again, pytest.raises(UsageError, match="has started agents"):
             take_unfinished(resolve(argv, {}), again, str(state_dir.parent))
     assert run_dir.events_file.read_text() == END + STARTED
-    run_dir.events_file.write_text(STARTED + '{"event": "job_started"}\n')
-    with folder(state_dir) as again:  # the job after it has started none
-        assert take_unfinished(resolve(START, {}), again, str(state_dir.parent)) is None
+    for over in ("job_started", "job_failed"):
+        run_dir.events_file.write_text(STARTED + f'{{"event": "{over}"}}\n')
+        with folder(state_dir) as again:
+            assert take_unfinished(resolve(START, {}), again, str(state_dir.parent)) is None
 
 
 def test_after_a_restart_of_the_machine_nothing_of_the_job_lives(state_dir: Path) -> None:
