@@ -476,7 +476,7 @@ class State:
         rank, state = current.rank(), self._live()
         is_source = rank == agreement.source
         resumed = None
-        # What cannot be kept is an error now, on every rank. In the middle of a step a rank may hold
+        # What cannot be kept is an error now, on every rank. In the midst of a step a rank may hold
         # such values: those of the sender take their place.
         receives = rank in agreement.receivers and not agreement.fresh
         self._tree.walk(lenient=receives)

@@ -95,9 +95,9 @@ class ModulePart(StatePart):
             (f"{self.name}.{n}", t) for n, t in chain(self._walk.parameters, self._walk.buffers)
         ]
 
-    def buffers(self) -> list[Tensor]:
-        """Return the buffers of now."""
-        return [buffer for _, buffer in self._walk.buffers]
+    def buffers(self) -> Named:
+        """Return the buffers of now, by their names in the module."""
+        return self._walk.buffers
 
     def require_kept(self) -> None:
         """See `StatePart.require_kept`."""
