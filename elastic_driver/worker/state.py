@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.core.measured import StepTimes
 from elastic_driver.core.state_version import StateVersion
-from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
+from elastic_driver.errors import HostsUpdatedInterrupt, UsageError, WorldBrokenError
 from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
@@ -255,7 +255,10 @@ class State:
             )
         self._mistakes.committing(leads=self._leads)
         began = time.perf_counter()
-        self.save()
+        try:
+            self.save()
+        except WorldBrokenError as error:  # what an accelerator was to exchange will never come
+            raise self._mistakes.leaving(error, self._progress)  # noqa: B904 - it has its cause
         self._version += 1
         self._phase = _Phase.number
         if self._checkpoints is not None:

@@ -1,4 +1,7 @@
-"""docs/troubleshooting.md has every message that users see, and no other."""
+"""docs/troubleshooting.md has every message that users see, and no other.
+
+Those about mistakes of scripts are in docs/common-mistakes.md.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ import pytest
 from tests.support.job import ROOT
 from tests.support.messages import messages
 
-PAGE = ROOT / "docs" / "troubleshooting.md"
+PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "common-mistakes.md")]
 BLOCK = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def lines_of_the_page() -> list[str]:
-    return [line for block in BLOCK.findall(PAGE.read_text()) for line in block.splitlines()]
+    blocks = [block for page in PAGES for block in BLOCK.findall(page.read_text())]
+    return [line for block in blocks for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,7 @@ def test_the_page_has_no_message_that_is_gone_and_none_twice(made: dict[str, str
 
 
 def test_each_entry_has_text_below_its_messages() -> None:
-    parts = BLOCK.split(PAGE.read_text())[2::2]
+    parts = [part for page in PAGES for part in BLOCK.split(page.read_text())[2::2]]
     assert [part for part in parts if len(part.split()) < 5] == []
 
 

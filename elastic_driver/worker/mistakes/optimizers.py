@@ -137,7 +137,7 @@ class OptimizerWatch:
         if twin is not None and twin not in self._intervals:
             instead = f"step the state's own, {self._path(twin)!r}, which never steps"
         tell(
-            "anew",
+            "made-anew",
             f"{self._name(optimizer)} trains the state's model, but is not in the state, so what "
             f"it remembers of its steps is lost when the workers change; {instead}",
             "optimizer",
@@ -145,7 +145,7 @@ class OptimizerWatch:
 
     def _tell_other_model(self, optimizer: Optimizer) -> None:
         tell(
-            "anew",
+            "made-anew",
             f"{self._name(optimizer)} trains a model that is not in the state, and no optimizer of "
             "the state steps: what is trained is lost when the workers change; make model and "
             "optimizer before train(), on every rank, and train state.model with state.optimizer",
@@ -161,7 +161,7 @@ class OptimizerWatch:
         for optimizer, watch in list(self._passes.items()):
             if id(optimizer) not in own and (inside & watch.passes) - {-1}:
                 tell(
-                    "anew",
+                    "made-anew",
                     f"{self._name(optimizer)} is not in the state, and neither are the parameters "
                     "that it trains together with the state's: they are lost when the workers "
                     "change; give both to the state, which takes several models and optimizers: "

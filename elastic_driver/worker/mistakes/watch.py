@@ -133,9 +133,9 @@ class Mistakes:
         if self._due > 0 and leads:
             self._due -= 1
             if is_speaker():
-                self._look()
+                self._look_safely()
 
-    def leaving(self, error: HostsUpdatedInterrupt, progress: TrainingProgress) -> BaseException:
+    def leaving(self, error: Exception, progress: TrainingProgress) -> BaseException:
         """Return the error by which a commit tells the script to leave this round.
 
         Once a script has swallowed it, it is one that no `except Exception` catches.
@@ -154,22 +154,29 @@ class Mistakes:
 
     # ---- looks ---------------------------------------------------------------------------
 
+    def _look_safely(self) -> None:
+        """Look; whatever the objects of a script do when they are looked at, training goes on."""
+        try:
+            self._look()
+        except Exception as error:
+            self._due, self._looks = 0, LOOKED_AT
+            say(f"the script cannot be looked through for mistakes, training goes on: {error!r}")
+        finally:
+            self._frame = None
+
     def _look(self) -> None:
         self._count_alone()
         if self._looks >= LOOKED_AT:
             return
         self._looks += 1
         stepped = self._tree.steps.optimizers()
-        self._frame = sys._getframe(2)
-        try:
-            self._optimizers.look(self._looks, stepped, self._values())
-            if self._looks >= left_out.FIRST:
-                self._left_out.look(self._looks, self._values, self._frame, self._optimizers.trains)
-            if self._looks == 2:
-                self._look_at_wrapped()
-                self._averages = self._finds_average(stepped)
-        finally:
-            self._frame = None
+        self._frame = sys._getframe(3)
+        self._optimizers.look(self._looks, stepped, self._values())
+        if self._looks >= left_out.FIRST:
+            self._left_out.look(self._looks, self._values, self._frame, self._optimizers.trains)
+        if self._looks == 2:
+            self._look_at_wrapped()
+            self._averages = self._finds_average(stepped)
         if self._looks == LOOKED_AT:
             self._left_out = LeftOut()
 
@@ -197,7 +204,7 @@ class Mistakes:
             if parameters and not any(map(kept.has_tensor, parameters)):
                 kind = type(model).__name__
                 tell(
-                    "anew",
+                    "made-anew",
                     f"elastic.wrap() has a model ({kind}) that is not in the state: its weights "
                     "are lost when the workers change; make it before train(), give it to the "
                     "state, and wrap that one: elastic.wrap(state.model)",

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from elastic_driver.worker import accelerator
+
 _STRIDES = (1, 3, 7)  # of the words in each sum on a device: what moves changes at least one
 
 
@@ -31,7 +33,8 @@ def contents(tensors: Sequence[Tensor]) -> list[int]:
 
 def is_capturing() -> bool:
     """Return whether a graph is captured at this moment, in which no content can be read."""
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    device = accelerator.in_use()
+    return bool(getattr(device, "is_current_stream_capturing", bool)())
 
 
 def _on_cpu(tensor: Tensor) -> int:

@@ -284,14 +284,16 @@ def test_half_received_states_are_no_end_where_there_is_a_checkpoint(tmp_path: P
 
 
 def test_half_received_states_without_a_checkpoint_end_the_job_with_the_reason(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(StateLostError, match="checkpoint_dir"):
         agree(TORN, 7)
     job = Job(tmp_path)
     job.state._torn = True
-    with pytest.raises(StateLostError, match="before the first checkpoint"):
+    with pytest.raises(SystemExit) as ended:
         job.train(5)
+    assert ended.value.code == 75
+    assert "there is no checkpoint yet" in capsys.readouterr().err
 
 
 ENDLESS = """

@@ -51,3 +51,7 @@ def a_step(state: Any) -> None:
     (state.model(x) - x.sum(1, keepdim=True)).pow(2).mean().backward()
     state.optimizer.step()
     state.step += 1
+
+
+def use(*things: Any) -> None:
+    """Keep variables in use; an `assert` in a training function calls `locals()` there."""

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_driver as elastic
-from tests.worker.mistakes.conftest import COMMITS, Told, a_step, net, state_of
+from tests.worker.mistakes.conftest import COMMITS, Told, a_step, net, state_of, use
 
 
 def train(state: Any, after_step: Callable[[], None] = lambda: None) -> None:
@@ -168,9 +168,8 @@ def test_weights_of_an_inner_loop_are_not_named(lines: Told) -> None:
             torch.func.functional_call(state.model, fast, (torch.ones(2, 4),))
             a_step(state)
             learner = copy.deepcopy(state.model)
-            assert learner is not None
-            assert before
             state.commit()
+            use(learner, before, fast)
 
     run(state)
     assert lines() == []
@@ -251,7 +250,7 @@ def test_a_gradient_scaler_that_is_not_in_the_state_is_named(lines: Told) -> Non
     off = torch.amp.GradScaler("cpu", enabled=False)
 
     def update() -> None:
-        assert scaler.get_scale()
+        use(scaler)
         off.update()
 
     train(state, update)

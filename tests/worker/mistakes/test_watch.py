@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import statistics
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,11 @@ import torch
 import elastic_driver as elastic
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError, WorldBrokenError
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER, TrainingProgress
-from elastic_driver.worker.mistakes import watch
+from elastic_driver.worker.mistakes import told, watch
 from elastic_driver.worker.mistakes.watch import Mistakes, hint
 from elastic_driver.worker.world.collective_waits import CollectiveWaits
-from tests.worker.mistakes.conftest import Told, a_step, state_of
+from tests.support.job import ROOT
+from tests.worker.mistakes.conftest import Told, a_step, state_of, use
 
 LOSS = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
@@ -117,6 +120,20 @@ def test_a_change_that_is_swallowed_comes_again_so_that_nothing_catches_it(
     assert "though the workers change, and the others may wait for it" in line
 
 
+def test_a_broken_accelerator_that_is_swallowed_comes_again_so_that_nothing_catches_it(
+    state: Any,
+) -> None:
+    def settle() -> None:
+        raise WorldBrokenError("what was to be exchanged will never come")
+
+    state._counter.settle = settle
+    with pytest.raises(WorldBrokenError):
+        state.commit()
+    with contextlib.suppress(Exception), pytest.raises(SwallowedError) as caught:
+        state.commit()
+    assert isinstance(caught.value.__cause__, WorldBrokenError)
+
+
 # ---- commits that do not come ------------------------------------------------------------
 
 
@@ -181,12 +198,51 @@ def test_the_same_error_after_a_commit_or_at_the_beginning_is_not_explained(line
     assert lines() == []
 
 
+class Odd:
+    """An object that nobody can look at."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise KeyError("a trap")
+
+
+def test_objects_that_cannot_be_looked_at_do_not_end_a_training(
+    lines: Told, capfd: pytest.CaptureFixture[str]
+) -> None:
+    state, odd = state_of(), Odd()
+
+    @elastic.run
+    def run(state: Any) -> None:
+        while state.step < 6:
+            a_step(state)
+            state.commit()
+        use(odd)
+
+    run(state)
+    assert (
+        "cannot be looked through for mistakes, training goes on: KeyError"
+        in capfd.readouterr().err
+    )
+
+
+def test_each_mistake_has_its_section_on_the_page() -> None:
+    sources = [path.read_text() for path in Path(watch.__file__).parent.glob("*.py")]
+    kinds = {kind for text in sources for kind in re.findall(r'tell\(\s*"([a-z-]+)"', text)}
+    page = (ROOT / told.PAGE).read_text()
+    headings = {
+        line[3:].lower().replace(" ", "-") for line in page.splitlines() if line[:3] == "## "
+    }
+    assert len(kinds) == 7
+    assert kinds <= headings
+
+
 # ---- costs -------------------------------------------------------------------------------
 
 
 def test_a_look_leaves_nothing_of_the_script_alive(lines: Told) -> None:
     state = state_of()
     alive: list[Callable[[], Any]] = []
+    freed: list[bool] = []
 
     @elastic.run
     def run(state: Any) -> None:
@@ -197,10 +253,11 @@ def test_a_look_leaves_nothing_of_the_script_alive(lines: Told) -> None:
             a_step(state)
             state.commit()
             del activations
-            assert weights
-            assert alive[-1]() is None
+            use(weights)
+            freed.append(alive[-1]() is None)
 
     run(state)
+    assert all(freed)
     assert lines() == []
 
 
@@ -224,9 +281,9 @@ def test_commits_pay_for_the_looks_at_the_beginning_only(
         while state.step < 100:
             a_step(state)
             state.commit()
+        use(shadow)
 
     run(state)
-    assert shadow
     first, later = costs[: watch.LOOKED_AT], costs[watch.LOOKED_AT :]
     assert statistics.median(first) < 0.005, first
     assert statistics.median(later) < 0.0001, later
