@@ -19,7 +19,7 @@ from torch import Tensor
 from elastic_driver import contract
 from elastic_driver.worker.heartbeat.progress import TrainingProgress, usual_pause
 from elastic_driver.worker.state_sync.fingerprint import contents
-from elastic_driver.worker.state_sync.tree import Tree, digest_input
+from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import UnkeptError
 
 FIRST = frozenset({2, 4, 8, 16})  # commits of a round
@@ -27,6 +27,7 @@ SHARE = 0.0008  # of the training time
 LONGEST = 1 << 20  # commits between two marks
 MARKS_IN_A_PAUSE = 8  # of heartbeats, at most
 KEPT = 4  # marks whose leaves are kept, for the driver's question
+LARGEST = 4096  # bytes of a value whose text is kept
 _TEXT = 120  # characters of a value that are shown
 Leaf = tuple[str, str, str]  # name, digest, and value as text
 Compared = tuple[Tree, frozenset[str]]  # a state, and the names that are left out
@@ -62,7 +63,7 @@ class Marks:
         began = time.perf_counter()
         found = [leaf for tree, local in states() for leaf in _leaves_of(tree, local)]
         root = blake2b(digest_size=8)
-        for name, digest, _ in found:
+        for name, digest, _ in sorted(found, key=lambda leaf: leaf[:2]):  # in any order, as leaves
             root.update(name.encode(errors="replace"))
             root.update(digest.encode())
         self._kept[step] = found
@@ -99,7 +100,7 @@ def _leaves_of(tree: Tree, local: frozenset[str]) -> list[tuple[str, str, Any]]:
     rows: list[tuple[str, bytes, int]] = []
     for name, value in small:
         try:
-            data, inside = digest_input(value, name)
+            data, inside = tree.digest_input(value, name)
         except UnkeptError:  # what is refused at the next commit
             continue
         rows.append((name, data, len(inside)))
@@ -111,7 +112,7 @@ def _leaves_of(tree: Tree, local: frozenset[str]) -> list[tuple[str, str, Any]]:
         own = numbers[at : at + count]
         at += count
         digest = blake2b(data + repr(own).encode(), digest_size=6).hexdigest()
-        found.append((name, digest, data))
+        found.append((name, digest, data if len(data) <= LARGEST else f"{len(data)} bytes"))
     for (name, tensor), number in zip(large, numbers[at:], strict=True):
         digest = f"{number:08x}"
         shown = tensor.tolist() if tensor.numel() == 1 and tensor.device.type == "cpu" else tensor
@@ -134,6 +135,9 @@ def _text(shown: Any) -> str:
     return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"
 
 
+_NAMED = {"tensor": "a tensor", "array": "an array", "random": "a random generator"}
+
+
 def _plainly(data: Any) -> Any:
     """Return tagged data without its tags, as far as that is short to say."""
     if type(data) is not list or not data:
@@ -146,8 +150,8 @@ def _plainly(data: Any) -> Any:
         half = len(items) // 2
         keys = [_plainly(key) for key in items[:half]]
         return dict(zip(map(str, keys), map(_plainly, items[half:]), strict=True))
-    if tag == "tensor":
-        return "a tensor"
-    if tag == "bytes":
-        return rest[0]
+    if tag in _NAMED:
+        return _NAMED[tag]
+    if tag == "str":
+        return bytes(rest[0]).decode("utf-8", "backslashreplace")
     return rest[0] if len(rest) == 1 else f"{tag} {rest}"

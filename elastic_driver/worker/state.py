@@ -479,7 +479,10 @@ class State:
         rank, state = current.rank(), self._live()
         is_source = rank == agreement.source
         resumed = None
-        self._tree.walk()  # what cannot be kept is an error now, on every rank
+        # What cannot be kept is an error now, on every rank. In the midst of a step a rank may hold
+        # such values: those of the sender take their place.
+        receives = rank in agreement.receivers and not agreement.fresh
+        self._tree.walk(lenient=receives)
         if agreement.fresh:
             sharing.split(state)
             if is_source:

@@ -106,7 +106,7 @@ def test_what_is_local_and_running_statistics_are_left_out() -> None:
     rank.train(2)
     names = set(rank.leaves(2))
     assert not {n for n in names if n.startswith(("state.losses", "model.0", "model.norm.running"))}
-    assert {"model.2.weight", "model.norm.num_batches_tracked", "state.history"} <= names
+    assert {"model.2.weight", "state.history"} <= names
 
 
 def test_leaves_of_old_marks_are_gone_and_those_of_the_last_rounds_too() -> None:

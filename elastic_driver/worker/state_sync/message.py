@@ -6,8 +6,9 @@ classes in the tables of `values`: a class is only looked up among the loaded mo
 """
 
 import enum
-from collections import deque
-from collections.abc import Callable, Sequence
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Writer:
     `parts`: the number of each object that has a part of its own, by its identity.
     """
 
-    def __init__(self, parts: dict[int, int] | None = None) -> None:
+    def __init__(self, parts: Mapping[int, Any] | None = None) -> None:
         self.tensors: list[tuple[str, Tensor]] = []
         self._parts = parts or {}
         self._seen: dict[int, int] = {}
@@ -83,9 +84,7 @@ class Writer:
         self._remember(value)
         if kind.fill is None:
             self._open.add(id(value))
-        items = kind.children(value)
-        if isinstance(value, set | frozenset):  # their order differs between processes
-            items.sort(key=lambda each: repr(Writer(self._parts)._write(each, path)))
+        items = self._children(value, kind, path)
         names = child_names(value, items)
         written = [self._write(v, f"{path}{n}") for v, n in zip(items, names, strict=True)]
         self._open.discard(id(value))
@@ -93,6 +92,15 @@ class Writer:
         if own.__name__ in kind_names and kind_names[own.__name__] is own:
             return [own.__name__, kind.more(value), written]
         return ["class", [own.__module__, own.__qualname__], written]
+
+    def _children(self, value: Any, kind: Kind, path: str) -> list[Any]:
+        items = kind.children(value)
+        if isinstance(value, set | frozenset):  # their order differs between processes
+            items.sort(key=lambda each: self._sorted_by(each, path))
+        return items
+
+    def _sorted_by(self, value: Any, path: str) -> str:
+        return repr(type(self)(self._parts)._write(value, path))
 
     def _write_single(self, value: Any, path: str) -> Any:
         kind = type(value)
@@ -122,11 +130,16 @@ class Writer:
         if kind is bytearray:
             self._remember(value)
             return ["bytearray", bytes(value)]
-        if (found := random_state(value)) is not None:
-            return ["random", kind.__name__, self._write(found[0](), path)]
+        if random_state(value) is not None:
+            return self._write_random(value, path)
         if is_referred(value):
             return ["name", [value.__module__, value.__qualname__]]
         raise unkept(path, value)
+
+    def _write_random(self, value: Any, path: str) -> Any:
+        found = random_state(value)
+        assert found is not None  # noqa: S101 - the caller has looked
+        return ["random", type(value).__name__, self._write(found[0](), path)]
 
     def _write_numpy(self, value: Any, path: str) -> Any:
         import numpy  # noqa: PLC0415 - only where a script uses it
@@ -136,7 +149,42 @@ class Writer:
         dtype = self._write(numpy.lib.format.dtype_to_descr(value.dtype), path)
         if not is_array(value):
             return ["scalar", dtype, value.tobytes()]
-        return ["array", dtype, list(value.shape), value.tobytes()]
+        return ["array", dtype, list(value.shape), self._content_of(value)]
+
+    def _content_of(self, array: Any) -> Any:
+        return array.tobytes()
+
+
+class ComparingWriter(Writer):
+    """Writes equal values alike, for digests: nobody reads them again.
+
+    Tables are equal in any order, and tuples whether they are one object or two. Random generators
+    are at different places on each rank. `parts`: the path of each.
+    """
+
+    def _write(self, value: Any, path: str) -> Any:
+        written = super()._write(value, path)
+        if type(value) is tuple:
+            self._seen.pop(id(value), None)
+        return written
+
+    def _children(self, value: Any, kind: Kind, path: str) -> list[Any]:
+        items = super()._children(value, kind, path)
+        if isinstance(value, dict) and not isinstance(value, OrderedDict):
+            half = len(items) // 2
+            pairs = sorted(
+                zip(items[:half], items[half:], strict=True),
+                key=lambda pair: self._sorted_by(pair[0], path),
+            )
+            items = [key for key, _ in pairs] + [each for _, each in pairs]
+        return items
+
+    def _write_random(self, value: Any, path: str) -> Any:  # noqa: ARG002 - see `Writer`
+        return ["random", type(value).__name__]
+
+    def _content_of(self, array: Any) -> Any:
+        in_order = array.flags.c_contiguous and array.nbytes
+        return zlib.crc32(array.reshape(-1).view("u1") if in_order else array.tobytes())
 
 
 def _simple(value: Any) -> Any:

@@ -95,9 +95,9 @@ class ModulePart(StatePart):
             (f"{self.name}.{n}", t) for n, t in chain(self._walk.parameters, self._walk.buffers)
         ]
 
-    def buffers(self) -> list[Tensor]:
-        """Return the buffers of now."""
-        return [buffer for _, buffer in self._walk.buffers]
+    def buffers(self) -> Named:
+        """Return the buffers of now, by their names in the module."""
+        return self._walk.buffers
 
     def require_kept(self) -> None:
         """See `StatePart.require_kept`."""
@@ -163,14 +163,12 @@ class ModulePart(StatePart):
         """Return this module's own tensors; buffers that it lacks are made."""
         self._require_class(document[0])
         self._refresh()
-        names, walk = names_in(document[1]), self._walk
-        mine = dict(chain(walk.parameters, walk.buffers))
-        for name, spec in zip(names, specs, strict=False):
-            if name not in mine and name in document[4]:
-                self._add_buffer(name, spec, persistent=document[4][name])
-                self._refresh()
-                mine = dict(chain(self._walk.parameters, self._walk.buffers))
-        self._require_same(names, mine, specs)
+        names, persistent = names_in(document[1]), document[4]
+        theirs = dict(zip(names, specs, strict=False))
+        self._require_same({n: spec for n, spec in theirs.items() if n not in persistent})
+        self._take_over_buffers(theirs, persistent)
+        self._refresh()
+        mine = dict(chain(self._walk.parameters, self._walk.buffers))
         tail = [spec.allocate() for spec in specs[len(names) :]]  # of the extra state
         return [mine[name] for name in names] + tail
 
@@ -179,7 +177,7 @@ class ModulePart(StatePart):
         flags, training = document[2]
         walk = self._walk
         if len(training) != len(walk.modules) or len(flags) != len(walk.parameters):
-            raise UsageError(_OTHERWISE.format(name=self.name, what="it has other submodules"))
+            raise self._differs("it has other submodules")
         for module, flag in zip(walk.modules, training, strict=True):
             module.training = flag
         for (_, parameter), flag in zip(walk.parameters, flags, strict=True):
@@ -198,26 +196,50 @@ class ModulePart(StatePart):
                 found[prefix + name] = name not in module._non_persistent_buffers_set
         return found
 
-    def _add_buffer(self, name: str, spec: TensorSpec, *, persistent: bool) -> None:
-        path, _, own = name.rpartition(".")
-        owner = dict(zip(self._walk.paths, self._walk.modules, strict=True)).get(path)
-        if owner is not None:
-            owner._buffers.pop(own, None)
-            owner.register_buffer(own, spec.allocate(), persistent=persistent)
-
-    def _require_same(
-        self, names: Sequence[str], mine: dict[str, Tensor], specs: Sequence[TensorSpec]
+    def _take_over_buffers(
+        self, theirs: dict[str, TensorSpec], persistent: dict[str, bool]
     ) -> None:
-        lacks = next((name for name in names if name not in mine), None)
-        more = next((name for name in mine if name not in names), None)
+        """Make the buffers of the sender, drop those that it has no more, and resize the others.
+
+        `persistent`: those of the sender by name, also those that are None.
+        """
+        owners = dict(zip(self._walk.paths, self._walk.modules, strict=True))
+        strange = [name for name in persistent if name.rpartition(".")[0] not in owners]
+        if strange:
+            raise self._differs(f"this one has no {strange[0]!r}")
+        for path, owner in owners.items():
+            prefix = f"{path}." if path else ""
+            for name in [name for name in owner._buffers if prefix + name not in persistent]:
+                delattr(owner, name)
+        for name, is_persistent in persistent.items():
+            path, _, own = name.rpartition(".")
+            old, spec = owners[path]._buffers.pop(own, None), theirs.get(name)
+            vars(owners[path]).pop(own, None)
+            if old is None or spec is None:
+                old = None if spec is None else spec.allocate()
+            elif not spec.fits(old):
+                old.data = spec.allocate(old.device.type)
+            owners[path].register_buffer(own, old, persistent=is_persistent)
+
+    def _require_same(self, theirs: dict[str, TensorSpec]) -> None:
+        """Raise `UsageError` where the parameters are others than the sender's."""
+        mine = dict(self._walk.parameters)
+        lacks = next((name for name in theirs if name not in mine), None)
+        more = next((name for name in mine if name not in theirs), None)
         if lacks or more:
-            what = f"this one has no {lacks!r}" if lacks else f"only this one has {more!r}"
-            raise UsageError(_OTHERWISE.format(name=self.name, what=what))
-        for name, spec in zip(names, specs, strict=False):
+            raise self._differs(
+                f"this one has no {lacks!r}" if lacks else f"only this one has {more!r}"
+            )
+        for name, spec in theirs.items():
             kind = TensorSpec.of(mine[name])
             if kind[:2] != spec[:2]:
-                what = f"{name!r} is {_shown(kind)} here and {_shown(spec)} there"
-                raise UsageError(_OTHERWISE.format(name=self.name, what=what))
+                raise self._differs(f"{name!r} is {_shown(kind)} here and {_shown(spec)} there")
+
+    def _differs(self, what: str) -> UsageError:
+        return UsageError(
+            f"{self.name} is built differently on the worker that holds the trained state: {what}; "
+            "build the same model on every worker, whatever its rank"
+        )
 
 
 class OwnStatePart(StatePart):
@@ -276,12 +298,6 @@ def _look_of(value: Any, depth: int = 0) -> Any:
     if isinstance(value, set | int | float | str):
         return repr(value)
     return None
-
-
-_OTHERWISE = (
-    "{name} is built differently on the worker that holds the trained state: {what}; build the "
-    "same model on every worker, whatever its rank"
-)
 
 
 def _shown(spec: TensorSpec) -> str:

@@ -9,13 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.message import Reader, Writer
+from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.part import (
     Named,
     Outgoing,
     StatePart,
-    children_in,
-    names_in,
     require_tensor,
 )
 from elastic_driver.worker.state_sync.taking import Taker, put_back
@@ -48,7 +46,7 @@ class OptimizerPart(StatePart):
 
     def __init__(self, name: str, optimizer: Optimizer) -> None:
         super().__init__(name, optimizer)
-        self._live: list[Any] = [
+        self._seen: list[Any] = [
             _END
         ]  # groups, parameters, and those of which it remembers something
         self._remembered: list[Any] = [_END]  # all that it remembers
@@ -70,7 +68,7 @@ class OptimizerPart(StatePart):
         if self._is_current():
             return
         state = self.thing.state
-        self._live = [*self.thing.param_groups, *self.parameters(), _END, *state, _END]
+        self._seen = [*self.thing.param_groups, *self.parameters(), _END, *state, _END]
         inside = [*chain.from_iterable(map(_inside, state.values())), _END]
         self._plain = [n for n, each in enumerate(inside[:-1]) if not isinstance(each, Tensor)]
         for place in self._plain:
@@ -81,7 +79,7 @@ class OptimizerPart(StatePart):
         """Return whether nothing was added, removed or replaced since."""
         groups, state = self.thing.param_groups, self.thing.state
         parameters = chain.from_iterable([group["params"] for group in groups])
-        if not all(map(is_, chain(groups, parameters, (_END,), state, (_END,)), self._live)):
+        if not all(map(is_, chain(groups, parameters, (_END,), state, (_END,)), self._seen)):
             return False
         try:
             inside = chain(chain.from_iterable(map(dict.values, state.values())), (_END,))
@@ -111,31 +109,32 @@ class OptimizerPart(StatePart):
                 self._own.append((f"{self.name}.params.{number}", parameter))
 
     def tensors(self) -> Named:
-        """Return its tensors for each parameter, and the parameters that are in no module."""
+        """Return the tensors that it remembers, and the parameters that are in no module."""
         found = list(self._own)
-        for number, parameter in self._numbered():
-            values = self.thing.state.get(parameter)
-            if isinstance(values, dict):
-                prefix = f"{self.name}.state.{number}."
-                found += [(prefix + str(k), v) for k, v in values.items() if isinstance(v, Tensor)]
+        for label, values in self._memory():
+            for name, value in _named(f"{self.name}.state.{label}", values):
+                if isinstance(value, Tensor):
+                    found.append((name, value))
         return found
+
+    def _memory(self) -> list[tuple[Any, Any]]:
+        """Return all that it remembers: by number of the parameter, then by other keys."""
+        state = self.thing.state
+        numbered = [(n, state[p]) for n, p in enumerate(self.parameters()) if p in state]
+        return numbered + [(k, v) for k, v in state.items() if not isinstance(k, Tensor)]
 
     def own_parameters(self) -> Named:
         """Return the parameters that are in no module and no attribute of the state, by name."""
         return self._own
 
-    def _numbered(self) -> list[tuple[int, Tensor]]:
-        return list(enumerate(self.parameters()))
-
-    def _others(self) -> dict[int, dict[Any, Any]]:
-        """Return, by number of the parameter, what it remembers that is not a tensor."""
-        found = {}
-        for number, parameter in self._numbered():
-            values = self.thing.state.get(parameter)
+    def _others(self) -> list[Any]:
+        """Return what it remembers that is no tensor, in the order of `_memory`."""
+        found: list[Any] = []
+        for _, values in self._memory():
             if isinstance(values, dict):
-                rest = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
-                if rest:
-                    found[number] = rest
+                found.append({k: v for k, v in values.items() if not isinstance(v, Tensor)})
+            else:
+                found.append(None if isinstance(values, Tensor) else values)
         return found
 
     # ---- commits
@@ -190,9 +189,14 @@ class OptimizerPart(StatePart):
                 values.clear()
                 values.update(content)
             optimizer.state[parameter] = values
-        numbered = dict(self._numbered())
-        for number, rest in put_back(others or {}, done).items():
-            optimizer.state[numbered[number]].update(rest)
+        if others is not None:
+            keys = [p for p in self.parameters() if p in optimizer.state]
+            keys += [key for key in optimizer.state if not isinstance(key, Tensor)]
+            for key, rest in zip(keys, put_back(others, done), strict=True):
+                if isinstance(optimizer.state[key], dict):
+                    optimizer.state[key].update(rest)
+                elif rest is not None:
+                    optimizer.state[key] = rest
         self._refresh()
 
     def values(self) -> list[tuple[str, Any]]:
@@ -220,61 +224,87 @@ class OptimizerPart(StatePart):
             settings = {key: value for key, value in group.items() if key != "params"}
             names = [self._named[id(p)] for p in group["params"]]
             groups.append([names, writer.write(settings, self._group(number))])
-        state: dict[int, Any] = {}
-        for number, parameter in self._numbered():
-            if parameter in optimizer.state:
-                state[number] = optimizer.state[parameter]
-        own = {name: tensor.detach() for name, tensor in self._own}
+        numbered, others = self._state_by_number(self.parameters())
+        own = dict(self._own)
         return [
             self._class(),
             groups,
-            writer.write(state, f"{self.name}.state"),
+            writer.write(numbered, f"{self.name}.state"),
+            writer.write(others, f"{self.name}.state"),
             writer.write(own, self.name),
         ], writer.tensors
 
-    def places(self, document: Any, specs: Sequence[TensorSpec], /) -> list[Tensor]:
-        """Return new tensors for the state (Adam's are made late), and its own parameters."""
-        self._require_class(document[0])
-        self._refresh()
-        by_name = {name: p for p in self.parameters() for name in [self._named.get(id(p), "")]}
-        by_name |= self._known
-        missing = [name for names, _ in document[1] for name in names if name not in by_name]
+    def _state_by_number(
+        self, parameters: Sequence[Tensor]
+    ) -> tuple[dict[int, Any], dict[Any, Any]]:
+        """Return what is remembered of each of these parameters, and all else."""
+        state = self.thing.state
+        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        return {n: state[p] for n, p in enumerate(parameters) if p in state}, others
+
+    def _theirs(self, groups: Any) -> list[list[Tensor]]:
+        """Return this process's parameters of the sender's groups.
+
+        Raises `UsageError` where there is no such parameter.
+        """
+        by_name = dict(self._known)
+        by_name |= {self._named[id(p)]: p for p in self.parameters() if id(p) in self._named}
+        missing = [name for names, _ in groups for name in names if name not in by_name]
         if missing:
             raise UsageError(
                 f"{self.name} trains {missing[0]!r} on the worker that holds the trained state, "
                 "and this worker has no such parameter; build the same optimizer on every worker"
             )
-        found = [spec.allocate() for spec in specs]
-        own = dict(self._own)
-        for name, written in zip(names_in(document[3]), children_in(document[3]), strict=True):
-            if name in own and specs[written[1]].fits(own[name]):
-                found[written[1]] = own[name]
-        return found
+        return [[by_name[name] for name in names] for names, _ in groups]
+
+    def _live(self, parameters: Sequence[Sequence[Tensor]]) -> list[Any]:
+        """Return what this process has of a document: settings of groups, and all state."""
+        live = self.thing.param_groups
+        settings = [
+            {key: value for key, value in live[number].items() if key != "params"}
+            if number < len(live)
+            else {}
+            for number in range(len(parameters))
+        ]
+        return [*settings, *self._state_by_number(list(chain.from_iterable(parameters)))]
+
+    def places(self, document: Any, specs: Sequence[TensorSpec], /) -> list[Tensor]:
+        """Return its own tensors, and new ones for those that it lacks: Adam's are made late."""
+        self._require_class(document[0])
+        self._refresh()
+        live = [*self._live(self._theirs(document[1])), dict(self._own)]
+        settings = [written for _, written in document[1]]
+        return places(["list", None, [*settings, *document[2:]]], specs, live)
 
     def accept(self, document: Any, tensors: Sequence[Tensor], /) -> None:
         """Make the received groups, with this process's parameters, and load the state."""
         optimizer, reader = self.thing, Reader(tensors, what=self.name)
-        by_name = dict(self._known)
-        by_name |= {self._named[id(p)]: p for p in self.parameters() if id(p) in self._named}
-        live = optimizer.param_groups
-        made = []
-        for number, (names, settings) in enumerate(document[1]):
-            group = live[number] if number < len(live) else {"params": []}
-            old = {key: value for key, value in group.items() if key != "params"}
-            content = reader.read(settings, old)
-            group["params"][:] = [by_name[name] for name in names]
+        parameters = self._theirs(document[1])
+        *settings, numbered, others = self._live(parameters)
+        groups = optimizer.param_groups[: len(parameters)]
+        groups += [{"params": []} for _ in parameters[len(groups) :]]
+        for group, own, (_, written), old in zip(
+            groups, parameters, document[1], settings, strict=True
+        ):
+            content = reader.read(written, old)
+            group["params"][:] = own
             for key in [key for key in group if key != "params" and key not in content]:
                 del group[key]
             group.update(content)
-            made.append(group)
-        optimizer.param_groups[:] = made
-        state = reader.read(document[2])
-        numbered = dict(self._numbered())
-        for parameter in [p for p in optimizer.state if isinstance(p, Tensor)]:
-            del optimizer.state[parameter]
-        for number, values in state.items():
-            optimizer.state[numbered[number]] = _on_device(values, numbered[number])
+        optimizer.param_groups[:] = groups
+        found = reader.read(document[2], numbered), reader.read(document[3], others)
+        flat = list(chain.from_iterable(parameters))
+        optimizer.state.clear()
+        for number, values in found[0].items():
+            optimizer.state[flat[number]] = _on_device(values, flat[number])
+        optimizer.state.update(found[1])
         self._refresh()
+
+
+def _named(name: str, values: Any) -> list[tuple[str, Any]]:
+    if isinstance(values, dict):
+        return [(f"{name}.{key}", value) for key, value in values.items()]
+    return [(name, values)]
 
 
 def _inside(values: Any) -> Any:
@@ -283,12 +313,9 @@ def _inside(values: Any) -> Any:
 
 def _on_device(values: Any, parameter: Tensor) -> Any:
     """Return a parameter's state with tensors on its device; those on the CPU stay there."""
-    if not isinstance(values, dict):
-        return values
     home = parameter.device
-    return {
-        key: value.to(home)
-        if isinstance(value, Tensor) and value.device.type == home.type
-        else value
-        for key, value in values.items()
-    }
+    if isinstance(values, dict) and home.type != "cpu":
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.device.type == home.type:
+                values[key] = value.to(home)
+    return values

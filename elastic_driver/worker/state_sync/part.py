@@ -130,9 +130,3 @@ def names_in(written: Any) -> list[str]:
     """Return the keys of a dictionary that a `Writer` wrote; all are strings."""
     items = written[2]
     return list(items[: len(items) // 2])
-
-
-def children_in(written: Any) -> list[Any]:
-    """Return the values of a dictionary that a `Writer` wrote, as it wrote them."""
-    items = written[2]
-    return list(items[len(items) // 2 :])

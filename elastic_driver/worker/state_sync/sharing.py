@@ -208,7 +208,7 @@ def take_over(
     has not made yet. Raises `UsageError` where this script's state has other parts or values, or
     they are built differently.
     """
-    state.tree.walk()
+    state.tree.walk(lenient=True)
     parts = {n: (msgspec.msgpack.decode(v.document), v.specs) for n, v in envelope.parts.items()}
     plain = {n: (msgspec.msgpack.decode(v.document), v.specs) for n, v in envelope.plain.items()}
     _require_names(state, list(parts), plain[VALUES][0], same_script=same_script)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.gradients import Gradients
 from elastic_driver.worker.state_sync.leaves import Leaves
-from elastic_driver.worker.state_sync.message import Writer
+from elastic_driver.worker.state_sync.message import ComparingWriter
 from elastic_driver.worker.state_sync.parts import (
     ModulePart,
     OptimizerPart,
@@ -28,8 +28,9 @@ from elastic_driver.worker.state_sync.parts import (
 )
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.taking import Taker, put_back
-from elastic_driver.worker.state_sync.values import SIMPLE, has_part, too_deep
+from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_part, too_deep
 
+MOST_ENTRIES = 64  # of a table whose entries are compared one by one
 SMALL_BYTES = 1024 * 1024  # of a buffer that is copied at each commit
 PartMaker = Callable[[str, Any], StatePart | None]
 
@@ -69,10 +70,11 @@ class Tree:
 
     # ---- the walk ------------------------------------------------------------------------
 
-    def walk(self) -> dict[str, Any]:
+    def walk(self, *, lenient: bool = False) -> dict[str, Any]:
         """Walk all attributes as they are now; return their copies.
 
-        Raises `UnkeptError` for what cannot be kept.
+        `lenient`: plain values are about to be replaced, so they may be of any kind. Raises
+        `UnkeptError` for what cannot be kept.
         """
         taker, kept, known = Taker(), {}, self._objects
         for name, value in self.values.items():
@@ -82,7 +84,11 @@ class Tree:
                 kept[name] = value
                 taker.add_part(name, value)
             else:
-                kept[name] = self._taken(taker, name, value)
+                try:
+                    kept[name] = self._taken(taker, name, value)
+                except UnkeptError:
+                    if not lenient:
+                        raise
         self._arrange(taker.parts, taker.tensors)
         return kept
 
@@ -137,11 +143,12 @@ class Tree:
             remembered += own
             trained.update(name for name, _ in own)
             trained.update(names[id(p)] for p in part.parameters() if id(p) in names)
+        self._require_trained(known)
         self._names = {id(tensor): name for name, tensor in known.items()}
         for part in optimizers:
             self._names |= {id(p): n for n, p in part.own_parameters()}
         self.known = known
-        buffers = {id(b): b.nbytes for part in modules for b in part.buffers()}
+        buffers = {id(b): b.nbytes for part in modules for _, b in part.buffers()}
         small = {n for n, t in tensors if buffers.get(id(t), SMALL_BYTES + 1) <= SMALL_BYTES}
         self.leaves.arrange(tensors, remembered, trained, small)
         untold = [] if self.optimizers() else [t for t in known.values() if t.requires_grad]
@@ -152,6 +159,20 @@ class Tree:
         for value in self.values.values():
             if callable(tell := getattr(value, "trained_by", None)):
                 tell(parameters)
+
+    def _require_trained(self, known: dict[str, Tensor]) -> None:
+        """Raise `UnkeptError` for an optimizer that trains what no part of the state keeps."""
+        kept = set(map(id, known.values()))
+        for name, part in self.parts.items():
+            if not isinstance(part.thing, Optimizer) or isinstance(part, OptimizerPart):
+                continue
+            if any(id(parameter) not in kept for parameter in trained_by(part.thing)):
+                raise UnkeptError(
+                    name,
+                    f"it is a {type(part.thing).__name__} with a state_dict() of its own, and "
+                    "trains a parameter that is in no module of the state",
+                    "give the state the parameter, or the module that it belongs to",
+                )
 
     def _all(self, kind: type[Any]) -> list[Any]:
         return [part for part in self.parts.values() if isinstance(part, kind)]
@@ -247,42 +268,57 @@ class Tree:
         """Return name and value of each small leaf, and of each tensor, that ranks have alike.
 
         Called right after `keep`. `local`: names of attributes and leaves that differ by intention.
-        Floating-point buffers are left out: with DistributedDataParallel each rank has running
-        statistics of its own. Which leaves are compared follows from the state alone, not from what
-        this process has seen.
+        Floating-point buffers and counts of batches are left out: with DistributedDataParallel each
+        rank has running statistics of its own. Which leaves are compared follows from the state
+        alone, not from what this process has seen.
         """
         small: list[tuple[str, Any]] = []
         for name, value in self.values.items():
-            if name not in self.parts and not _is_random(value):
-                small.append((f"state.{name}", value))
+            if name not in self.parts and name not in local:
+                small += [(f"state.{path}", each) for path, each in _entries(name, value)]
+        large: list[tuple[str, Tensor]] = []
+        statistics: set[int] = set()
         for part in self.parts.values():
-            small += part.values()
-        buffers = (b for part in self._all(ModulePart) for b in part.buffers())
-        statistics = {id(b) for b in buffers if b.is_floating_point() or b.is_complex()}
-        pairs = zip(self.leaves.names, self.leaves.tensors, strict=True)
-        large = [(name, tensor) for name, tensor in pairs if id(tensor) not in statistics]
-        large += [(f"gradient of {name}", each) for name, each in self.kept_gradients(sure=True)]
+            if not _is_local(part.name, local):
+                small += part.values()
+            if isinstance(part, ModulePart):
+                statistics.update(id(b) for n, b in part.buffers() if _is_statistic(n, b))
+        for name, tensor in zip(self.leaves.names, self.leaves.tensors, strict=True):
+            if id(tensor) not in statistics and not _is_local(name, local):
+                large.append((name, tensor))
+        for name, tensor in self.kept_gradients(sure=True):
+            if not _is_local(name, local):
+                large.append((f"gradient of {name}", tensor))
         if not local:
             return small, large
-        return (
-            [pair for pair in small if not _is_local(pair[0].removeprefix("state."), local)],
-            [pair for pair in large if not _is_local(pair[0], local)],
-        )
+        return [
+            pair for pair in small if not _is_local(pair[0].removeprefix("state."), local)
+        ], large
+
+    def digest_input(self, value: Any, name: str) -> tuple[bytes, list[Tensor]]:
+        """Return a plain value as bytes, equal for equal values, and the tensors inside.
+
+        Raises `UnkeptError` for a value that cannot be kept.
+        """
+        writer = ComparingWriter({id(part.thing): path for path, part in self.parts.items()})
+        data = msgspec.msgpack.encode(writer.write(value, name))
+        return data, [tensor for _, tensor in writer.tensors]
 
 
-def digest_input(value: Any, name: str) -> tuple[bytes, list[Tensor]]:
-    """Return a plain value as bytes, equal for equal values, and the tensors inside."""
-    writer = Writer()
-    data = msgspec.msgpack.encode(writer.write(value, name))
-    return data, [tensor for _, tensor in writer.tensors]
+def _entries(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return what is compared of an attribute: the entries of a table, each for itself."""
+    if type(value) is dict and 0 < len(value) <= MOST_ENTRIES and set(map(type, value)) == {str}:
+        return [(f"{name}.{key}", value[key]) for key in sorted(value)]
+    return [(name, value)]
+
+
+def _is_statistic(name: str, buffer: Tensor) -> bool:
+    counts = name.rpartition(".")[2] == "num_batches_tracked"
+    return bool(counts or buffer.is_floating_point() or buffer.is_complex())
 
 
 def _is_local(name: str, local: frozenset[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in local)
-
-
-def _is_random(value: Any) -> bool:
-    return type(value).__name__ in ("Generator", "RandomState", "Random")
 
 
 def _inner_optimizers(objects: dict[str, Any]) -> list[tuple[str, Optimizer]]:
