@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
-
-import pytest
 
 from tests.support.job import JOBS, RunningJob, elasticrun
 
 WRONG = str(JOBS / "wrong.py")
-pytestmark = pytest.mark.skipif(
-    find_spec("elastic_driver.worker.state_sync.marks") is None, reason="workers make no marks yet"
-)
 LR = "learning rate of group 0 of 'optimizer'"
 
 
