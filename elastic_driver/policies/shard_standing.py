@@ -15,6 +15,7 @@ from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.shard_messages import Shard
 from elastic_driver.policies.shard_sources import RangeSource
 
+_HINT = "give the data that the model was trained with, or begin anew in another checkpoint_dir"
 _MAY_CHANGE = ("epochs", "max_losses", "partitions")
 _decode = msgspec.json.Decoder(m.ShardCheckpoint).decode
 
@@ -111,13 +112,15 @@ class ShardStanding:
         """
         mine, theirs = msgspec.to_builtins(dataset), msgspec.to_builtins(self._saved.dataset)
         if mine["type"] != theirs["type"]:
-            raise _other(f"as a {theirs['type']}, and this script has a {mine['type']}")
+            kinds = theirs["type"], mine["type"]
+            raise UsageError(f"the data were a {kinds[0]}, and are a {kinds[1]} now; {_HINT}")
         for name in [name for name in theirs if name not in _MAY_CHANGE]:
             if mine[name] != theirs[name]:
-                raise _other(f"with {name}={theirs[name]}, and this script has {mine[name]}")
+                was, now = theirs[name], mine[name]
+                raise UsageError(f"the data had {name}={was}, and have {now} now; {_HINT}")
         gone = sorted(set(theirs.get("partitions", ())) - set(mine.get("partitions", ())))
         if gone:
-            raise _other(f"with the partition {gone[0]!r}, which this script does not have")
+            raise UsageError(f"the data had a partition {gone[0]!r}, and lack it now; {_HINT}")
 
     # ---- sources -------------------------------------------------------------------------
 
@@ -156,8 +159,3 @@ class ShardStanding:
         for first in range(start, stop, size):
             piece = Shard(0, partition, first, min(first + size, stop))
             self._open[piece] = None
-
-
-def _other(difference: str) -> UsageError:
-    hint = "give the same, or begin anew with another checkpoint_dir"
-    return UsageError(f"the data were trained {difference}; {hint}")

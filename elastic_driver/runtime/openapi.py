@@ -86,6 +86,7 @@ _ANSWERS: dict[type[msgspec.Struct], Any] = {
     shards.NextRequest: shards.NextAnswer,
     shards.DoneRequest: shards.DoneAnswer,
     shards.ResumeRequest: shards.Resumed,
+    shards.AgreeRequest: shards.Agreed,
     shards.ReadStatus: shards.ShardStatus,
     shards.ReadCheckpoint: shards.ShardCheckpoint,
     tf.ClusterSpecRequest: tf.ClusterSpec,

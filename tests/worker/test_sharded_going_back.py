@@ -269,11 +269,11 @@ def test_more_epochs_may_be_trained_later() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"records": 51}, "records=50, and this script has 51"),
-        ({"shard_records": 10}, "shard_records=8, and this script has 10"),
-        ({"seed": 1}, "seed=0, and this script has 1"),
-        ({"shuffle": False}, "shuffle=True, and this script has False"),
-        ({"records": None, "partitions": {"p": 0}}, "as a range, and this script has a stream"),
+        ({"records": 51}, "records=50, and have 51 now"),
+        ({"shard_records": 10}, "shard_records=8, and have 10 now"),
+        ({"seed": 1}, "seed=0, and have 1 now"),
+        ({"shuffle": False}, "shuffle=True, and have False now"),
+        ({"records": None, "partitions": {"p": 0}}, "were a range, and are a stream now"),
     ],
 )
 def test_other_data_than_the_model_was_trained_with_are_refused(
@@ -293,7 +293,7 @@ def test_a_partition_that_is_gone_is_named() -> None:
     train(life, 1)
     life.save()
     life.options["partitions"] = {"q": 0}
-    with pytest.raises(UsageError, match="partition 'p', which this script does not have"):
+    with pytest.raises(UsageError, match="partition 'p', and lack it now"):
         life.die(with_driver=True)
 
 

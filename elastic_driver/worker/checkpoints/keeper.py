@@ -288,6 +288,7 @@ class CheckpointWriter(Thread):
     written: Event = field(default_factory=Event)  # this rank's share is on disk, or has failed
     superseded: Event = field(default_factory=Event)  # a later checkpoint is complete
     problem: str = ""  # on rank 0 after a failure: the reason
+    has_begun: bool = False  # the folder is this attempt's, and no other of the same name
 
     def __post_init__(self) -> None:
         super().__init__(name="elastic-checkpoints", daemon=True)
@@ -328,6 +329,7 @@ class CheckpointWriter(Thread):
             )
         self._await_room()
         folder.mkdir(exist_ok=True)
+        self.has_begun = True
         report = tensors.write_share(folder, self.staging)
         if self.pack is not None:
             values = msgspec.msgpack.encode(self.pack())
@@ -377,7 +379,8 @@ class CheckpointWriter(Thread):
             say(f"checkpoints are written again, to {owner.root}: step {self.version}")
         owner.in_trouble = False
         owner.history.earlier = self.folder.name, *earlier
-        folders.retire(owner.root, self.folder, earlier[owner.keep - 1 :])
+        with suppress(OSError):  # old ones that stay are no reason to lose this one
+            folders.retire(owner.root, self.folder, earlier[owner.keep - 1 :])
         owner.tell_of_others(ages)
         return True
 
@@ -405,8 +408,9 @@ class CheckpointWriter(Thread):
         logged = rank > 0 or not self.is_last
         if rank == 0:
             self.problem = reason
-            folders.remove(self.folder)
-        else:
+            if self.has_begun:
+                folders.remove(self.folder)
+        elif self.has_begun:
             with suppress(OSError):
                 (self.folder / tensors.file_name(rank)).unlink(missing_ok=True)
             with suppress(OSError):

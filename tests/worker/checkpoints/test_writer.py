@@ -236,6 +236,65 @@ def test_the_rests_of_an_earlier_attempt_at_the_same_step_are_not_taken_for_ours
     assert contents(found) == contents(shared(2))
 
 
+def test_one_of_an_earlier_run_with_the_same_name_is_kept_and_never_written_into(
+    tmp_path: Path,
+) -> None:
+    before = Ranks(tmp_path, 2)
+    before.take(10, shared(1))
+    assert before.drain()
+    (old,) = folders.newest_first(tmp_path)
+    after = Ranks(tmp_path, 2)  # the run was begun anew, under its name
+    after.each[1].take_if_due(shared(2), 10)
+    after.each[0].take_if_due(shared(2), 10)  # rank 1 waits until it has made room
+    assert after.drain()
+    assert [path.name for path in folders.newest_first(tmp_path)] == [old.name, f"{old.name}.2"]
+    assert all(folders.verified(path).version == 10 for path in folders.newest_first(tmp_path))
+    found = shared(3)
+    after.each[0].load_newest(found)
+    assert contents(found) == contents(shared(2))
+
+
+def test_room_that_is_never_made_costs_that_checkpoint_and_not_the_old_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Ranks(tmp_path, 2)
+    before.take(10, shared(1))
+    assert before.drain()
+    (old,) = folders.newest_first(tmp_path)
+
+    def read_only(_folder: Path) -> None:
+        raise OSError(30, os.strerror(30))
+
+    monkeypatch.setattr(keeper, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(folders, "make_room", read_only)
+    after = Ranks(tmp_path, 2)
+    after.take(10, shared(2))
+    assert after.drain()
+    assert folders.verified(old).version == 10
+    said = capsys.readouterr().err
+    assert "Read-only file system" in said
+    assert "rank 0 did not rename it" in said
+
+
+def test_old_ones_that_cannot_be_deleted_do_not_cost_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError(5, os.strerror(5))
+
+    ranks = Ranks(tmp_path, 1, keep=1)
+    ranks.take(10, shared(1))
+    assert ranks.drain()
+    with monkeypatch.context() as patched:
+        patched.setattr(folders, "retire", broken)
+        ranks.take(20, shared(1))
+        assert ranks.drain()
+    assert ranks.complete() == [20, 10]
+    ranks.take(30, shared(1))
+    assert ranks.drain()
+    assert ranks.complete() == [30]
+
+
 def test_a_failing_rank_is_named_once_and_so_is_its_recovery(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
