@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 from elastic_driver.core.state_version import StateVersion, source_of
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
-from elastic_driver.worker.state import State, all_states, begin_phase
+from elastic_driver.worker.state import State, all_states, begin_phase, reset_all
 from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.sharing import StateLostError
 from elastic_driver.worker.worker_log import say
@@ -91,8 +91,7 @@ def training_loop(
             try:
                 companions.start_all()
                 if rejoined:
-                    for each in all_states():
-                        each.on_reset()
+                    reset_all()
                 if not meet(state, phase):
                     return cast("R", None)
                 return function(state, *args, **kwargs)

@@ -21,7 +21,7 @@ are: it is *learned*.
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter, sub
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
 from elastic_driver.worker.state_sync.followers import Followers, Read
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
-from elastic_driver.worker.state_sync.values import fill_tensor
+from elastic_driver.worker.state_sync.values import fill_tensor, shares_memory
 
 LEARNING = 3  # commits after the first one whose contents are compared
 UNPROVEN_BYTES = 64 * 1024 * 1024
@@ -317,11 +317,15 @@ class Leaves:
         """Return whether every tensor is, or can be made, what it was at the commit."""
         return not self._is_torn and not self.changed()
 
-    def roll_back(self) -> None:
-        """Put the copies back."""
+    def roll_back(self, but: Collection[int] = ()) -> None:
+        """Put the copies back; `but`: the identities of tensors that stay as they are."""
         commit = self._commit
-        pairs = list(zip(commit.moved, commit.copies, strict=True))
-        plain = [(t, c) for t, c in pairs if not _differ(t, c) and 0 not in t.stride()]
+        pairs = [
+            (tensor, copy)
+            for tensor, copy in zip(commit.moved, commit.copies, strict=True)
+            if id(tensor) not in but
+        ]
+        plain = [(t, c) for t, c in pairs if not _differ(t, c) and not shares_memory(t)]
         if plain:
             with torch.no_grad():
                 torch._foreach_copy_([t for t, _ in plain], [c for _, c in plain])
@@ -329,6 +333,11 @@ class Leaves:
         for tensor, copy in pairs:
             if id(tensor) not in done:
                 fill_tensor(tensor, copy)
+        self.note()
+
+    def note(self) -> None:
+        """Note that the tensors hold what was committed, though they were written to."""
+        commit = self._commit
         first = len(commit.versions)
         versions = list(map(_version, commit.tensors))
         self._commit = commit._replace(
