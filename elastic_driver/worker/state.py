@@ -17,6 +17,7 @@ import itertools
 import os
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,6 +198,8 @@ class State:
                 raise UsageError(f"a state has a {name!r} of its own; choose another name")
             self._values[name] = value
         self._number = next(_numbers)
+        # Ranks know it by this: states of other attributes are other states, whatever their number.
+        self._identity = self._number << 32 | zlib.crc32(",".join(attributes).encode())
         _states[self._number] = self
         self._arrange()
 
