@@ -41,6 +41,7 @@ SHARE = 0.0005  # of the training time, for comparing contents later
 _version = attrgetter("_version")
 _pointer = torch.Tensor.data_ptr
 Named = list[tuple[str, Tensor]]
+Memory = tuple[str, Tensor, Tensor | None]  # name, tensor, and the parameter it belongs to
 
 
 class _Commit(NamedTuple):
@@ -77,7 +78,7 @@ class Leaves:
         self.copy_all = False
         self.learning = LEARNING  # commits whose contents are still to be compared
         self._first: list[Tensor] = []  # that are read at each commit; the others follow them
-        self._others = Followers([])
+        self._others = Followers()
         self._trained: set[str] = set()
         self._small: set[str] = set()  # that are copied at each commit, whether they move or not
         self._choice: list[Tensor] | None = None  # the tensors to copy; None: to be chosen
@@ -99,10 +100,13 @@ class Leaves:
 
     # ---- what there is ---------------------------------------------------------------------
 
-    def arrange(self, named: Named, remembered: Named, trained: set[str], small: set[str]) -> None:
+    def arrange(
+        self, named: Named, remembered: Sequence[Memory], trained: set[str], small: set[str]
+    ) -> None:
         """Take in the tensors of now.
 
-        `named`: those that are read at each commit; `remembered`: what optimizers remember.
+        `named`: those that are read at each commit; `remembered`: what optimizers remember, each
+        with its parameter.
         `trained`: the names of those that optimizers move; `small`: of buffers, which are copied at
         each commit, because the running statistics among them move with no version counted.
         """
@@ -110,8 +114,12 @@ class Leaves:
         for name, tensor in named:
             unique.setdefault(id(tensor), (name, tensor))
         first = len(unique)
-        for name, tensor in remembered:
-            unique.setdefault(id(tensor), (name, tensor))
+        numbers = {identity: number for number, identity in enumerate(unique)}
+        leaders: list[int] = []
+        for name, tensor, parameter in remembered:
+            if id(tensor) not in unique:
+                unique[id(tensor)] = name, tensor
+                leaders.append(numbers.get(id(parameter), -1))
         usual = dict(zip(self.names, self._usual, strict=False))
         known = set(self.names)
         self.names = [name for name, _ in unique.values()]
@@ -125,9 +133,9 @@ class Leaves:
             self._unproven |= set(fresh)
         if fresh and known:
             self.learning = max(self.learning, LEARNING)
-        self._renumber(first)
+        self._renumber(first, leaders)
 
-    def _renumber(self, first: int) -> None:
+    def _renumber(self, first: int, leaders: Sequence[int]) -> None:
         """Number versions and memory of the commit as the tensors of now."""
         versions = dict(zip(map(id, self._first), self._versions or (), strict=False))
         pointers = dict(zip(map(id, self._first), self._pointers, strict=False))
@@ -136,7 +144,7 @@ class Leaves:
             # A tensor that is new stands for itself: it was put in, not written to.
             self._versions = [versions.get(id(t), t._version) for t in self._first]
             self._pointers = [pointers.get(id(t), t.data_ptr()) for t in self._first]
-        self._others = Followers(self.tensors[first:], self._others)
+        self._others = Followers(self.tensors[first:], leaders, self._others)
         self._choice = self._last = None
 
     @property
@@ -154,7 +162,8 @@ class Leaves:
         versions = list(map(_version, self._first))
         pointers = list(map(_pointer, self._first))
         if self._versions is None or from_others:
-            self._others.read()
+            self._others.read(versions)
+            self._others.forget()
         else:
             self._learn(versions, pointers)
         if self._choice is None:
@@ -244,7 +253,7 @@ class Leaves:
             self._moves(name, "a collective comes between its step and the commit")
         for name in self._early:
             self._moves(name, "it changes before the optimizer's step")
-        growth = growth + self._others.read()
+        growth = growth + self._others.read(growth)
         unusual = False
         for number, grown in enumerate(growth):
             same = number >= len(pointers) or pointers[number] == self._pointers[number]

@@ -135,13 +135,12 @@ class Tree:
             names.setdefault(id(tensor), name)
         known = {names[id(tensor)]: tensor for _, tensor in (*tensors, *attributes)}
         trained: set[str] = set()
-        remembered: list[tuple[str, Tensor]] = []
+        remembered: list[tuple[str, Tensor, Tensor | None]] = []
         for part in optimizers:
             part.know(known)
-            own = part.tensors()
             tensors += part.own_parameters()
-            remembered += own
-            trained.update(name for name, _ in own)
+            remembered += part.remembered()
+            trained.update(name for name, _ in part.tensors())
             trained.update(names[id(p)] for p in part.parameters() if id(p) in names)
         self._require_trained(known)
         self._names = {id(tensor): name for name, tensor in known.items()}
@@ -154,7 +153,7 @@ class Tree:
         untold = [] if self.optimizers() else [t for t in known.values() if t.requires_grad]
         self.gradients.watch(self.optimizers(), untold)
         parameters = self.parameters()
-        self.steps.known = {id(tensor) for _, tensor in (*tensors, *remembered)}
+        self.steps.known = {id(tensor) for _, tensor, *_ in (*tensors, *remembered)}
         self.steps.known.update(map(id, parameters))
         for value in self.values.values():
             if callable(tell := getattr(value, "trained_by", None)):
