@@ -54,7 +54,9 @@ class Followers:
     ) -> None:
         self.tensors, self._leaders = tensors, leaders
         # An odd distance, so that there are some of each kind.
-        self._samples = range(0, len(tensors), len(tensors) // SAMPLES | 1)
+        self._samples = slice(None, None, len(tensors) // SAMPLES | 1)
+        self._sampled = tensors[self._samples]
+        self._expected: list[int] = []  # their versions at the last commit
         self._seen: list[int] | None = None  # the growth at the last reading
         self._is_usual = False  # it was the same at the reading before, and leaders show it
         versions: dict[int, int] = {}
@@ -69,10 +71,12 @@ class Followers:
         versions, _, steps = self.last
         if not self._is_usual or self._seen is None or steps + 1 >= EVERY:
             return False
-        for number in self._samples:
-            expected = versions[number] + (steps + 1) * self._seen[number]
-            if self.tensors[number]._version != expected:
-                return False
+        if not steps:
+            self._expected = versions[self._samples]
+        expected = list(map(add, self._expected, self._seen[self._samples]))
+        if list(map(_version, self._sampled)) != expected:
+            return False
+        self._expected = expected
         self.last = Read(versions, self._seen, steps + 1)
         return True
 
