@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 from elastic_driver.core.state_version import StateVersion, source_of
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
-from elastic_driver.worker.state import State, all_states, begin_phase
+from elastic_driver.worker.state import State, all_states, begin_phase, reset_all
 from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.sharing import StateLostError
 from elastic_driver.worker.worker_log import say
@@ -31,7 +31,7 @@ S = TypeVar("S", bound=State)
 
 MAX_STATES = 8  # that are made the same besides that of the training function
 _GOES_ON = "the other workers have gone on to training function {}: going there"
-NOBODY = -1  # in place of a state's number
+NOBODY = -1  # in place of a state
 _phases = itertools.count(1)  # the calls of training functions in this process
 MAX_EQUAL_BREAKS = 3  # worlds of the same members that break without a step between
 
@@ -91,8 +91,7 @@ def training_loop(
             try:
                 companions.start_all()
                 if rejoined:
-                    for each in all_states():
-                        each.on_reset()
+                    reset_all()
                 if not meet(state, phase):
                     return cast("R", None)
                 return function(state, *args, **kwargs)
@@ -139,7 +138,7 @@ def meet(state: State, phase: int) -> bool:
         mine = [state, *others[:MAX_STATES]]
         row = [phase]
         for each in mine:
-            row += [each._number, *each.state_version(), each._is_over]
+            row += [each._identity, *each.state_version(), each._is_over]
         row += [NOBODY, 0, 0, 0] * (1 + MAX_STATES - len(mine))
         rows = gather(row, world.size)
         phases = [each[0] for each in rows]
@@ -154,12 +153,15 @@ def meet(state: State, phase: int) -> bool:
     state.sync()
     tables = [{each[at]: each[at + 1 : at + 4] for at in range(1, len(each), 4)} for each in rows]
     for other in mine[1:]:
-        found = [table[other._number] for table in tables if other._number in table]
+        found = [table[other._identity] for table in tables if other._identity in table]
         if len(found) == world.size and not all(clean == 0 and over for _, clean, over in found):
             versions = [StateVersion(steps, bool(clean)) for steps, clean, _ in found]
             if source_of(versions) is not None or not any(over for *_, over in found):
                 other._expect(versions, world.round, leads=False)
                 other.sync()
+    for each in mine:
+        if each._round == world.round:  # what several of them have was written to again
+            each._tree.leaves.note()
     return True
 
 

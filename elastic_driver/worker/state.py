@@ -17,9 +17,10 @@ import itertools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -60,7 +61,7 @@ __all__ = ["Advancing", "ObjectState", "State", "TorchState"]
 UNTRAINED = -1  # the version of a state that was neither trained nor received
 MEGABYTE = 1e6
 SAID_BYTES = 1_000_000  # copies of so many bytes at each commit are worth a line
-_numbers = itertools.count()
+_numbers, _commits = itertools.count(), itertools.count(1)
 _states: "weakref.WeakValueDictionary[int, State]" = weakref.WeakValueDictionary()
 
 
@@ -77,6 +78,20 @@ class _Phase:
 
 def _trees() -> list[Tree]:
     return [state._tree for state in all_states()]
+
+
+def reset_all() -> None:
+    """Reset positions and call the callbacks of all states: the world has changed.
+
+    What callbacks change belongs to the commit.
+    """
+    states = all_states()
+    clean = [state for state in states if state.clean]
+    for each in states:
+        each.on_reset()
+    for each in clean:
+        if not each.clean:
+            each._keep(from_others=True)
 
 
 def begin_phase(number: int) -> None:
@@ -98,6 +113,14 @@ def _stepped(me: "weakref.ref[State]", optimizer: Optimizer) -> None:
         if state._leads:
             state._progress.optimizer_stepped()
             state._mistakes.stepped(state._progress)
+
+
+class _GoingBack(NamedTuple):
+    """How a state goes back together with others."""
+
+    is_clean: bool
+    newer: Collection[int] = ()  # identities of objects that a state with a newer commit has, too
+    draws_again: bool = True  # the random numbers are those of this state's commit
 
 
 class State:
@@ -143,6 +166,8 @@ class State:
         self._tree.leaves.copy_all = snapshot
         self._counter.on_step = lambda optimizer: _stepped(me, optimizer)
         self._kept_random: dict[str, Any] | None = None
+        self._going: _GoingBack | None = None  # all states go back
+        self._kept_at = 0  # the place of the last commit among those of all states
         self._random = RandomStates()
         self._clock = ComputeClock()
         self._callbacks: list[Callable[[], None]] = []
@@ -173,6 +198,8 @@ class State:
                 raise UsageError(f"a state has a {name!r} of its own; choose another name")
             self._values[name] = value
         self._number = next(_numbers)
+        # Ranks know it by this: states of other attributes are other states, whatever their number.
+        self._identity = self._number << 32 | zlib.crc32(",".join(attributes).encode())
         _states[self._number] = self
         self._arrange()
 
@@ -195,6 +222,15 @@ class State:
         self._values[name] = value
         if before is not value and (hasattr(value, "state_dict") or hasattr(before, "state_dict")):
             self._arrange()
+
+    def __delattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            object.__delattr__(self, name)
+        elif name in self._values:
+            del self._values[name]
+            self._arrange()
+        else:
+            raise AttributeError(f"the state has no {name!r}")
 
     def _has_part(self, value: Any) -> bool:
         """Return whether an attribute is kept by a part, and not as a plain value."""
@@ -339,7 +375,7 @@ class State:
         if tree.changes != self._arranged:
             self._arranged = tree.changes
             self._arrange()
-        self._kept_random = self._random.take()
+        self._kept_random, self._kept_at = self._random.take(), next(_commits)
 
     def restore(self) -> None:
         """Go back to the last commit; gradients that do not belong to it are dropped.
@@ -347,19 +383,32 @@ class State:
         If something has changed since then that was not copied, nothing is put back: the next
         `sync()` brings a clean state from another rank.
         """
-        if self._kept_random is None or not self.clean:
-            for optimizer in self._all(Optimizer):
-                optimizer.zero_grad(set_to_none=True)
+        going = self._going or _GoingBack(self.clean)
+        if self._kept_random is not None and going.is_clean:
+            self._tree.roll_back(going.newer)
+            self._arrange()
+        else:
             self._tree.drop_gradients()
-            return
-        self._tree.roll_back()
-        self._random.put(self._kept_random)
-        self._arrange()
+        if self._kept_random is not None and going.draws_again:
+            self._random.put(self._kept_random)
 
     def _restore_all(self) -> None:
-        """Go back to the last commit of each state of this process."""
-        for each in all_states():
-            each.restore()
+        """Go back to the last commit of each state of this process.
+
+        What several states have goes back to the newest commit.
+        """
+        states = sorted(all_states(), key=lambda state: -state._kept_at)
+        clean = [state for state in states if state.clean]
+        newer: set[int] = set()
+        for each in states:
+            each._going = _GoingBack(each in clean, newer, each is states[0])
+            try:
+                each.restore()  # a script may have its own
+            finally:
+                each._going = None
+            newer |= each._tree.objects()
+        for each in clean:
+            each._tree.leaves.note()
 
     def sync(self) -> None:
         """Make this state the same on every rank.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from elastic_driver.worker import accelerator
 
+_BEGINNING = 64  # bytes
 _STRIDES = (1, 3, 7)  # of the words in each sum on a device: what moves changes at least one
 
 
@@ -29,6 +30,26 @@ def contents(tensors: Sequence[Tensor]) -> list[int]:
         for number, row in zip(elsewhere, rows, strict=True):
             found[number] = zlib.crc32(repr(row).encode())
     return [value or 0 for value in found]
+
+
+def beginnings(tensors: Sequence[Tensor]) -> list[bytes]:
+    """Return the first bytes of tensors: a new content mostly begins otherwise.
+
+    Costs a microsecond for each tensor on the CPU, and one wait for a device.
+    """
+    found = [_beginning(tensor) for tensor in tensors if tensor.device.type == "cpu"]
+    elsewhere = [t for t in tensors if t.device.type != "cpu" and t.is_contiguous() and t.numel()]
+    if elsewhere:
+        heads = [t.detach().reshape(-1)[:4].view(torch.uint8) for t in elsewhere]
+        home = heads[0].device
+        found.append(bytes(torch.cat([each.to(home) for each in heads]).tolist()))
+    return found
+
+
+def _beginning(tensor: Tensor) -> bytes:
+    size = min(tensor.nbytes, _BEGINNING) if tensor.is_contiguous() else 0
+    address = tensor.data_ptr() if size else 0
+    return ctypes.string_at(address, size) if address else b""
 
 
 def is_capturing() -> bool:

@@ -3,7 +3,8 @@
 Adam remembers three tensors of each parameter. To read all their version counters takes longer than
 everything else in a commit, and they change in the optimizer's steps, with the parameters. So they
 are read while that is learned, whenever a step is not like the one before it, and at each
-`EVERY`th commit. For a commit in between, the versions follow from the growth in each step.
+`EVERY`th commit. For a commit in between, the versions follow from the growth in each step. A few
+are read at each commit, which shows what a script does to all of them.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 EVERY = 16  # commits
+SAMPLES = 24  # that are read at each commit
 _version = attrgetter("_version")
 
 
@@ -38,13 +40,25 @@ class Read(NamedTuple):
 class Followers:
     """The versions of some tensors at the last commit; `last` holds them.
 
-    `before`: the followers until now, some of which may be among these.
+    Args:
+        tensors: the followers.
+        leaders: of each one, the number of the tensor with which it changes; -1: of none.
+        before: the followers until now, some of which may be among these.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], before: "Followers | None" = None) -> None:
-        self.tensors = tensors
+    def __init__(
+        self,
+        tensors: Sequence[Tensor] = (),
+        leaders: Sequence[int] = (),
+        before: "Followers | None" = None,
+    ) -> None:
+        self.tensors, self._leaders = tensors, leaders
+        # An odd distance, so that there are some of each kind.
+        self._samples = slice(None, None, len(tensors) // SAMPLES | 1)
+        self._sampled = tensors[self._samples]
+        self._expected: list[int] = []  # their versions at the last commit
         self._seen: list[int] | None = None  # the growth at the last reading
-        self._is_usual = False  # it was the same at the reading before
+        self._is_usual = False  # it was the same at the reading before, and leaders show it
         versions: dict[int, int] = {}
         if before is not None:
             last: Read = before.last
@@ -53,16 +67,34 @@ class Followers:
         self.last: Read = Read.at([versions.get(id(t), t._version) for t in tensors])
 
     def passes(self) -> bool:
-        """Count a step like the one before; False: they have to be read."""
-        if not self._is_usual or self._seen is None or self.last.steps + 1 >= EVERY:
+        """Count a step in which the leaders have grown as before; False: all have to be read."""
+        versions, _, steps = self.last
+        if not self._is_usual or self._seen is None or steps + 1 >= EVERY:
             return False
-        self.last = Read(self.last.versions, self._seen, self.last.steps + 1)
+        if not steps:
+            self._expected = versions[self._samples]
+        expected = list(map(add, self._expected, self._seen[self._samples]))
+        if list(map(_version, self._sampled)) != expected:
+            return False
+        self._expected = expected
+        self.last = Read(versions, self._seen, steps + 1)
         return True
 
-    def read(self) -> list[int]:
-        """Read the versions, at a commit; return by how much each has grown since the last one."""
+    def read(self, leading: Sequence[int]) -> list[int]:
+        """Read the versions, at a commit; return by how much each has grown since the last one.
+
+        `leading`: by how much the leaders have grown. A fused optimizer counts no version of a
+        parameter: then nothing shows in which steps its followers have grown.
+        """
         versions = list(map(_version, self.tensors))
         growth = list(map(sub, versions, self.last.expected()))
-        self._is_usual, self._seen = growth == self._seen, growth
-        self.last = Read.at(versions)
+        self._is_usual = growth == self._seen and all(
+            not grown or (leader >= 0 and leading[leader])
+            for grown, leader in zip(growth, self._leaders, strict=True)
+        )
+        self._seen, self.last = growth, Read.at(versions)
         return growth
+
+    def forget(self) -> None:
+        """Read all again at the next commits: what happens is not known."""
+        self._is_usual, self._seen = False, None

@@ -21,7 +21,7 @@ are: it is *learned*.
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter, sub
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
 from elastic_driver.worker.state_sync.followers import Followers, Read
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
-from elastic_driver.worker.state_sync.values import fill_tensor
+from elastic_driver.worker.state_sync.values import fill_tensor, shares_memory
 
 LEARNING = 3  # commits after the first one whose contents are compared
 UNPROVEN_BYTES = 64 * 1024 * 1024
@@ -41,6 +41,7 @@ SHARE = 0.0005  # of the training time, for comparing contents later
 _version = attrgetter("_version")
 _pointer = torch.Tensor.data_ptr
 Named = list[tuple[str, Tensor]]
+Memory = tuple[str, Tensor, Tensor | None]  # name, tensor, and the parameter it belongs to
 
 
 class _Commit(NamedTuple):
@@ -77,7 +78,7 @@ class Leaves:
         self.copy_all = False
         self.learning = LEARNING  # commits whose contents are still to be compared
         self._first: list[Tensor] = []  # that are read at each commit; the others follow them
-        self._others = Followers([])
+        self._others = Followers()
         self._trained: set[str] = set()
         self._small: set[str] = set()  # that are copied at each commit, whether they move or not
         self._choice: list[Tensor] | None = None  # the tensors to copy; None: to be chosen
@@ -99,10 +100,13 @@ class Leaves:
 
     # ---- what there is ---------------------------------------------------------------------
 
-    def arrange(self, named: Named, remembered: Named, trained: set[str], small: set[str]) -> None:
+    def arrange(
+        self, named: Named, remembered: Sequence[Memory], trained: set[str], small: set[str]
+    ) -> None:
         """Take in the tensors of now.
 
-        `named`: those that are read at each commit; `remembered`: what optimizers remember.
+        `named`: those that are read at each commit; `remembered`: what optimizers remember, each
+        with its parameter.
         `trained`: the names of those that optimizers move; `small`: of buffers, which are copied at
         each commit, because the running statistics among them move with no version counted.
         """
@@ -110,8 +114,12 @@ class Leaves:
         for name, tensor in named:
             unique.setdefault(id(tensor), (name, tensor))
         first = len(unique)
-        for name, tensor in remembered:
-            unique.setdefault(id(tensor), (name, tensor))
+        numbers = {identity: number for number, identity in enumerate(unique)}
+        leaders: list[int] = []
+        for name, tensor, parameter in remembered:
+            if id(tensor) not in unique:
+                unique[id(tensor)] = name, tensor
+                leaders.append(numbers.get(id(parameter), -1))
         usual = dict(zip(self.names, self._usual, strict=False))
         known = set(self.names)
         self.names = [name for name, _ in unique.values()]
@@ -125,9 +133,9 @@ class Leaves:
             self._unproven |= set(fresh)
         if fresh and known:
             self.learning = max(self.learning, LEARNING)
-        self._renumber(first)
+        self._renumber(first, leaders)
 
-    def _renumber(self, first: int) -> None:
+    def _renumber(self, first: int, leaders: Sequence[int]) -> None:
         """Number versions and memory of the commit as the tensors of now."""
         versions = dict(zip(map(id, self._first), self._versions or (), strict=False))
         pointers = dict(zip(map(id, self._first), self._pointers, strict=False))
@@ -136,7 +144,7 @@ class Leaves:
             # A tensor that is new stands for itself: it was put in, not written to.
             self._versions = [versions.get(id(t), t._version) for t in self._first]
             self._pointers = [pointers.get(id(t), t.data_ptr()) for t in self._first]
-        self._others = Followers(self.tensors[first:], self._others)
+        self._others = Followers(self.tensors[first:], leaders, self._others)
         self._choice = self._last = None
 
     @property
@@ -154,7 +162,8 @@ class Leaves:
         versions = list(map(_version, self._first))
         pointers = list(map(_pointer, self._first))
         if self._versions is None or from_others:
-            self._others.read()
+            self._others.read(versions)
+            self._others.forget()
         else:
             self._learn(versions, pointers)
         if self._choice is None:
@@ -244,7 +253,7 @@ class Leaves:
             self._moves(name, "a collective comes between its step and the commit")
         for name in self._early:
             self._moves(name, "it changes before the optimizer's step")
-        growth = growth + self._others.read()
+        growth = growth + self._others.read(growth)
         unusual = False
         for number, grown in enumerate(growth):
             same = number >= len(pointers) or pointers[number] == self._pointers[number]
@@ -317,11 +326,15 @@ class Leaves:
         """Return whether every tensor is, or can be made, what it was at the commit."""
         return not self._is_torn and not self.changed()
 
-    def roll_back(self) -> None:
-        """Put the copies back."""
+    def roll_back(self, but: Collection[int] = ()) -> None:
+        """Put the copies back; `but`: the identities of tensors that stay as they are."""
         commit = self._commit
-        pairs = list(zip(commit.moved, commit.copies, strict=True))
-        plain = [(t, c) for t, c in pairs if not _differ(t, c) and 0 not in t.stride()]
+        pairs = [
+            (tensor, copy)
+            for tensor, copy in zip(commit.moved, commit.copies, strict=True)
+            if id(tensor) not in but
+        ]
+        plain = [(t, c) for t, c in pairs if not _differ(t, c) and not shares_memory(t)]
         if plain:
             with torch.no_grad():
                 torch._foreach_copy_([t for t, _ in plain], [c for _, c in plain])
@@ -329,6 +342,11 @@ class Leaves:
         for tensor, copy in pairs:
             if id(tensor) not in done:
                 fill_tensor(tensor, copy)
+        self.note()
+
+    def note(self) -> None:
+        """Note that the tensors hold what was committed, though they were written to."""
+        commit = self._commit
         first = len(commit.versions)
         versions = list(map(_version, commit.tensors))
         self._commit = commit._replace(

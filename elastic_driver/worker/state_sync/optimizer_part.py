@@ -109,12 +109,18 @@ class OptimizerPart(StatePart):
                 self._own.append((f"{self.name}.params.{number}", parameter))
 
     def tensors(self) -> Named:
-        """Return the tensors that it remembers, and the parameters that are in no module."""
-        found = list(self._own)
-        for label, values in self._memory():
+        """Return the parameters that are in no module, and the tensors that it remembers."""
+        return self._own + [(name, tensor) for name, tensor, _ in self.remembered()]
+
+    def remembered(self) -> list[tuple[str, Tensor, Tensor | None]]:
+        """Return name, tensor, and parameter of each tensor that it remembers."""
+        found = []
+        parameters = [p for p in self.parameters() if p in self.thing.state]
+        for number, (label, values) in enumerate(self._memory()):
+            parameter = parameters[number] if number < len(parameters) else None
             for name, value in _named(f"{self.name}.state.{label}", values):
                 if isinstance(value, Tensor):
-                    found.append((name, value))
+                    found.append((name, value, parameter))
         return found
 
     def _memory(self) -> list[tuple[Any, Any]]:

@@ -69,12 +69,13 @@ class Steps:
         self.on_step: Callable[[Optimizer], None] = lambda _: None
         self.known: set[int] = set()  # identities of the state's tensors
         self._since: dict[int, _Step] = {}
-        self._any: dict[int, Optimizer] = {}
+        self._any: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         _watch(self)
 
     def restart(self) -> None:
         """Count from zero: the tensors are those of a commit."""
-        self._since, self._any = {}, {}
+        self._since = {}
+        self._any.clear()
 
     @property
     def steps(self) -> int:
@@ -87,7 +88,7 @@ class Steps:
 
     def any_optimizers(self) -> list[Optimizer]:
         """Return all that have begun a step since the commit, whatever they change."""
-        return list(self._any.values())
+        return list(self._any)
 
     def done(self) -> list[tuple[int, int, int, bool]]:
         """Return what is to be the same in intervals that are alike."""
@@ -120,7 +121,7 @@ class Steps:
         parameters = trained_by(optimizer)
         if not closure and not any(p.grad is not None for p in parameters):
             return None
-        self._any[id(optimizer)] = optimizer
+        self._any.add(optimizer)
         step = self._since.get(id(optimizer))
         if step is None and any(id(p) in self.known for p in parameters):
             if not self._since:

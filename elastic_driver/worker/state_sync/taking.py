@@ -185,6 +185,11 @@ def put_back(kept: Any, done: dict[int, Any] | None = None) -> Any:
     return kept
 
 
+def kept_object(kept: Any) -> Any:
+    """Return the object that was kept, as it is now."""
+    return kept.value if isinstance(kept, _HELD) else kept
+
+
 def copied(value: Any) -> Any:
     """Return a copy of a value that shares nothing with it that can change.
 

@@ -8,7 +8,7 @@ inside of lists and dictionaries. Their tensors are `leaves`. Everything else is
 The same walk serves to roll back, to send and receive, to write checkpoints, and to compare ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import is_
 from typing import Any
 
@@ -27,7 +27,7 @@ from elastic_driver.worker.state_sync.parts import (
     part_for,
 )
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
-from elastic_driver.worker.state_sync.taking import Taker, put_back
+from elastic_driver.worker.state_sync.taking import Taker, kept_object, put_back
 from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_part, too_deep
 
 MOST_ENTRIES = 64  # of a table whose entries are compared one by one
@@ -135,13 +135,12 @@ class Tree:
             names.setdefault(id(tensor), name)
         known = {names[id(tensor)]: tensor for _, tensor in (*tensors, *attributes)}
         trained: set[str] = set()
-        remembered: list[tuple[str, Tensor]] = []
+        remembered: list[tuple[str, Tensor, Tensor | None]] = []
         for part in optimizers:
             part.know(known)
-            own = part.tensors()
             tensors += part.own_parameters()
-            remembered += own
-            trained.update(name for name, _ in own)
+            remembered += part.remembered()
+            trained.update(name for name, _ in part.tensors())
             trained.update(names[id(p)] for p in part.parameters() if id(p) in names)
         self._require_trained(known)
         self._names = {id(tensor): name for name, tensor in known.items()}
@@ -154,7 +153,7 @@ class Tree:
         untold = [] if self.optimizers() else [t for t in known.values() if t.requires_grad]
         self.gradients.watch(self.optimizers(), untold)
         parameters = self.parameters()
-        self.steps.known = {id(tensor) for _, tensor in (*tensors, *remembered)}
+        self.steps.known = {id(tensor) for _, tensor, *_ in (*tensors, *remembered)}
         self.steps.known.update(map(id, parameters))
         for value in self.values.values():
             if callable(tell := getattr(value, "trained_by", None)):
@@ -214,24 +213,37 @@ class Tree:
         """Return whether everything is, or can be put back to, what it was at the commit."""
         return not self._is_torn and self.leaves.is_clean()
 
-    def roll_back(self) -> None:
-        """Put everything back, in the script's own objects. Only where the tree is clean."""
+    def roll_back(self, but: Collection[int] = ()) -> None:
+        """Put everything back, in the script's own objects. Only where the tree is clean.
+
+        `but`: the identities of objects and tensors that stay as they are.
+        """
         if self._kept is None:
             return
         self._is_torn = True
         done: dict[int, Any] = {}
-        values = {name: put_back(kept, done) for name, kept in self._kept.items()}
+        live = {id(value): value for value in self.values.values() if id(value) in but}
+        values = {}
+        for name, kept in self._kept.items():
+            mine = kept_object(kept)
+            values[name] = mine if id(mine) in live else put_back(kept, done)
         self.values.clear()
         self.values.update(values)
         self.parts = self._kept_parts
         self._objects = {path: part.thing for path, part in self.parts.items()}
         for part in self.parts.values():
-            part.roll_back()
-        self.leaves.roll_back()
+            if id(part.thing) not in but:
+                part.roll_back()
+        self.leaves.roll_back(but)
         self.drop_gradients()
         self.gradients.put_back(self.optimizers())
         self.steps.restart()
         self._is_torn = False
+
+    def objects(self) -> set[int]:
+        """Return the identities of all that can change here: attributes, parts and tensors."""
+        plain = {id(value) for value in self.values.values() if type(value) not in SIMPLE}
+        return plain | {id(part.thing) for part in self.parts.values()} | self.steps.known
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all parameters of the state, whoever trains them."""

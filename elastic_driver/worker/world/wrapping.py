@@ -19,6 +19,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_driver.worker import current
+from elastic_driver.worker.state_sync.fingerprint import beginnings
 from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.world.collective_waits import (
     CollectiveWaits,
@@ -36,11 +37,10 @@ class _Within:
 
 _within = _Within()
 Hook = Callable[[Any, Any], Future[torch.Tensor]]  # of a state and a bucket of gradients
+Looks = tuple[list[tuple[int, int, int]], list[bytes]]
 _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 # Models that all ranks had alike, and how their tensors looked then.
-_in_sync: weakref.WeakKeyDictionary[Module, list[tuple[int, int, int]]] = (
-    weakref.WeakKeyDictionary()
-)
+_in_sync: weakref.WeakKeyDictionary[Module, Looks] = weakref.WeakKeyDictionary()
 
 
 def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
@@ -165,10 +165,14 @@ def mark_in_sync(model: Module) -> None:
     _in_sync[model] = _looks(model)
 
 
-def _looks(model: Module) -> list[tuple[int, int, int]]:
-    """Return object, memory and version of each tensor of a model."""
+def _looks(model: Module) -> Looks:
+    """Return object, memory, version and the first bytes of each tensor of a model.
+
+    Torch's functions of initialisation count no version where they are given `parameter.data`.
+    """
     tensors = (*model.parameters(), *model.buffers())
-    return [(id(each), each.data_ptr(), each._version) for each in tensors]
+    objects = [(id(each), each.data_ptr(), each._version) for each in tensors]
+    return objects, beginnings(tensors)
 
 
 def _changed_anywhere(model: Module, size: int) -> bool:
