@@ -5,7 +5,7 @@ FAIL_RANK and FAIL_HOW make a worker fail. END_AFTER: a file without which no wo
 (within a minute). CURVE: steps of STEP_MS that the job does at once with 1, 2, … workers, for
 example `1 1.8 2.4`. NICE: the priority of the steps, as for nice(1), where that is allowed. With
 TALK, every step is a line of output. Each step keeps GROW_MIB more memory. With UNWRAPPED, ranks
-only wait for each other, so that nothing is known of their gradients.
+train on the same samples and only wait for each other, so that nothing is known of their gradients.
 """
 
 import atexit
@@ -80,7 +80,8 @@ def train(state):
         while state.step < STEPS:
             began, started = time.time(), time.perf_counter()
             maybe_fail()
-            generator = torch.Generator().manual_seed(state.step * 1000 + elastic.rank())
+            share = 0 if unwrapped else elastic.rank()
+            generator = torch.Generator().manual_seed(state.step * 1000 + share)
             x = torch.randn(16, 20, generator=generator)
             loss = (ddp(x) - x.sum(1, keepdim=True)).pow(2).mean()
             state.optimizer.zero_grad()

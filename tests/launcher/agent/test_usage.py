@@ -24,7 +24,8 @@ BUSY = "b = bytearray(60_000_000)\nprint('up', flush=True)\nwhile True: pass"
 @contextmanager
 def running(script: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that has printed its first line."""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()
