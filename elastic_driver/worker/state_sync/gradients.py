@@ -175,9 +175,9 @@ class Gradients:
             require_tensor("a gradient that no step has used", gradient)
         return [Kept(p, each, each.detach().clone(), not stepped) for p, each in kept]
 
-    def committed(self, kept: list[Kept]) -> None:
-        """Note the result of `take` as that of a commit."""
-        self.kept, self._has_stepped, self._collectives = kept, False, collectives()
+    def committed(self, kept: list[Kept], now: int) -> None:
+        """Note the result of `take` as that of a commit, until which `now` collectives came."""
+        self.kept, self._has_stepped, self._collectives = kept, False, now
 
     def is_local_now(self, collectives_before: int) -> bool:
         """Return whether the gradients of the last pass were summed over no other rank."""
