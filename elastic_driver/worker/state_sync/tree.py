@@ -185,9 +185,10 @@ class Tree:
         buffers = {id(b): b.nbytes for part in modules for _, b in part.buffers()}
         small = {n for n, t in tensors if buffers.get(id(t), SMALL_BYTES + 1) <= SMALL_BYTES}
         self.leaves.arrange(tensors, remembered, trained, small)
-        untold = [] if self.optimizers() else [t for t in known.values() if t.requires_grad]
-        self.gradients.watch(self.optimizers(), untold)
         parameters = self.parameters()
+        told = set(map(id, parameters))
+        untold = [t for t in known.values() if t.requires_grad and id(t) not in told]
+        self.gradients.watch(self.optimizers(), untold)
         self.steps.known = {id(tensor) for _, tensor, *_ in (*tensors, *remembered)}
         self.steps.known.update(map(id, parameters))
         for value in self.values.values():
