@@ -94,7 +94,9 @@ def training_loop(
                     reset_all()
                 if not meet(state, phase):
                     return cast("R", None)
-                return function(state, *args, **kwargs)
+                result = function(state, *args, **kwargs)
+                state._mark_end()
+                return result
             except StateLostError as lost:
                 say(str(lost))
                 raise SystemExit(lost.exit_code) from lost

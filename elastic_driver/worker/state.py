@@ -19,6 +19,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +114,12 @@ def _stepped(me: "weakref.ref[State]", optimizer: Optimizer) -> None:
         if state._leads:
             state._progress.optimizer_stepped()
             state._mistakes.stepped(state._progress)
+
+
+def _ends(me: "weakref.ref[State]") -> None:
+    state = me()
+    if state is not None:
+        state._mark_end()
 
 
 class _GoingBack(NamedTuple):
@@ -316,6 +323,11 @@ class State:
         alike = [s for s in all_states() if s is not self and s._round == self._round]
         return [(each._tree, each._local) for each in (self, *alike)]
 
+    def _mark_end(self) -> None:
+        """Mark the last commit: the training function, or the script, is over."""
+        if self._leads:
+            self._marks.end(self._version, self._compared)
+
     def _measure(self, cost: StepCost | None, committing: float) -> None:
         """Note the samples and the times of a step, whose commit took so many seconds."""
         progress, before = self._progress, self._counted
@@ -486,6 +498,7 @@ class State:
         if leads:
             self._progress.synced_at = time.monotonic()
             self._marks.entered(self._progress, world.size)
+            self._progress.on_end = partial(_ends, weakref.ref(self))
             self._mistakes.entered(self._progress, world.size)
         self._clock.restart()
 

@@ -101,10 +101,10 @@ class DriverConnection:
         """
         self._heartbeat.stop()
         if over_in is not None:
-            marks = self._heartbeat.marks()
-            ending = documents.encode(events.WorkerEnding(self.born.worker, over_in, failed, marks))
+            marks, leaves = self._heartbeat.marks(), self._heartbeat.last_leaves()
+            ending = events.WorkerEnding(self.born.worker, over_in, failed, marks, leaves)
             with contextlib.suppress(RendezvousError):
-                self.client.post_json(EVENTS_PATH, ending, deadline=STOP_S)
+                self.client.post_json(EVENTS_PATH, documents.encode(ending), deadline=STOP_S)
         # A lease that expired would count as a hang, and the process may take long to end.
         with contextlib.suppress(RendezvousError):
             self.client.batch(*map(Delete, self._heartbeat.leases), deadline=STOP_S)

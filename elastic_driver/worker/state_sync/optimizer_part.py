@@ -16,7 +16,7 @@ from elastic_driver.worker.state_sync.part import (
     StatePart,
     require_tensor,
 )
-from elastic_driver.worker.state_sync.taking import Taker, put_back
+from elastic_driver.worker.state_sync.taking import Taker, as_kept, put_back
 from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec
 
 _END = object()
@@ -207,15 +207,16 @@ class OptimizerPart(StatePart):
 
     def values(self) -> list[tuple[str, Any]]:
         """See `StatePart.values`."""
+        shape, settings, others = self.kept
         found: list[tuple[str, Any]] = []
-        for number, group in enumerate(self.thing.param_groups):
+        done: dict[int, Any] = {}
+        for number, (parameters, kept) in enumerate(zip(shape.parameters, settings, strict=True)):
             where = self._group(number)
-            names = [self._named.get(id(p), "?") for p in group["params"]]
+            names = [self._named.get(id(p), "?") for p in parameters]
             found.append((f"parameters of {where}", names))
-            for key, value in group.items():
-                if key != "params":
-                    found.append((f"{'learning rate' if key == 'lr' else key} of {where}", value))
-        return [*found, (f"{self.name}.state", self._others())]
+            for key, value in as_kept(kept, done).items():
+                found.append((f"{'learning rate' if key == 'lr' else key} of {where}", value))
+        return [*found, (f"{self.name}.state", as_kept(others, done))]
 
     def _group(self, number: int) -> str:
         return f"group {number} of {self.name!r}"

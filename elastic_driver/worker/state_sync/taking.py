@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from elastic_driver.worker.state_sync.values import (
     SIMPLE,
@@ -40,6 +40,17 @@ class _Held:
             self.kind.fill(self.value, items)
         return self.value
 
+    def as_kept(self, done: dict[int, Any]) -> Any:
+        if id(self) in done:
+            return done[id(self)]
+        kind, more = self.kind, self.kind.more(self.value)
+        if kind.fill is None:
+            done[id(self)] = kind.make([as_kept(item, done) for item in self.items or ()], more)
+        else:
+            done[id(self)] = kind.make([], more)  # first, because it may hold itself
+            kind.fill(done[id(self)], [as_kept(item, done) for item in self.items or ()])
+        return done[id(self)]
+
 
 class _HeldBytes:
     """A `bytearray`."""
@@ -52,6 +63,9 @@ class _HeldBytes:
     def put_back(self, _done: dict[int, Any]) -> Any:
         self.value[:] = self.copy
         return self.value
+
+    def as_kept(self, _done: dict[int, Any]) -> Any:
+        return bytearray(self.copy)
 
 
 class _HeldTensor:
@@ -68,6 +82,11 @@ class _HeldTensor:
         if self.value.requires_grad != self.flag:
             self.value.requires_grad_(self.flag)
         return self.value
+
+    def as_kept(self, _done: dict[int, Any]) -> Any:
+        if isinstance(self.value, nn.Parameter):
+            return nn.Parameter(self.copy, self.flag)
+        return self.copy.detach().requires_grad_(self.flag)
 
 
 class _HeldArray:
@@ -88,6 +107,9 @@ class _HeldArray:
             value[...] = copy
         return self.value
 
+    def as_kept(self, _done: dict[int, Any]) -> Any:
+        return self.copy
+
 
 class _HeldRandom:
     """A random generator, and its state."""
@@ -102,6 +124,9 @@ class _HeldRandom:
     def put_back(self, _done: dict[int, Any]) -> Any:
         self.write(self.copy)
         return self.value
+
+    def as_kept(self, _done: dict[int, Any]) -> Any:
+        return self.value  # where it is counts for no comparison
 
 
 _HELD = (_Held, _HeldTensor, _HeldArray, _HeldBytes, _HeldRandom)
@@ -183,6 +208,15 @@ def put_back(kept: Any, done: dict[int, Any] | None = None) -> Any:
     if isinstance(kept, _HELD):
         return kept.put_back({} if done is None else done)
     return kept
+
+
+def as_kept(kept: Any, done: dict[int, Any]) -> Any:
+    """Return a value equal to the one that was kept; the script's own stays as it is.
+
+    `done`: of one call for all values, so that objects that occur twice stay one. It is to be read
+    only: tensors and arrays in it are the copies themselves.
+    """
+    return kept.as_kept(done) if isinstance(kept, _HELD) else kept
 
 
 def kept_object(kept: Any) -> Any:

@@ -105,6 +105,8 @@ class JobMembership:
             error: what has ended the script.
         """
         round_id = self.progress.round
+        if script_is_over and error is None and round_id:
+            self.progress.on_end()
         self.leave()
         if self._driver is not None:
             lost = isinstance(error, WorldBrokenError) or looks_like_peer_loss(str(error))
