@@ -19,6 +19,7 @@ from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
 from elastic_driver.worker.state import State, all_states, begin_phase, reset_all
 from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.sharing import StateLostError
+from elastic_driver.worker.state_sync.values import training_begins, training_ends
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import companions, session
 from elastic_driver.worker.world.collective_waits import current_waits, tells_of_loss
@@ -94,7 +95,11 @@ def training_loop(
                     reset_all()
                 if not meet(state, phase):
                     return cast("R", None)
-                result = function(state, *args, **kwargs)
+                training_begins()
+                try:
+                    result = function(state, *args, **kwargs)
+                finally:
+                    training_ends()
                 state._mark_end()
                 return result
             except StateLostError as lost:

@@ -149,7 +149,7 @@ class ModulePart(StatePart):
         walk, writer = self._walk, Writer()
         tensors = {n: t.detach() for n, t in chain(walk.parameters, walk.buffers)}
         flags = list(map(_flags, walk.trained))
-        extra = {p: m.get_extra_state() for p, m in walk.extra}
+        extra = {p: copied(m.get_extra_state()) for p, m in walk.extra}
         document = [
             self._class(),
             writer.write(tensors, self.name),

@@ -17,7 +17,7 @@ from elastic_driver.worker.state_sync.part import (
     require_tensor,
 )
 from elastic_driver.worker.state_sync.taking import Taker, as_kept, put_back
-from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec
+from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec, require_sent
 
 _END = object()
 
@@ -149,6 +149,7 @@ class OptimizerPart(StatePart):
         """See `StatePart.require_kept`."""
         for name, tensor in self.tensors():
             require_tensor(name, tensor)
+            require_sent(tensor, name)
 
     def take(self) -> _Kept:
         """Return groups and memory as they are, and copies of settings and what is no tensor."""
@@ -158,12 +159,16 @@ class OptimizerPart(StatePart):
                 (parameter, values, dict(values) if isinstance(values, dict) else values)
                 for parameter, values in self.thing.state.items()
             ]
+            for key, values in self.thing.state.items():
+                own = [key, *values] if isinstance(values, dict) else [key]
+                keys = [each for each in own if not isinstance(each, Tensor)]
+                Taker(alone=True).take(keys, f"{self.name}.state")
             self._shape = _Shape(list(groups), [list(group["params"]) for group in groups], memory)
         before = self._settings + [([], None)] * len(groups)
         self._settings = [
             self._settings_of(group, number, *before[number]) for number, group in enumerate(groups)
         ]
-        others = Taker().take(self._others(), self.name) if self._plain else None
+        others = Taker(alone=True).take(self._others(), self.name) if self._plain else None
         return _Kept(self._shape, [copy for _, copy in self._settings], others)
 
     def _settings_of(
@@ -174,7 +179,7 @@ class OptimizerPart(StatePart):
         if len(now) == len(values) and all(map(is_, now, values)):
             return values, copy
         settings = {key: value for key, value in group.items() if key != "params"}
-        taken = Taker().take(settings, self._group(number))
+        taken = Taker(alone=True).take(settings, self._group(number))
         fixed = all(type(each) in SIMPLE or type(each) is tuple for each in settings.values())
         return (now if fixed else []), taken
 

@@ -66,6 +66,7 @@ class Tree:
         self.known: dict[str, Tensor] = {}  # all these, by name
         self._is_named = False
         self._is_torn = False  # the roll-back has failed half-way
+        self._nameless: set[str] = set()  # see `Taker`: what was there before the first commit
         self.changes = 0  # how often the walk has found another structure
 
     # ---- the walk ------------------------------------------------------------------------
@@ -76,7 +77,8 @@ class Tree:
         `lenient`: plain values are about to be replaced, so they may be of any kind. Raises
         `UnkeptError` for what cannot be kept.
         """
-        taker, kept, known = Taker(), {}, self._objects
+        at_first = None if self._kept is None else self._nameless
+        taker, kept, known = Taker(at_first), {}, self._objects
         for name, value in self.values.items():
             if type(value) in SIMPLE:
                 kept[name] = value
@@ -89,6 +91,8 @@ class Tree:
                 except UnkeptError:
                     if not lenient:
                         raise
+        if self._kept is None:
+            self._nameless |= taker.nameless
         self._arrange(taker.parts, taker.tensors)
         return kept
 
