@@ -35,6 +35,10 @@ class StateLostError(ElasticError):
     exit_code = ExitCode.UNAVAILABLE
 
 
+class UnfitError(UsageError):
+    """This worker cannot take over the state of the others: it has built another one."""
+
+
 class Agreement(Route, frozen=True):
     """The way of the newest state to the ranks that lack it; empty if every rank has it already.
 
@@ -294,11 +298,14 @@ def receive(state: LiveState, route: Route, with_random: bool) -> int | None:
     """Take over the state of the route's source.
 
     `with_random`: its random generators as well. Returns the envelope's `resumed`. Raises
-    `UsageError` as `take_over` does, and where the sender could not pack its state.
+    `UnfitError` for what `take_over` refuses, and where the sender could not pack its state.
     """
     envelope = unpack(carry_bytes(None, route))
     if envelope.problem:
-        raise UsageError(f"rank {route.source} cannot send its state: {envelope.problem}")
+        raise UnfitError(f"rank {route.source} cannot send its state: {envelope.problem}")
     with_random = with_random or envelope.resumed is not None
-    take_over(state, envelope, lambda tensors: carry_tensors(tensors, route), with_random)
+    try:
+        take_over(state, envelope, lambda tensors: carry_tensors(tensors, route), with_random)
+    except UsageError as error:
+        raise UnfitError(str(error)) from None
     return envelope.resumed
