@@ -76,10 +76,9 @@ class Marks:
             return
         if self._cost > max(LAST_S, SHARE * (time.monotonic() - self._began)):
             return
-        last = states()
-        if all(tree.is_kept and tree.is_clean() for tree, _ in last):
-            found = [leaf for each in last for leaf in _leaves_of(*each, as_committed=True)]
-            self._mark(step, found)
+        ((tree, local), *others) = states()
+        if not others and tree.is_clean():  # several states are not committed at one moment
+            self._mark(step, _leaves_of(tree, local, as_committed=True))
 
     def _mark(self, step: int, found: list[tuple[str, str, Any]]) -> None:
         assert self._progress is not None  # noqa: S101 - the callers have looked

@@ -24,6 +24,7 @@ from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import companions, session
 from elastic_driver.worker.world.collective_waits import current_waits, tells_of_loss
 from elastic_driver.worker.world.groups import RoundOverError
+from elastic_driver.worker.world.membership import JobMembership
 from rendezvous.errors import SealedError
 
 P = ParamSpec("P")
@@ -106,25 +107,39 @@ def training_loop(
                 say(str(lost))
                 raise SystemExit(lost.exit_code) from lost
             except (Exception, SwallowedError) as raised:
-                error = _cause(raised)
-                why = error
-                if isinstance(error, SwallowedError):
-                    tell_swallowed(error)
-                    why = error.__cause__ or error
-                broken = not isinstance(why, HostsUpdatedInterrupt)
-                if broken:
-                    members = member.world and [m.worker for m in member.world.members]
-                    breaks.append((members, state.version))
-                    if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
-                        hint(error, member.progress)
-                        raise
-                    companions.stop_all(broken=True)  # it may still write into the state
+                change = _change_of(raised, member, state, breaks)
+                if change is None:
+                    raise
+                reason, broken = change
                 clear_frames(raised)
-                reason = describe(error)
             member.join(reason, state, broken=broken)
             rejoined = True
 
     return train
+
+
+def _change_of(
+    raised: BaseException, member: JobMembership, state: State, breaks: deque[object]
+) -> tuple[str, bool] | None:
+    """Return why the world is left, and whether it is broken; None for the script's own errors.
+
+    `breaks`: the last worlds that broke, with the steps they had come to. The error is in no
+    variable of a frame that it passes through: it would hold itself, and the state.
+    """
+    error = _cause(raised)
+    why = error
+    if isinstance(error, SwallowedError):
+        tell_swallowed(error)
+        why = error.__cause__ or error
+    broken = not isinstance(why, HostsUpdatedInterrupt)
+    if broken:
+        members = member.world and [m.worker for m in member.world.members]
+        breaks.append((members, state.version))
+        if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
+            hint(error, member.progress)
+            return None
+        companions.stop_all(broken=True)  # it may still write into the state
+    return describe(error), broken
 
 
 def meet(state: State, phase: int) -> bool:

@@ -175,6 +175,7 @@ class State:
         self._kept_random: dict[str, Any] | None = None
         self._going: _GoingBack | None = None  # all states go back
         self._kept_at = 0  # the place of the last commit among those of all states
+        self._kept_before = 0  # and that of the one before
         self._random = RandomStates()
         self._clock = ComputeClock()
         self._callbacks: list[Callable[[], None]] = []
@@ -319,8 +320,17 @@ class State:
             raise self._mistakes.leaving(HostsUpdatedInterrupt(progress.leave_reason), progress)
 
     def _compared(self) -> list[tuple[Tree, frozenset[str]]]:
-        """Return what a mark is made of: this state, and the others that all ranks have."""
-        alike = [s for s in all_states() if s is not self and s._round == self._round]
+        """Return what a mark is made of: this state, and the others that all ranks have.
+
+        Those count that were committed between the last two commits of this one: of others, nobody
+        knows whether a rank still has them. One that a script has dropped lives on until the
+        garbage is collected, at another moment on each rank.
+        """
+        alike = [
+            s
+            for s in all_states()
+            if s is not self and s._round == self._round and s._kept_at > self._kept_before
+        ]
         return [(each._tree, each._local) for each in (self, *alike)]
 
     def _mark_end(self) -> None:
@@ -387,7 +397,8 @@ class State:
         if tree.changes != self._arranged:
             self._arranged = tree.changes
             self._arrange()
-        self._kept_random, self._kept_at = self._random.take(), next(_commits)
+        self._kept_before, self._kept_at = self._kept_at, next(_commits)
+        self._kept_random = self._random.take()
 
     def restore(self) -> None:
         """Go back to the last commit; gradients that do not belong to it are dropped.
