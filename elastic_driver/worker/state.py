@@ -195,7 +195,7 @@ class State:
         self._arranged = -1  # the tree's count of changes when `_arrange` was called last
         self._counted = Counted()
         self._parameters: int | None = None
-        self._said_copies = False
+        self._looks = self._said_size = 0  # at what each commit copies
         if checkpoint_dir is None and (every, keep) != (None, None):
             raise UsageError("every= and keep= are of checkpoints: give checkpoint_dir= as well")
         self._checkpoints: Checkpoints | None = None
@@ -359,16 +359,20 @@ class State:
         return Counted(sum(each.samples for each in counts), sum(each.waited for each in counts))
 
     def _say_copies(self) -> None:
-        """Say once, when it is learned, what each commit copies."""
+        """Say what each commit copies: once it is learned, and when that is twice as much."""
         leaves = self._tree.leaves
-        if self._said_copies or leaves.learning or leaves.copy_all:
+        if leaves.copy_all or (leaves.learning and leaves.names):
             return
-        self._said_copies = True
-        size = leaves.copied_bytes
-        if size >= SAID_BYTES and current.is_initialized() and current.rank() == 0:
-            name, why = next(iter(leaves.moving.items()), ("", ""))
+        self._looks += 1
+        if self._looks & (self._looks - 1) or not current.is_initialized() or current.rank():
+            return  # it takes time: at each second, fourth, eighth commit
+        found = self._tree.copies()
+        size, count = sum(each[0] for each in found), sum(each[1] for each in found)
+        if size >= max(SAID_BYTES, 2 * self._said_size):
+            self._said_size = size
+            _, _, name, why = max(found)
             say(
-                f"each commit copies {size / MEGABYTE:.1f} MB in {len(leaves.moving)} tensors that "
+                f"each commit copies {size / MEGABYTE:.1f} MB in {count} tensors that "
                 f"do not only change in an optimizer's step ({name}: {why})"
             )
 

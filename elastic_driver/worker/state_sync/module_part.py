@@ -116,6 +116,10 @@ class ModulePart(StatePart):
         extra = [copied(module.get_extra_state()) for _, module in walk.extra]
         return _Kept(walk, training, flags, extra)
 
+    def copies(self) -> Any:
+        """See `StatePart.copies`."""
+        return self.kept.extra
+
     def roll_back(self) -> None:
         """Put back the structure, flags and extra state; `leaves` does so for the tensors."""
         walk, training, flags, extra = self.kept

@@ -183,6 +183,10 @@ class OptimizerPart(StatePart):
         fixed = all(type(each) in SIMPLE or type(each) is tuple for each in settings.values())
         return (now if fixed else []), taken
 
+    def copies(self) -> Any:
+        """See `StatePart.copies`."""
+        return [self.kept.settings, self.kept.others]
+
     def roll_back(self) -> None:
         """Put back groups, settings and the structure of the state; `leaves` the tensors."""
         optimizer, (shape, settings, others) = self.thing, self.kept

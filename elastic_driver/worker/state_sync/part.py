@@ -61,6 +61,10 @@ class StatePart:
         except RecursionError:
             raise too_deep(self.name) from None
 
+    def copies(self) -> Any:
+        """Return what is a copy in `kept`."""
+        return self.kept
+
     def roll_back(self) -> None:
         """Put back the structure and the small things of `kept`."""
         self.thing.load_state_dict(copied(self.kept))

@@ -241,6 +241,29 @@ def as_kept(kept: Any, done: dict[int, Any]) -> Any:
     return kept.as_kept(done) if isinstance(kept, _HELD) else kept
 
 
+def size_of(kept: Any, seen: set[int]) -> tuple[int, int]:
+    """Return the bytes and the number of all tensors and arrays that were copied for a commit.
+
+    `seen`: the identities of what was counted already.
+    """
+    size = count = 0
+    pending = [kept]
+    while pending:
+        each = pending.pop()
+        if type(each) in SIMPLE or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, _Held):
+            pending += each.items or ()
+        elif isinstance(each, _HeldTensor | _HeldArray):
+            pending.append(each.copy)
+        elif isinstance(each, Tensor) or is_array(each):
+            size, count = size + each.nbytes, count + 1
+        elif (kind := kind_of(type(each))) is not None:
+            pending += kind.children(each)
+    return size, count
+
+
 def kept_object(kept: Any) -> Any:
     """Return the object that was kept, as it is now."""
     return kept.value if isinstance(kept, _HELD) else kept

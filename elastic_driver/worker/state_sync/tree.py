@@ -27,7 +27,7 @@ from elastic_driver.worker.state_sync.parts import (
     part_for,
 )
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
-from elastic_driver.worker.state_sync.taking import Taker, as_kept, kept_object, put_back
+from elastic_driver.worker.state_sync.taking import Taker, as_kept, kept_object, put_back, size_of
 from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_part, too_deep
 
 MOST_ENTRIES = 64  # of a table whose entries are compared one by one
@@ -207,6 +207,19 @@ class Tree:
         self._kept, self._kept_parts = kept, self.parts
         self._is_torn = False
         self.steps.restart()
+
+    def copies(self) -> list[tuple[int, int, str, str]]:
+        """Return what each commit copies: bytes, number of tensors, name of the first, and why."""
+        leaves, seen = self.leaves, set[int]()
+        name, why = next(iter(leaves.moving.items()), ("", ""))
+        found = [(leaves.copied_bytes, len(leaves.moving), name, why)]
+        why = "it is a value of the state, and no parameter or buffer"
+        for name, kept in (self._kept or {}).items():
+            if name not in self._kept_parts:
+                found.append((*size_of(kept, seen), name, why))
+        for name, part in self._kept_parts.items():
+            found.append((*size_of(part.copies(), seen), name, why))
+        return [each for each in found if each[1]]
 
     @property
     def is_kept(self) -> bool:
