@@ -16,7 +16,13 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 from elastic_driver.core.state_version import StateVersion, source_of
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
-from elastic_driver.worker.state import State, all_states, begin_phase, reset_all
+from elastic_driver.worker.state import (
+    State,
+    all_states,
+    begin_phase,
+    reset_all,
+    stop_clocks,
+)
 from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.sharing import StateLostError
 from elastic_driver.worker.state_sync.values import training_begins, training_ends
@@ -97,10 +103,12 @@ def training_loop(
                 if not meet(state, phase):
                     return cast("R", None)
                 training_begins()
+                state._begins()
                 try:
                     result = function(state, *args, **kwargs)
                 finally:
                     training_ends()
+                    stop_clocks()
                 state._mark_end()
                 return result
             except StateLostError as lost:

@@ -95,6 +95,12 @@ def reset_all() -> None:
             each._keep(from_others=True)
 
 
+def stop_clocks() -> None:
+    """Take the clocks of all states off the script's objects: no training function runs."""
+    for each in all_states():
+        each._clock.watch([])
+
+
 def begin_phase(number: int) -> None:
     """Note that a training function is called; `number` of its call in this process."""
     _Phase.number = number
@@ -332,6 +338,10 @@ class State:
             if s is not self and s._round == self._round and s._kept_at > self._kept_before
         ]
         return [(each._tree, each._local) for each in (self, *alike)]
+
+    def _begins(self) -> None:
+        """Measure the steps of a training function, which is called now."""
+        self._arrange()
 
     def _mark_end(self) -> None:
         """Mark the last commit: the training function, or the script, is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 from collections.abc import Iterator
@@ -121,6 +122,56 @@ def test_a_state_ends_with_its_last_reference_whatever_has_ended_its_script(
     assert fails(tmp_path, how)
     session.shutdown()
     assert len(all_states()) == before
+
+
+def hooks_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The hooks on a script's own objects."""
+    on_parameters = [
+        hook
+        for p in model.parameters()
+        for hooks in (p._post_accumulate_grad_hooks, p._backward_hooks)
+        for hook in hooks or ()
+    ]
+    steps = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+    return len(on_parameters) + len(steps)
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_no_hooks_are_left_when_a_state_is_gone() -> None:
+    state = job()
+    model, optimizer = state.model, state.optimizer
+    step(state)
+    state.commit()
+    step(state)
+    assert hooks_on(model, optimizer) > 0
+    del state
+    assert hooks_on(model, optimizer) == 0
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("how", ["returns", "fails"])
+def test_steps_are_timed_in_a_training_function_only(how: str) -> None:
+    state, other = job(), job()
+    before = hooks_on(state.model, state.optimizer)
+    inside = []
+
+    @elastic_run
+    def train(state: TorchState) -> None:
+        for _ in range(3):
+            _train_once(state)
+        inside.append((hooks_on(state.model, state.optimizer), state._progress.times))
+        if how == "fails":
+            raise ValueError("a mistake")
+
+    for _ in range(2):
+        with contextlib.suppress(ValueError):
+            train(state)
+        assert state._clock._hooks == other._clock._hooks == []
+        assert hooks_on(state.model, state.optimizer) <= before
+    for hooks, times in inside:
+        assert hooks > before
+        assert times is not None
+        assert times.compute is not None
 
 
 # ---- what a commit copies --------------------------------------------------------------------
