@@ -80,7 +80,7 @@ class _Open:
     until: float
     asked: dict[int, str]
     attempt: int
-    answers: dict[str, _Answer] = field(default_factory=dict)
+    answers: dict[str, _Answer]
 
 
 class StateWatch:
@@ -90,7 +90,9 @@ class StateWatch:
         self.equal_step: int | None = None  # the newest at which all ranks were equal
         self._size = size
         self._latest = [-1] * size  # the newest step that each rank has marked
-        self._over: set[int] = set()  # ranks whose scripts have ended: they answer no question
+        # Ranks whose scripts have ended: they answer no question. What they held at their newest
+        # mark, in short.
+        self._over: dict[int, tuple[LeafMark, ...]] = {}
         self._steps: dict[int, _Marked] = {}
         self._question: _Open | None = None
         self._ask_at = 0.0  # no question before
@@ -117,9 +119,12 @@ class StateWatch:
         alike = (step for step, marked in self._steps.items() if marked.differs_since is None)
         return min(alike, default=min(self._steps))
 
-    def ended(self, rank: int) -> None:
-        """Record that the script of a rank is over: no more marks and no answers come from it."""
-        self._over.add(rank)
+    def ended(self, rank: int, leaves: tuple[LeafMark, ...] = ()) -> None:
+        """Record that the script of a rank is over: no more marks and no answers come from it.
+
+        `leaves`: its state after its newest mark, in short.
+        """
+        self._over[rank] = leaves
 
     def described(self, rank: int, event: StateDescribed) -> None:
         """Record an answer; one to a question that is not open changes nothing."""
@@ -155,14 +160,27 @@ class StateWatch:
     def _ask(self, step: int, now: float, attempt: int = 1) -> Question | Told | None:
         asked: dict[int, str] = {}
         marked = self._steps[step]
+        known = self._known_at_the_end(step, marked)
         for digest, ranks in marked.kinds():
             rank = next((rank for rank in ranks if rank not in self._over), None)
-            if rank is not None and len(asked) < MAX_ASKED:
+            if rank is not None and len(asked) < MAX_ASKED and not known:
                 asked[rank] = digest
-        self._question = _Open(step, marked, now + ANSWER_S, asked, attempt)
+        self._question = _Open(step, marked, now + ANSWER_S, asked, attempt, known)
         if len(asked) <= 1:  # there is nothing to compare with
             return self._conclude(self._question, now)
         return Question(step, tuple(asked))
+
+    def _known_at_the_end(self, step: int, marked: _Marked) -> dict[str, _Answer]:
+        """Return what ended ranks have said of a step, if that is every kind; otherwise nothing.
+
+        What they say in short does not compare with what others say leaf by leaf.
+        """
+        found: dict[str, _Answer] = {}
+        for digest, ranks in marked.kinds():
+            last = (self._over.get(rank) for rank in ranks if self._latest[rank] == step)
+            if leaves := next(filter(None, last), None):
+                found[digest] = _Answer(leaves)
+        return found if len(found) == len(marked.ranks) else {}
 
     def _conclude(self, question: _Open, now: float) -> Question | Told | None:
         """Compare the answers, once all are there or the time for them is over."""

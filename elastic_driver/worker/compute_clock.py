@@ -23,7 +23,9 @@ step and sends no message. Times are seconds.
 """
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +52,8 @@ class ComputeClock:
     """Measures the steps of the training thread that owns it."""
 
     def __init__(self) -> None:
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = []  # on the script's objects, which outlive this clock
+        weakref.finalize(self, _remove, self._hooks)
         self._step, self._finished = _Step(), _Step()
 
     @staticmethod
@@ -60,15 +63,15 @@ class ComputeClock:
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these optimizers' parameters from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
         self.restart()
+        me = weakref.ref(self)
         for optimizer in optimizers:
             trained = [p for p in _parameters([optimizer]) if p.requires_grad]
             if trained and self.times(trained[-1].device):  # usually nearest to the loss
-                hook = trained[-1].register_post_accumulate_grad_hook(self._pass_begins)
-                self._hooks += [hook, optimizer.register_step_pre_hook(self._optimizer_begins)]
+                hook = trained[-1].register_post_accumulate_grad_hook(partial(_pass_begins, me))
+                begins = partial(_optimizer_begins, me)
+                self._hooks += [hook, optimizer.register_step_pre_hook(begins)]
 
     def restart(self) -> None:
         """Drop the current step: its cost would not compare with that of others."""
@@ -107,7 +110,8 @@ class ComputeClock:
         """Return the seconds and the CPU seconds between two moments."""
         return until[0] - since[0], until[1] - since[1]
 
-    def _pass_begins(self, _parameter: torch.Tensor) -> None:
+    def pass_begins(self) -> None:
+        """Record that a backward pass has reached the first layers; called in the pass."""
         _when_backward_ends(self._gradients_ready)
 
     def _gradients_ready(self) -> None:
@@ -119,7 +123,8 @@ class ComputeClock:
     def _pass_returns(self) -> None:
         self._step.waits[-1][1] = self._moment()
 
-    def _optimizer_begins(self, *_: object) -> None:
+    def optimizer_begins(self) -> None:
+        """Record that an optimizer begins its step."""
         step = self._step
         if step.waiting:
             step.waiting = False
@@ -171,6 +176,24 @@ def clock_for(optimizers: Sequence[Optimizer], before: ComputeClock) -> ComputeC
         before = kind()
     before.watch(optimizers)
     return before
+
+
+def _pass_begins(me: "weakref.ref[ComputeClock]", _parameter: torch.Tensor) -> None:
+    clock = me()
+    if clock is not None:
+        clock.pass_begins()
+
+
+def _optimizer_begins(me: "weakref.ref[ComputeClock]", *_: object) -> None:
+    clock = me()
+    if clock is not None:
+        clock.optimizer_begins()
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:

@@ -156,6 +156,23 @@ def test_ranks_whose_scripts_have_ended_are_compared_and_not_asked() -> None:
     assert bench.reason() == "9: ranks 0, 1 and rank 2 differ; where could not be read"
 
 
+def test_what_ended_ranks_held_at_their_last_mark_is_told() -> None:
+    bench = Bench(3)
+    bench.mark(9, "aa", "aa", "bb")
+    for rank, value in enumerate(("1", "1", "2")):
+        bench.watch.ended(rank, (LeafMark("lr", f"d{value}", value),))
+    assert bench.reason() == "9: lr is 1 on ranks 0, 1 and 2 on rank 2"
+
+
+def test_what_ended_ranks_held_at_another_step_is_not_told() -> None:
+    bench = Bench(2)
+    bench.mark(9, "aa", "bb")
+    bench.mark(10, None, "bb")
+    for rank, value in enumerate(("1", "2")):
+        bench.watch.ended(rank, (LeafMark("lr", f"d{value}", value),))
+    assert bench.reason() == "9: rank 0 and rank 1 differ; where could not be read"
+
+
 def test_another_rank_of_its_kind_is_asked_in_place_of_one_that_has_ended() -> None:
     bench = Bench(3)
     bench.mark(9, "aa", "aa", "bb")

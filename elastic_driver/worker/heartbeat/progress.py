@@ -164,6 +164,7 @@ class TrainingProgress:
     on_first_step: Callable[[], None] = lambda: None  # called at the first step of a round
     on_first_mark: Callable[[], None] = lambda: None  # called at the first mark of a round
     on_no_commit: Callable[[], None] = lambda: None  # called after `ODD_STEPS` without a commit
+    on_end: Callable[[], None] = lambda: None  # called when the script is over
     # Describes the state of a marked step: name, digest and value of every leaf; None: not kept.
     leaves: Callable[[int], list[tuple[str, str, str]] | None] = lambda _step: None
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links

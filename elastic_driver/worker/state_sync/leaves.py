@@ -215,6 +215,12 @@ class Leaves:
         tensors = [self.tensors[number] for number in numbers]
         return dict(zip(map(id, tensors), contents(tensors), strict=True))
 
+    def committed(self) -> tuple[list[str], list[Tensor], dict[int, Tensor]]:
+        """Return names and tensors of the commit, and by identity the copies of those copied."""
+        commit = self._commit
+        copies = zip(map(id, commit.moved), commit.copies, strict=True)
+        return commit.names, commit.tensors, dict(copies)
+
     # ---- learning --------------------------------------------------------------------------
 
     def look_before_step(self) -> None:

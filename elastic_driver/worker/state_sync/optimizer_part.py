@@ -17,8 +17,8 @@ from elastic_driver.worker.state_sync.part import (
     StatePart,
     require_tensor,
 )
-from elastic_driver.worker.state_sync.taking import Taker, put_back
-from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec
+from elastic_driver.worker.state_sync.taking import Taker, as_kept, put_back
+from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec, require_sent
 
 _END = object()
 
@@ -168,6 +168,7 @@ class OptimizerPart(StatePart):
         """See `StatePart.require_kept`."""
         for name, tensor in self.tensors():
             require_tensor(name, tensor)
+            require_sent(tensor, name)
 
     def take(self) -> _Kept:
         """Return groups and memory as they are, and copies of settings and what is no tensor."""
@@ -179,12 +180,16 @@ class OptimizerPart(StatePart):
                 (parameter, values, dict(values) if isinstance(values, dict) else values)
                 for parameter, values in self.thing.state.items()
             ]
+            for key, values in self.thing.state.items():
+                own = [key, *values] if isinstance(values, dict) else [key]
+                keys = [each for each in own if not isinstance(each, Tensor)]
+                Taker(alone=True).take(keys, f"{self.name}.state")
             self._shape = _Shape(list(groups), [list(group["params"]) for group in groups], memory)
         before = self._settings + [([], None)] * len(groups)
         self._settings = [
             self._settings_of(group, number, *before[number]) for number, group in enumerate(groups)
         ]
-        others = Taker().take(self._others(), self.name) if self._plain else None
+        others = Taker(alone=True).take(self._others(), self.name) if self._plain else None
         self._taken = _Kept(self._shape, [copy for _, copy in self._settings], others)
         return self._taken
 
@@ -202,9 +207,13 @@ class OptimizerPart(StatePart):
         if len(now) == len(values) and all(map(is_, now, values)):
             return values, copy
         settings = {key: value for key, value in group.items() if key != "params"}
-        taken = Taker().take(settings, self._group(number))
+        taken = Taker(alone=True).take(settings, self._group(number))
         fixed = all(type(each) in SIMPLE or type(each) is tuple for each in settings.values())
         return (now if fixed else [_END]), taken
+
+    def copies(self) -> Any:
+        """See `StatePart.copies`."""
+        return [self.kept.settings, self.kept.others]
 
     def roll_back(self) -> None:
         """Put back groups, settings and the structure of the state; `leaves` the tensors."""
@@ -235,15 +244,16 @@ class OptimizerPart(StatePart):
 
     def values(self) -> list[tuple[str, Any]]:
         """See `StatePart.values`."""
+        shape, settings, others = self.kept
         found: list[tuple[str, Any]] = []
-        for number, group in enumerate(self.thing.param_groups):
+        done: dict[int, Any] = {}
+        for number, (parameters, kept) in enumerate(zip(shape.parameters, settings, strict=True)):
             where = self._group(number)
-            names = [self._named.get(id(p), "?") for p in group["params"]]
+            names = [self._named.get(id(p), "?") for p in parameters]
             found.append((f"parameters of {where}", names))
-            for key, value in group.items():
-                if key != "params":
-                    found.append((f"{'learning rate' if key == 'lr' else key} of {where}", value))
-        return [*found, (f"{self.name}.state", self._others())]
+            for key, value in as_kept(kept, done).items():
+                found.append((f"{'learning rate' if key == 'lr' else key} of {where}", value))
+        return [*found, (f"{self.name}.state", as_kept(others, done))]
 
     def _group(self, number: int) -> str:
         return f"group {number} of {self.name!r}"

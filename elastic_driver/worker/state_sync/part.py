@@ -70,6 +70,10 @@ class StatePart:
         except RecursionError:
             raise too_deep(self.name) from None
 
+    def copies(self) -> Any:
+        """Return what is a copy in `kept`."""
+        return self.kept
+
     def roll_back(self) -> None:
         """Put back the structure and the small things of `kept`."""
         self.thing.load_state_dict(copied(self.kept))
@@ -77,7 +81,7 @@ class StatePart:
     def outgoing(self) -> Outgoing:
         """Return a document of the whole part, and the tensors that the document refers to."""
         writer = Writer()
-        return [self._class(), writer.write(self._state(), self.name)], writer.tensors
+        return [self._class(), writer.write(copied(self._state()), self.name)], writer.tensors
 
     def values(self) -> list[tuple[str, Any]]:
         """Return name and value of each small thing that ranks are to have alike."""
@@ -130,6 +134,8 @@ def require_tensor(name: str, tensor: Tensor) -> None:
         problem, hint = "it was made under inference_mode", "create it under no_grad"
     elif tensor.layout != torch.strided:
         problem, hint = f"it is of layout {tensor.layout}", "keep dense tensors in the state"
+    elif tensor.is_quantized:
+        problem, hint = "it is quantized", "keep dense tensors of numbers in the state"
     else:
         return
     raise UnkeptError(name, problem, hint)

@@ -28,7 +28,7 @@ from elastic_driver.worker.state_sync.parts import (
     part_for,
 )
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
-from elastic_driver.worker.state_sync.taking import Taker, kept_object, put_back
+from elastic_driver.worker.state_sync.taking import Taker, as_kept, kept_object, put_back, size_of
 from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_part, too_deep
 
 MOST_ENTRIES = 64  # of a table whose entries are compared one by one
@@ -73,6 +73,7 @@ class Tree:
         self.known: dict[str, Tensor] = {}  # all these, by name
         self._is_named = False
         self._is_torn = False  # the roll-back has failed half-way
+        self._nameless: set[str] = set()  # see `Taker`: what was there before the first commit
         self.changes = 0  # how often the walk has found another structure
 
     # ---- the walk ------------------------------------------------------------------------
@@ -85,7 +86,8 @@ class Tree:
         """
         if (usual := self._walk_as_usual()) is not None:
             return usual
-        taker, kept, known, needs_part = Taker(), {}, self._objects, self._needs_part
+        at_first = None if self._kept is None else self._nameless
+        taker, kept, known, needs_part = Taker(at_first), {}, self._objects, self._needs_part
         for name, value in self.values.items():
             if type(value) in SIMPLE:
                 kept[name] = value
@@ -98,6 +100,8 @@ class Tree:
                 except UnkeptError:
                     if not lenient:
                         raise
+        if self._kept is None:
+            self._nameless |= taker.nameless
         self._arrange(taker.parts, taker.tensors)
         things = {name: value for name, value in kept.items() if type(value) not in SIMPLE}
         has_plain = list(taker.parts) != list(things)
@@ -243,6 +247,19 @@ class Tree:
         self._is_torn = False
         self.steps.restart()
 
+    def copies(self) -> list[tuple[int, int, str, str]]:
+        """Return what each commit copies: bytes, number of tensors, name of the first, and why."""
+        leaves, seen = self.leaves, set[int]()
+        name, why = next(iter(leaves.moving.items()), ("", ""))
+        found = [(leaves.copied_bytes, len(leaves.moving), name, why)]
+        why = "it is a value of the state, and no parameter or buffer"
+        for name, kept in (self._kept or {}).items():
+            if name not in self._kept_parts:
+                found.append((*size_of(kept, seen), name, why))
+        for name, part in self._kept_parts.items():
+            found.append((*size_of(part.copies(), seen), name, why))
+        return [each for each in found if each[1]]
+
     @property
     def is_kept(self) -> bool:
         """Return whether there was a commit."""
@@ -315,29 +332,36 @@ class Tree:
     # ---- what is compared ----------------------------------------------------------------
 
     def compared(
-        self, local: frozenset[str]
+        self, local: frozenset[str], *, as_committed: bool = False
     ) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]]]:
         """Return name and value of each small leaf, and of each tensor, that ranks have alike.
 
-        Called right after `keep`. `local`: names of attributes and leaves that differ by intention.
+        `local`: names of attributes and leaves that differ by intention. `as_committed`: what they
+        were at the last commit, for a clean tree; otherwise as they are, right after `keep`.
         Floating-point buffers and counts of batches are left out: with DistributedDataParallel each
         rank has running statistics of its own. Which leaves are compared follows from the state
         alone, not from what this process has seen.
         """
+        values, parts = self.values, self.parts
+        names, tensors, copies = self.leaves.names, self.leaves.tensors, dict[int, Tensor]()
+        if as_committed:
+            done: dict[int, Any] = {}
+            values = {name: as_kept(kept, done) for name, kept in (self._kept or {}).items()}
+            parts, (names, tensors, copies) = self._kept_parts, self.leaves.committed()
         small: list[tuple[str, Any]] = []
-        for name, value in self.values.items():
-            if name not in self.parts and name not in local:
+        for name, value in values.items():
+            if name not in parts and name not in local:
                 small += [(f"state.{path}", each) for path, each in _entries(name, value)]
         large: list[tuple[str, Tensor]] = []
         statistics: set[int] = set()
-        for part in self.parts.values():
+        for part in parts.values():
             if not _is_local(part.name, local):
                 small += part.values()
             if isinstance(part, ModulePart):
                 statistics.update(id(b) for n, b in part.buffers() if _is_statistic(n, b))
-        for name, tensor in zip(self.leaves.names, self.leaves.tensors, strict=True):
+        for name, tensor in zip(names, tensors, strict=True):
             if id(tensor) not in statistics and not _is_local(name, local):
-                large.append((name, tensor))
+                large.append((name, copies.get(id(tensor), tensor)))
         for name, tensor in self.kept_gradients(sure=True):
             if not _is_local(name, local):
                 large.append((f"gradient of {name}", tensor))
@@ -352,7 +376,8 @@ class Tree:
 
         Raises `UnkeptError` for a value that cannot be kept.
         """
-        writer = ComparingWriter({id(part.thing): path for path, part in self.parts.items()})
+        parts = {**self._kept_parts, **self.parts}
+        writer = ComparingWriter({id(part.thing): path for path, part in parts.items()})
         data = msgspec.msgpack.encode(writer.write(value, name))
         return data, [tensor for _, tensor in writer.tensors]
 

@@ -9,15 +9,18 @@ import dataclasses
 import decimal
 import enum
 import fractions
+import importlib
 import pathlib
 import sys
 import types
 import uuid
+import warnings
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import date, datetime, time, timedelta, timezone
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import torch
 from torch import Tensor
@@ -28,10 +31,10 @@ from elastic_driver.errors import UsageError
 TensorKind = tuple[str, tuple[int, ...]]
 SIMPLE = frozenset({int, float, bool, str, bytes, type(None)})
 LARGEST = 2**63  # of whole numbers that msgpack carries
-_FACTORIES: dict[str, Any] = {
-    each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool, Counter, deque)
-}
-_OTHER = "?"  # in place of the name of a factory
+OTHER = "?"  # in place of the name of a factory
+LARGEST_BYTES = 2**32 - 1  # of an array, that msgpack carries
+DEEPEST = 100  # containers inside of each other: each Python can walk as many
+_OF_PYTHON = 1 << 9  # of a class: it was made by a class statement (Py_TPFLAGS_HEAPTYPE)
 _RANDOM = (  # module, class, how its state is read and written
     ("random", "Random", "getstate", "setstate"),
     ("numpy.random", "RandomState", "get_state", "set_state"),
@@ -55,6 +58,15 @@ class UnkeptError(UsageError):
 def unkept(path: str, value: Any) -> UnkeptError:
     """Return the error that names a value of an unknown kind."""
     kind = type(value)
+    if _is_of_numpy(value):
+        return UnkeptError(
+            path,
+            f"it is a {kind.__name__} of NumPy with the dtype {value.dtype}",
+            "keep numbers, text and dates in it, not objects, and fields that do not overlap",
+        )
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | enum.Enum):
+        named = value if hasattr(value, "__qualname__") else kind
+        return UnkeptError(path, *no_name(named.__module__, named.__qualname__))
     if isinstance(value, types.GeneratorType) or hasattr(value, "__next__"):
         return UnkeptError(
             path,
@@ -67,6 +79,22 @@ def unkept(path: str, value: Any) -> UnkeptError:
         "turn it into a dataclass, give the class state_dict() and load_state_dict(), or keep it "
         "outside of the state",
     )
+
+
+def no_name(module: Any, name: str) -> tuple[str, str]:
+    """Return why a class or function is not known to other workers, and what to do."""
+    if looked_up(module, name) is not None and not _Script.knew(module, name):
+        if module == MAIN:
+            return (
+                f"{name} was defined in the script after training had begun",
+                "define it at the top of the script, so that a worker that joins knows it, too",
+            )
+        return (
+            f"{name} is of the module {module}, which was imported after training had begun",
+            "import it at the top of the script, so that a worker that joins knows it, too",
+        )
+    problem = f"{name} has no name that other workers know"
+    return problem, "define it at the top of a module, and keep its name"
 
 
 def knot(path: str, value: Any) -> UnkeptError:
@@ -146,23 +174,28 @@ def _made(new: Callable[[Any], Any], fill: Callable[[Any, list[Any]], None]) -> 
     return make
 
 
-def _default_of(value: defaultdict[Any, Any]) -> str | None:
-    factory = value.default_factory
+def _default_of(value: defaultdict[Any, Any]) -> Any:
+    """Return how the factory of a dictionary is sent: None, module and name, or `OTHER`."""
+    factory: Any = value.default_factory
     if factory is None:
         return None
-    name = getattr(factory, "__name__", "")
-    return name if _FACTORIES.get(name) is factory else _OTHER
+    return [factory.__module__, factory.__qualname__] if is_referred(factory) else OTHER
 
 
-def _default(name: str | None) -> Any:
-    """Return the factory of this name. Raises `UsageError` for a script's own."""
-    if name is not None and name not in _FACTORIES:
-        known = ", ".join(_FACTORIES)
-        raise UsageError(
-            "a defaultdict in the state makes its values by a function of the script, which cannot "
-            f"be sent; use one of {known}, or make the defaultdict when the state is made"
-        )
-    return _FACTORIES[name] if name is not None else None
+def _default(written: Any) -> Any:
+    """Return the factory that was written. Raises `UsageError` for one that is not known here."""
+    if written is None:
+        return None
+    found = looked_up(*written) if isinstance(written, list) else None
+    if found is None or not is_referred(found):
+        name = written[1] if isinstance(written, list) else "a function without a name"
+        raise UsageError(f"a defaultdict in the state makes its values by {name}, unknown here")
+    return found
+
+
+def has_nameless_factory(value: Any) -> bool:
+    """Return whether only a worker that has made the same dictionary itself can receive it."""
+    return type(value) is defaultdict and _default_of(value) == OTHER
 
 
 def _dict_kind(new: Callable[[Any], Any], more: Callable[[Any], Any] = lambda _: None) -> Kind:
@@ -192,7 +225,8 @@ def _content_of(value: Any) -> dict[str, Any]:
     found = {
         f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
     }
-    return found | getattr(value, "__dict__", {})
+    found |= getattr(value, "__dict__", {})
+    return {name: each for name, each in found.items() if not name.startswith("__")}
 
 
 def _fields_of(value: Any) -> list[Any]:
@@ -206,7 +240,8 @@ def _own_names(value: Any) -> list[str]:
         for f in dataclasses.fields(value)
         if isinstance(getattr(type(value), f.name, None), types.MemberDescriptorType)
     ]
-    return [*getattr(value, "__dict__", {}), *(name for name in slots if hasattr(value, name))]
+    own = [name for name in getattr(value, "__dict__", {}) if not name.startswith("__")]
+    return [*own, *(name for name in slots if hasattr(value, name))]
 
 
 def _fill_fields(target: Any, items: list[Any]) -> None:
@@ -228,7 +263,14 @@ def _dataclass_kind(kind: type) -> Kind:
         return target
 
     frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return Kind(_fields_of, None if frozen else _fill_fields, make, problem=_problem_of(kind))
+    problem = _problem_of(kind)
+    inherited = [each for each in kind.__mro__[1:-1] if not each.__flags__ & _OF_PYTHON]
+    if inherited:  # only the fields would be kept
+        problem = (
+            f"it is a dataclass that is a {inherited[0].__name__}, too",
+            f"keep the {inherited[0].__name__} in a field",
+        )
+    return Kind(_fields_of, None if frozen else _fill_fields, make, problem=problem)
 
 
 def _named_tuple_kind(kind: Any) -> Kind:
@@ -241,16 +283,18 @@ def _named_tuple_kind(kind: Any) -> Kind:
 
 
 def _problem_of(kind: type) -> tuple[str, str] | None:
-    if looked_up(kind.__module__, kind.__qualname__) is kind:
+    if is_known(kind):
         return None
-    problem = f"its class {kind.__qualname__} has no name that other workers know"
-    return problem, "define the class at the top of a module, and keep its name"
+    problem, hint = no_name(kind.__module__, kind.__qualname__)
+    return f"its class {problem}", hint
 
 
 def kind_of(kind: type) -> Kind | None:
     """Return how containers of this type are handled; None where it is no container."""
     found = kinds.get(kind)
-    if found is None and dataclasses.is_dataclass(kind):
+    if found is not None or issubclass(kind, enum.Enum) or has_part_of(kind):
+        return found
+    if dataclasses.is_dataclass(kind):
         found = kinds[kind] = _dataclass_kind(kind)
     elif found is None and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         found = kinds[kind] = _named_tuple_kind(kind)
@@ -260,8 +304,26 @@ def kind_of(kind: type) -> Kind | None:
 # ---- kinds of single values ----------------------------------------------------------------
 
 
-def _datetime(text: str, fold: int) -> datetime:
-    return datetime.fromisoformat(text).replace(fold=fold)
+def _moment(value: Any) -> list[Any]:
+    """Return a time, with or without a date, as text; its fold; and its time zone."""
+    return [value.replace(tzinfo=None).isoformat(), value.fold, _zone(value.tzinfo)]
+
+
+def _zone(zone: Any) -> Any:
+    """Return a time zone as seconds or by name. Raises `ValueError` for one of another kind."""
+    if type(zone) is timezone:
+        return zone.utcoffset(None).total_seconds()
+    if type(zone) is ZoneInfo and zone.key is not None:
+        return zone.key
+    if zone is not None:
+        raise ValueError(f"its time zone is of the class {type(zone).__qualname__}")
+    return None
+
+
+def _from_zone(written: Any) -> Any:
+    if written is None:
+        return None
+    return ZoneInfo(written) if isinstance(written, str) else timezone(timedelta(seconds=written))
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -275,18 +337,25 @@ def torch_dtype(name: str) -> torch.dtype:
 
 atoms: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     complex: (lambda v: [v.real, v.imag], lambda d: complex(*d)),
-    range: (lambda v: [v.start, v.stop, v.step], lambda d: range(*d)),
+    range: (
+        lambda v: [str(v.start), str(v.stop), str(v.step)],
+        lambda d: range(*map(int, d)),
+    ),
     decimal.Decimal: (str, decimal.Decimal),
     fractions.Fraction: (str, fractions.Fraction),
     uuid.UUID: (str, uuid.UUID),
-    datetime: (lambda v: [v.isoformat(), v.fold], lambda d: _datetime(*d)),
-    date: (lambda v: v.isoformat(), date.fromisoformat),
-    time: (lambda v: v.isoformat(), time.fromisoformat),
-    timedelta: (lambda v: [v.days, v.seconds, v.microseconds], lambda d: timedelta(*d)),
-    timezone: (
-        lambda v: v.utcoffset(None).total_seconds(),
-        lambda d: timezone(timedelta(seconds=d)),
+    datetime: (
+        _moment,
+        lambda d: datetime.fromisoformat(d[0]).replace(fold=d[1], tzinfo=_from_zone(d[2])),
     ),
+    date: (lambda v: v.isoformat(), date.fromisoformat),
+    time: (
+        _moment,
+        lambda d: time.fromisoformat(d[0]).replace(fold=d[1], tzinfo=_from_zone(d[2])),
+    ),
+    timedelta: (lambda v: [v.days, v.seconds, v.microseconds], lambda d: timedelta(*d)),
+    timezone: (_zone, _from_zone),
+    ZoneInfo: (_zone, _from_zone),
     torch.device: (str, torch.device),
     torch.dtype: (lambda v: str(v).removeprefix("torch."), torch_dtype),
     type(...): (lambda _: None, lambda _: ...),
@@ -300,7 +369,50 @@ def is_referred(value: Any) -> bool:
     """Return whether a value is a class or function that has a name in its module."""
     if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return False
-    return looked_up(value.__module__, value.__qualname__) is value
+    return is_known(value)
+
+
+MAIN = "__main__"
+
+
+class _Script:
+    """What the script had loaded and defined when its training functions began.
+
+    A worker that joins is there when the function is called: it has not loaded what comes inside.
+    Names of modules, and `__main__:NAME` for what the script itself has defined.
+    """
+
+    trains = False
+    loaded: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
+
+    @classmethod
+    def knew(cls, module: Any, name: str) -> bool:
+        own = f"{MAIN}:{name.partition('.')[0]}" if module == MAIN else module
+        return own not in cls.late and (not cls.trains or own in cls.loaded)
+
+
+def _loaded_now() -> frozenset[str]:
+    own = vars(sys.modules[MAIN]) if MAIN in sys.modules else {}
+    return frozenset(sys.modules) | {f"{MAIN}:{name}" for name in list(own)}
+
+
+def training_begins() -> None:
+    """Note what a worker that joins has loaded when it is given the state."""
+    _Script.trains, _Script.loaded = True, _loaded_now() - _Script.late
+
+
+def training_ends() -> None:
+    """Note what the training function has loaded, which a worker that skips it has not."""
+    if _Script.trains:
+        _Script.late |= _loaded_now() - _Script.loaded
+        _Script.trains = False
+
+
+def is_known(value: Any) -> bool:
+    """Return whether a class or function is found by its name on other workers, too."""
+    module, name = value.__module__, value.__qualname__
+    return looked_up(module, name) is value and _Script.knew(module, name)
 
 
 def looked_up(module: Any, name: str) -> Any:
@@ -318,13 +430,50 @@ def _numpy() -> Any:
 def is_array(value: Any) -> bool:
     """Return whether a value is a NumPy array without objects."""
     numpy = _numpy()
-    return numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject
+    return numpy is not None and type(value) is numpy.ndarray and _travels(value)
 
 
 def is_scalar(value: Any) -> bool:
     """Return whether a value is a NumPy scalar."""
     numpy = _numpy()
-    return numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject
+    return numpy is not None and isinstance(value, numpy.generic) and _travels(value)
+
+
+def _is_of_numpy(value: Any) -> bool:
+    numpy = _numpy()
+    return numpy is not None and (
+        type(value) is numpy.ndarray or (isinstance(value, numpy.generic) and not is_scalar(value))
+    )
+
+
+def _travels(value: Any) -> bool:
+    """Return whether a NumPy value is one of plain data: its dtype can be written and read."""
+    dtype = value.dtype
+    found = _dtypes.get(dtype)
+    if found is None:
+        found = _dtypes[dtype] = not dtype.hasobject and _is_written_whole(dtype)
+    return found and value.nbytes <= LARGEST_BYTES
+
+
+_dtypes: dict[Any, bool] = {}
+
+
+def written_dtype(dtype: Any) -> Any:
+    """Return a dtype of NumPy as its file format writes it; what people add to it is left out."""
+    import numpy  # noqa: PLC0415 - only where a script uses it
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what is left out
+        return numpy.lib.format.dtype_to_descr(dtype)
+
+
+def _is_written_whole(dtype: Any) -> bool:
+    import numpy  # noqa: PLC0415 - only where a script uses it
+
+    try:
+        return bool(numpy.lib.format.descr_to_dtype(written_dtype(dtype)) == dtype)
+    except (TypeError, ValueError):  # its fields overlap, or are of a kind of its own
+        return False
 
 
 def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
@@ -334,6 +483,8 @@ def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] 
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and type(value) is numpy.Generator:
         bits = value.bit_generator
+        if getattr(numpy, type(bits).__name__, None) is not type(bits):
+            return None
         return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
     for module, name, read, write in _RANDOM:
         kind = getattr(sys.modules.get(module), name, None)
@@ -342,14 +493,58 @@ def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] 
     return None
 
 
+_OF_TORCH = "torch on "
+
+
+def new_random(name: str, more: Any) -> Any:
+    """Return a new random generator of the class `name`; `more` is what `random_more` returned."""
+    if name == "Generator" and more.startswith(_OF_TORCH):
+        return torch.Generator(device=more.removeprefix(_OF_TORCH))
+    if name == "Generator":
+        import numpy  # noqa: PLC0415 - only where a script uses it
+
+        bits = getattr(numpy.random, more)
+        if not issubclass(bits, numpy.random.BitGenerator):
+            raise ValueError(f"numpy.random.{more} generates no bits")
+        return numpy.random.Generator(bits())
+    for module, each, *_ in _RANDOM:
+        if name == each:
+            return getattr(importlib.import_module(module), name)()
+    raise ValueError(f"{name} is no random generator")
+
+
+def random_more(value: Any) -> Any:
+    """Return what it takes to make a random generator: its device, or the name of its bits."""
+    if isinstance(value, torch.Generator):
+        return f"{_OF_TORCH}{value.device.type}"
+    bits = getattr(value, "bit_generator", None)
+    return None if bits is None else type(bits).__name__
+
+
 def is_single(value: Any) -> bool:
     """Return whether a value is one that never changes and holds no others."""
     kind = type(value)
-    if kind in SIMPLE or kind in atoms or kind is slice:
+    if kind in SIMPLE:
+        return True
+    if kind is slice:
+        return all(is_single(each) for each in (value.start, value.stop, value.step))
+    if kind in (datetime, time):
+        return value.tzinfo is None or is_single(value.tzinfo)
+    if kind is ZoneInfo:
+        return value.key is not None
+    if kind in atoms:
         return True
     if isinstance(value, enum.Enum):
-        return looked_up(kind.__module__, kind.__qualname__) is kind
+        is_member = isinstance(value, enum.Flag) or kind.__members__.get(value.name) is value
+        return is_member and is_known(kind)
     return is_scalar(value) or is_referred(value)
+
+
+def has_part_of(kind: type) -> bool:
+    """Return whether objects of a class are kept by parts of their own."""
+    return callable(getattr(kind, "state_dict", None)) and callable(
+        getattr(kind, "load_state_dict", None)
+    )
 
 
 def has_part(value: Any) -> bool:
@@ -389,17 +584,40 @@ class TensorSpec(NamedTuple):
         if self[:2] != TensorSpec.of(tensor)[:2] or tensor.layout != torch.strided:
             return False
         has_memory = not (tensor.is_meta or shares_memory(tensor) or tensor.is_inference())
-        return has_memory and tensor.grad_fn is None
+        is_plain = not (tensor.is_conj() or tensor.is_neg())
+        return has_memory and is_plain and tensor.grad_fn is None
 
 
 def require_kept(tensor: Tensor, path: str) -> None:
-    """Raise `UnkeptError` for a tensor that cannot be kept."""
+    """Raise `UnkeptError` for a tensor that cannot be kept as a plain value."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise UnkeptError(
+            path,
+            f"it is a tensor of the class {type(tensor).__qualname__}, and would arrive as a "
+            "plain one",
+            "keep a plain tensor: tensor.as_subclass(torch.Tensor)",
+        )
+    require_sent(tensor, path)
+
+
+def require_sent(tensor: Tensor, path: str) -> None:
+    """Raise `UnkeptError` for a tensor that cannot be sent: its content is not all there is."""
     if tensor.grad_fn is not None:
         raise UnkeptError(
             path,
             "it is a tensor on an autograd graph, whose history cannot be kept",
             "store tensor.detach() or tensor.item()",
         )
+    require_dense(tensor, path)
+
+
+def require_dense(tensor: Tensor, path: str) -> None:
+    """Raise `UnkeptError` for a tensor without elements one behind the other in memory."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnkeptError(path, "it has no shape yet (it is lazy)", "give it its first values")
+    if tensor.is_meta or tensor.is_quantized:
+        kind = "a quantized tensor" if tensor.is_quantized else "on the meta device, without memory"
+        raise UnkeptError(path, f"it is {kind}", "keep dense tensors of numbers in the state")
     if tensor.is_nested or (tensor.layout != torch.strided and not tensor.is_sparse):
         raise UnkeptError(
             path, f"it is a tensor of layout {tensor.layout}", "keep dense tensors in the state"
@@ -426,6 +644,14 @@ def fill_tensor(target: Tensor, content: Tensor) -> None:
             target.detach().copy_(content)
         elif not torch.equal(target, content):
             target.data = content.to(target.device, copy=True)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the content of a tensor as a row of bytes: its own memory where it is contiguous."""
+    flat = tensor.detach().contiguous()
+    # `reshape(-1)` would keep the step of a single element, which no view as bytes takes.
+    flat = flat.as_strided((flat.numel(),), (1,)) if flat.numel() else flat.reshape(-1)
+    return flat.view(torch.uint8)
 
 
 def child_names(value: Any, items: Sequence[Any]) -> list[str]:
