@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.attributes import Attributes, KeptAttribute
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.part import (
     Named,
@@ -20,6 +21,7 @@ from elastic_driver.worker.state_sync.taking import Taker, put_back
 from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec
 
 _END = object()
+ATTRIBUTES = 5  # the place of plain attributes in a document
 
 
 class _Shape(NamedTuple):
@@ -36,6 +38,7 @@ class _Kept(NamedTuple):
     shape: _Shape
     settings: list[Any]  # of each group
     others: Any  # copies of what is remembered and is no tensor
+    own: list[KeptAttribute]
 
 
 class OptimizerPart(StatePart):
@@ -56,6 +59,7 @@ class OptimizerPart(StatePart):
         self._known: dict[str, Tensor] = {}  # the state's parameters, trained here or not
         self._named: dict[int, str] = {}  # names of these and of its own, by identity
         self._own: Named = []  # parameters that are in no module of the state
+        self._attributes = Attributes(name, [("", optimizer)])
         self._refresh()
 
     # ---- what it has now
@@ -164,7 +168,8 @@ class OptimizerPart(StatePart):
             self._settings_of(group, number, *before[number]) for number, group in enumerate(groups)
         ]
         others = Taker().take(self._others(), self.name) if self._plain else None
-        return _Kept(self._shape, [copy for _, copy in self._settings], others)
+        own = self._attributes.take()
+        return _Kept(self._shape, [copy for _, copy in self._settings], others, own)
 
     def _settings_of(
         self, group: dict[str, Any], number: int, values: list[Any], copy: Any
@@ -180,7 +185,7 @@ class OptimizerPart(StatePart):
 
     def roll_back(self) -> None:
         """Put back groups, settings and the structure of the state; `leaves` the tensors."""
-        optimizer, (shape, settings, others) = self.thing, self.kept
+        optimizer, (shape, settings, others, own) = self.thing, self.kept
         done: dict[int, Any] = {}
         optimizer.param_groups[:] = shape.groups
         for group, parameters, copy in zip(shape.groups, shape.parameters, settings, strict=True):
@@ -203,6 +208,7 @@ class OptimizerPart(StatePart):
                     optimizer.state[key].update(rest)
                 elif rest is not None:
                     optimizer.state[key] = rest
+        self._attributes.put_back(own)
         self._refresh()
 
     def values(self) -> list[tuple[str, Any]]:
@@ -238,6 +244,7 @@ class OptimizerPart(StatePart):
             writer.write(numbered, f"{self.name}.state"),
             writer.write(others, f"{self.name}.state"),
             writer.write(own, self.name),
+            self._attributes.outgoing(writer.tensors),
         ], writer.tensors
 
     def _state_by_number(
@@ -304,6 +311,8 @@ class OptimizerPart(StatePart):
         for number, values in found[0].items():
             optimizer.state[flat[number]] = _on_device(values, flat[number])
         optimizer.state.update(found[1])
+        if len(document) > ATTRIBUTES:  # older checkpoints have none
+            self._attributes.accept(document[ATTRIBUTES], tensors)
         self._refresh()
 
 
