@@ -70,8 +70,10 @@ class ComputeClock:
             trained = [p for p in _parameters([optimizer]) if p.requires_grad]
             if trained and self.times(trained[-1].device):  # usually nearest to the loss
                 hook = trained[-1].register_post_accumulate_grad_hook(partial(_pass_begins, me))
-                begins = partial(_optimizer_begins, me)
-                self._hooks += [hook, optimizer.register_step_pre_hook(begins)]
+                self._hooks.append(hook)
+                if (stepped := _with_hooks(optimizer)) is not None:
+                    begins = partial(_optimizer_begins, me)
+                    self._hooks.append(stepped.register_step_pre_hook(begins))
 
     def restart(self) -> None:
         """Drop the current step: its cost would not compare with that of others."""
@@ -198,3 +200,14 @@ def _remove(hooks: list[Any]) -> None:
 
 def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
     return (p for o in optimizers for group in o.param_groups for p in group["params"])
+
+
+def _with_hooks(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer that calls hooks: this one, or the one that it wraps.
+
+    Some wrap another optimizer and never call torch's constructor, such as usual ones of Lookahead.
+    """
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer
+    inner = (each for each in vars(optimizer).values() if isinstance(each, Optimizer))
+    return next(inner, None)

@@ -108,6 +108,32 @@ class Extra(nn.Module):
         return x * (1 + self.calls[0] / 100)
 
 
+class Plain(nn.Module):
+    """Attributes that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls = 2.0, [0]
+        self.mean, self.queue = torch.zeros(WIDTH).double(), collections.deque(maxlen=3)
+        self.drawn = random.Random(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = max(0.5, self.scale * 0.98)
+        self.calls[0] += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.queue.append(x.detach()[0])
+        self.latest = x * 2  # computed anew in each pass, on a graph
+        if self.calls[0] == 4:
+            self.since = self.drawn.random()
+        return (x - self.mean + 0.1 * self.queue[0]) * self.scale
+
+    def told(self) -> list[Any]:
+        """What it holds besides."""
+        since = getattr(self, "since", None)
+        drawn = self.drawn.getstate()
+        return [self.scale, self.calls, digest(self.mean), list(self.queue), since, drawn]
+
+
 class Momentum(nn.Module):
     """Weights that follow others in each pass."""
 
@@ -147,6 +173,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "rebound": Rebound,
     "transient": Transient,
     "extra": Extra,
+    "plain": Plain,
 }
 
 
@@ -177,6 +204,26 @@ class Hand:
             mine.copy_(theirs)
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer that counts its steps, and keeps copies of weights, in attributes of its own."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__(parameters, 0.05)
+        self.count = 0
+        self.slow = [p.detach().clone() for p in parameters_of(self)]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.05 / self.count
+        loss = super().step(closure)
+        for p, slow in zip(parameters_of(self), self.slow, strict=False):
+            slow.lerp_(p, 0.3)
+            p.lerp_(slow, 0.5)
+        return loss
+
+
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], Any]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
     "plain sgd": lambda p: torch.optim.SGD(p, 0.05),
@@ -185,6 +232,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], Any]] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01),
     "lbfgs": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=2, history_size=3),
     "hand": Hand,
+    "counting": Counting,
 }
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.9),
@@ -480,8 +528,11 @@ class Script:
         found["net flags"] = repr([m.training for m in net.modules()])
         found["net requires_grad"] = repr([p.requires_grad for p in net.parameters()])
         found["net extra"] = repr([m.calls for m in net.modules() if isinstance(m, Extra)])
+        found["net plain"] = repr([m.told() for m in net.modules() if isinstance(m, Plain)])
         for number, optimizer in enumerate(self.optimizers):
             found |= flat(optimizer.state_dict(), f"optimizer{number}")
+            if isinstance(optimizer, Counting):
+                found |= flat([optimizer.count, *optimizer.slow], f"optimizer{number} plain")
         if self.schedule is not None:
             found |= flat(self.schedule.state_dict(), "schedule")
         if isinstance(self.follower, nn.Module):

@@ -190,6 +190,35 @@ def test_other_optimizers_take_the_place_of_the_first_and_leave_nothing_behind()
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer around another one, as people write them: without torch's constructor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, groups: Any) -> None:
+        self.optimizer, self.param_groups = optimizer, groups
+
+    def step(self, closure: Any = None) -> Any:
+        return None if self.optimizer is None else self.optimizer.step(closure)
+
+
+def test_an_optimizer_that_wraps_another_one_is_followed_by_that_ones_steps() -> None:
+    model, optimizer, clock = one_rank()
+    outer = Wrapping(optimizer, optimizer.param_groups)
+    clock.watch([outer])
+    train(model, outer)
+    clock.finish_step()
+    train(model, outer)
+    assert clock.finish_step() is not None
+
+
+def test_an_optimizer_without_hooks_is_not_measured() -> None:
+    model, optimizer, clock = one_rank()
+    outer = Wrapping(None, optimizer.param_groups)
+    clock.watch([outer])
+    for _ in range(3):
+        train(model, outer)
+        assert clock.finish_step() is None
+
+
 def test_what_is_computed_behind_the_passes_is_told_apart_from_waiting() -> None:
     model, optimizer, clock = one_rank()
     train(model, optimizer)

@@ -22,6 +22,7 @@ from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.mistakes import left_out
 from elastic_driver.worker.mistakes.left_out import LeftOut
+from elastic_driver.worker.mistakes.made_late import MadeLate
 from elastic_driver.worker.mistakes.optimizers import OptimizerWatch
 from elastic_driver.worker.mistakes.script_objects import (
     Kept,
@@ -61,6 +62,7 @@ class Mistakes:
         self._tree, self._trees = tree, trees
         self._frame: FrameType | None = None  # of the script, while a commit is looked at
         self._left_out = LeftOut()
+        self._made_late = MadeLate(tree)
         me = weakref.ref(self)  # a state's tensors end with it, not with a cycle
         self._optimizers = OptimizerWatch(trees, lambda thing: _name_of(me, thing))
         self._looks = 0  # commits of this process that were looked at
@@ -80,6 +82,7 @@ class Mistakes:
         """Begin a round of so many workers."""
         self._alone, self._swallowed, self._steps, self._size = 0, 0, 0, size
         self._due = LOOKED_AT
+        self._made_late.entered()
         describe = progress.leaves
 
         def asked(step: int) -> list[tuple[str, str, str]] | None:
@@ -130,6 +133,8 @@ class Mistakes:
                 _tell_swallowed(_LOST, sys._getframe(1))
             refuse_if_lost()
         self._steps = 0
+        if leads:
+            self._made_late.look()
         if self._due > 0 and leads:
             self._due -= 1
             if is_speaker():

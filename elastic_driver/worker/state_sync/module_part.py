@@ -1,6 +1,5 @@
 """The part of a module: parameters, buffers, extra state, and the flags of training."""
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.attributes import Attributes, KeptAttribute, looks_of
 from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.part import (
@@ -20,9 +20,9 @@ from elastic_driver.worker.state_sync.part import (
     require_tensor,
 )
 from elastic_driver.worker.state_sync.taking import copied
-from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError, is_array
+from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
 
-DEEPEST = 4  # containers inside of containers that are looked into
+ATTRIBUTES = 5  # the place of plain attributes in a document
 _flags = torch.Tensor.requires_grad.__get__
 _training = attrgetter("training")
 
@@ -71,6 +71,7 @@ class _Kept(NamedTuple):
     training: list[bool]  # of each module
     flags: list[bool]  # `requires_grad` of each parameter
     extra: list[Any]
+    own: list[KeptAttribute]
 
 
 _END = object()
@@ -83,12 +84,16 @@ class ModulePart(StatePart):
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
         self._walk = _Walk.of(module)
-        self._attributes = Attributes(name, self._walk.modules)
+        self._unchanging = _Unchanging(name, self._walk.modules)
+        self._attributes = Attributes(
+            name, list(zip(self._walk.paths, self._walk.modules, strict=True))
+        )
 
     def _refresh(self) -> None:
         if not self._walk.is_current():
             self._walk, self._has_changed = _Walk.of(self.thing), True
-            self._attributes = Attributes(self.name, self._walk.modules)
+            self._unchanging = _Unchanging(self.name, self._walk.modules)
+            self._attributes.follow(list(zip(self._walk.paths, self._walk.modules, strict=True)))
 
     def structure(self) -> Structure:
         """See `StatePart.structure`."""
@@ -114,21 +119,22 @@ class ModulePart(StatePart):
         walk = self._walk
         before: _Kept | None = self.kept
         if not (walk.parameters or walk.buffers or walk.extra):
-            self._attributes.require_unchanged()
+            self._unchanging.require_unchanged()
+        own = self._attributes.take()
         training, flags = list(map(_training, walk.modules)), list(map(_flags, walk.trained))
-        known = before if before is not None and before.walk is walk and not walk.extra else None
-        if known is not None and known.training == training and known.flags == flags:
+        known = before if before is not None and before.walk is walk else None
+        if known is not None and known[1:] == (training, flags, [], []) and not (walk.extra or own):
             return known
         extra = [copied(module.get_extra_state()) for _, module in walk.extra]
-        return _Kept(walk, training, flags, extra)
+        return _Kept(walk, training, flags, extra, own)
 
     def copies(self) -> Any:
         """See `StatePart.copies`."""
-        return self.kept.extra
+        return [self.kept.extra, [each.copy for each in self.kept.own]]
 
     def roll_back(self) -> None:
         """Put back the structure, flags and extra state; `leaves` does so for the tensors."""
-        walk, training, flags, extra = self.kept
+        walk, training, flags, extra, own = self.kept
         if not walk.is_current():
             for owner, content in zip(walk.owners, walk.contents, strict=True):
                 owner.clear()
@@ -142,10 +148,11 @@ class ModulePart(StatePart):
                 parameter.requires_grad_(flag)
         for (_, module), state in zip(walk.extra, extra, strict=True):
             module.set_extra_state(copied(state))
+        self._attributes.put_back(own)
 
     def values(self) -> list[tuple[str, Any]]:
         """See `StatePart.values`."""
-        walk, training, flags, extra = self.kept
+        walk, training, flags, extra, _ = self.kept
         found = [
             (f"{self.name}.{path} (extra state)", state)
             for (path, _), state in zip(walk.extra, extra, strict=True)
@@ -166,6 +173,7 @@ class ModulePart(StatePart):
             [flags, list(map(_training, walk.modules))],
             writer.write(extra, f"{self.name} (extra state)"),
             self._registered(),
+            self._attributes.outgoing(writer.tensors),
         ]
         return document, writer.tensors
 
@@ -196,6 +204,8 @@ class ModulePart(StatePart):
         for path, module in walk.extra:
             if path in extra:
                 module.set_extra_state(extra[path])
+        if len(document) > ATTRIBUTES:  # older checkpoints have none
+            self._attributes.accept(document[ATTRIBUTES], tensors)
 
     def _registered(self) -> dict[str, tuple[bool, str]]:
         """Return, for each buffer, whether it is persistent, and the name under which it is sent.
@@ -267,7 +277,7 @@ class OwnStatePart(StatePart):
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
-        self._attributes = Attributes(name, list(module.modules()))
+        self._attributes = _Unchanging(name, list(module.modules()))
 
     def take(self) -> Any:
         """See `StatePart.take`. Raises `UnkeptError` where the module keeps nothing."""
@@ -277,7 +287,7 @@ class OwnStatePart(StatePart):
         return state
 
 
-class Attributes:
+class _Unchanging:
     """The plain attributes of modules that keep none of them: they must not change."""
 
     def __init__(self, name: str, modules: Sequence[nn.Module]) -> None:
@@ -286,10 +296,7 @@ class Attributes:
 
     def require_unchanged(self) -> None:
         """Raise `UnkeptError` where they are not what they were at the first call."""
-        looks = [
-            {key: _look_of(value) for key, value in vars(module).items() if key not in _INTERNAL}
-            for module in self._modules
-        ]
+        looks = list(map(looks_of, self._modules))
         if self._first is None:
             self._first = looks
         elif looks != self._first:
@@ -300,24 +307,6 @@ class Attributes:
                 "state",
                 "register them as buffers, or define get_extra_state() and set_extra_state()",
             )
-
-
-_INTERNAL = frozenset(vars(nn.Module()))  # also `training`, which is kept
-
-
-def _look_of(value: Any, depth: int = 0) -> Any:
-    """Return something that is equal as long as a plain value is; None for other objects."""
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, dict) and depth < DEEPEST:
-        return [(repr(key), _look_of(each, depth + 1)) for key, each in value.items()]
-    if isinstance(value, list | tuple | deque) and depth < DEEPEST:
-        return [_look_of(each, depth + 1) for each in value]
-    if is_array(value):
-        return value.tobytes()
-    if isinstance(value, set | int | float | str):
-        return repr(value)
-    return None
 
 
 def _shown(spec: TensorSpec) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.attributes import Attributes, KeptAttribute
 from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.part import (
@@ -21,6 +22,7 @@ from elastic_driver.worker.state_sync.taking import Taker, as_kept, put_back
 from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec, require_sent
 
 _END = object()
+ATTRIBUTES = 5  # the place of plain attributes in a document
 
 
 class _Shape(NamedTuple):
@@ -37,6 +39,7 @@ class _Kept(NamedTuple):
     shape: _Shape
     settings: list[Any]  # of each group
     others: Any  # copies of what is remembered and is no tensor
+    own: list[KeptAttribute]
 
 
 class _Parameters:
@@ -68,6 +71,7 @@ class OptimizerPart(StatePart):
         self._known: dict[str, Tensor] = {}  # the state's parameters, trained here or not
         self._named: dict[int, str] = {}  # names of these and of its own, by identity
         self._own: Named = []  # parameters that are in no module of the state
+        self._attributes = Attributes(name, [("", optimizer)])
         self._refresh()
 
     # ---- what it has now
@@ -172,8 +176,9 @@ class OptimizerPart(StatePart):
 
     def take(self) -> _Kept:
         """Return groups and memory as they are, and copies of settings and what is no tensor."""
-        groups, taken = self.thing.param_groups, self._taken
-        if taken is not None and taken.shape is self._shape and self._are_set(groups):
+        groups, taken, attributes = self.thing.param_groups, self._taken, self._attributes.take()
+        is_same = taken is not None and taken.shape is self._shape and not (attributes or taken.own)
+        if taken is not None and is_same and self._are_set(groups):
             return taken
         if self._shape is None:
             memory = [
@@ -190,7 +195,8 @@ class OptimizerPart(StatePart):
             self._settings_of(group, number, *before[number]) for number, group in enumerate(groups)
         ]
         others = Taker(alone=True).take(self._others(), self.name) if self._plain else None
-        self._taken = _Kept(self._shape, [copy for _, copy in self._settings], others)
+        settings = [copy for _, copy in self._settings]
+        self._taken = _Kept(self._shape, settings, others, attributes)
         return self._taken
 
     def _are_set(self, groups: list[dict[str, Any]]) -> bool:
@@ -213,11 +219,11 @@ class OptimizerPart(StatePart):
 
     def copies(self) -> Any:
         """See `StatePart.copies`."""
-        return [self.kept.settings, self.kept.others]
+        return [self.kept.settings, self.kept.others, [each.copy for each in self.kept.own]]
 
     def roll_back(self) -> None:
         """Put back groups, settings and the structure of the state; `leaves` the tensors."""
-        optimizer, (shape, settings, others) = self.thing, self.kept
+        optimizer, (shape, settings, others, own) = self.thing, self.kept
         done: dict[int, Any] = {}
         optimizer.param_groups[:] = shape.groups
         for group, parameters, copy in zip(shape.groups, shape.parameters, settings, strict=True):
@@ -240,6 +246,7 @@ class OptimizerPart(StatePart):
                     optimizer.state[key].update(rest)
                 elif rest is not None:
                     optimizer.state[key] = rest
+        self._attributes.put_back(own)
         self._refresh()
 
     def values(self) -> list[tuple[str, Any]]:
@@ -276,6 +283,7 @@ class OptimizerPart(StatePart):
             writer.write(numbered, f"{self.name}.state"),
             writer.write(others, f"{self.name}.state"),
             writer.write(own, self.name),
+            self._attributes.outgoing(writer.tensors),
         ], writer.tensors
 
     def _state_by_number(
@@ -342,6 +350,8 @@ class OptimizerPart(StatePart):
         for number, values in found[0].items():
             optimizer.state[flat[number]] = _on_device(values, flat[number])
         optimizer.state.update(found[1])
+        if len(document) > ATTRIBUTES:  # older checkpoints have none
+            self._attributes.accept(document[ATTRIBUTES], tensors)
         self._refresh()
 
 

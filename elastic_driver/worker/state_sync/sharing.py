@@ -250,7 +250,8 @@ def _require_names(
     if set(parts) != set(state.parts):
         raise UsageError(
             f"this worker's state has the parts {', '.join(state.parts) or '(none)'}, the "
-            f"trained one {', '.join(parts) or '(none)'}; run the same script on every worker"
+            f"trained one {', '.join(parts) or '(none)'}; run the same script on every worker, "
+            "and make all before the training function"
         )
     if same_script:
         return

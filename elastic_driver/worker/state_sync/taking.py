@@ -36,8 +36,6 @@ class _Held:
         self.items: list[Any] | None = None
 
     def put_back(self, done: dict[int, Any]) -> Any:
-        if id(self) in done:
-            return done[id(self)]
         done[id(self)] = self.value
         items = [put_back(item, done) for item in self.items or ()]
         if self.kind.fill is not None:
@@ -226,10 +224,14 @@ class Taker:
 
 
 def put_back(kept: Any, done: dict[int, Any] | None = None) -> Any:
-    """Make the object that was kept what it was then; return it. `done`: of one roll-back."""
-    if isinstance(kept, _HELD):
-        return kept.put_back({} if done is None else done)
-    return kept
+    """Make the object that was kept what it was then; return it.
+
+    `done`: what stays as it is in this roll-back, by the identity of its copy; see `left`.
+    """
+    if not isinstance(kept, _HELD):
+        return kept
+    done = {} if done is None else done
+    return done[id(kept)] if id(kept) in done else kept.put_back(done)
 
 
 def as_kept(kept: Any, done: dict[int, Any]) -> Any:
@@ -264,9 +266,21 @@ def size_of(kept: Any, seen: set[int]) -> tuple[int, int]:
     return size, count
 
 
-def kept_object(kept: Any) -> Any:
-    """Return the object that was kept, as it is now."""
-    return kept.value if isinstance(kept, _HELD) else kept
+def objects_in(kept: Any) -> dict[int, Any]:
+    """Return the objects that were kept, also inside of others: their copies, by identity."""
+    found: dict[int, Any] = {}
+    pending = [kept]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, _HELD) and id(each.value) not in found:
+            found[id(each.value)] = each
+            pending += (each.items or ()) if isinstance(each, _Held) else ()
+    return found
+
+
+def left(kept: Any, but: Collection[int]) -> dict[int, Any]:
+    """Return what `put_back` is to leave as it is: the objects of these identities."""
+    return {id(copy): copy.value for number, copy in objects_in(kept).items() if number in but}
 
 
 _NAMELESS = (

@@ -28,7 +28,14 @@ from elastic_driver.worker.state_sync.parts import (
     part_for,
 )
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
-from elastic_driver.worker.state_sync.taking import Taker, as_kept, kept_object, put_back, size_of
+from elastic_driver.worker.state_sync.taking import (
+    Taker,
+    as_kept,
+    left,
+    objects_in,
+    put_back,
+    size_of,
+)
 from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_part, too_deep
 
 MOST_ENTRIES = 64  # of a table whose entries are compared one by one
@@ -278,11 +285,9 @@ class Tree:
             return
         self._is_torn = True
         done: dict[int, Any] = {}
-        live = {id(value): value for value in self.values.values() if id(value) in but}
-        values = {}
-        for name, kept in self._kept.items():
-            mine = kept_object(kept)
-            values[name] = mine if id(mine) in live else put_back(kept, done)
+        for kept in self._kept.values() if but else ():
+            done |= left(kept, but)
+        values = {name: put_back(kept, done) for name, kept in self._kept.items()}
         self.values.clear()
         self.values.update(values)
         self.parts, self._optimizers = self._kept_parts, None
@@ -298,8 +303,10 @@ class Tree:
         self._is_torn = False
 
     def objects(self) -> set[int]:
-        """Return the identities of all that can change here: attributes, parts and tensors."""
+        """Return the identities of all that can change here: values, parts and tensors."""
         plain = {id(value) for value in self.values.values() if type(value) not in SIMPLE}
+        for kept in (self._kept or {}).values():
+            plain |= objects_in(kept).keys()
         return plain | {id(part.thing) for part in self.parts.values()} | self.steps.known
 
     def drop_gradients(self) -> None:

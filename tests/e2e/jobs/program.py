@@ -42,7 +42,8 @@ def program(name: str) -> Program:
             "numpy tensors noise evaluate lr"
         )
         layers = (
-            "linear norm dropout spectral tied momentum late rebound transient extra frozen linear"
+            "linear norm dropout spectral tied momentum late rebound transient extra plain frozen "
+            "linear"
         )
         optimizers, schedule, follower, accumulate = "adam sgd", "chain", "rebind", 1
     elif name == "by hand":
@@ -54,8 +55,8 @@ def program(name: str) -> Program:
         layers, optimizers = "linear norm linear", "sgd adamw"
         schedule, follower, accumulate, rare = "step", "averaged", 2, {}
     else:  # many closures
-        step = "follow step:0 clamp values"
-        layers, optimizers = "linear tied linear", "lbfgs"
+        step = "follow step:0 step:1 clamp values"
+        layers, optimizers = "linear tied linear", "lbfgs counting"
         schedule, follower, accumulate, rare = "", "copy", 1, {}
     steps = []
     for number in range(STEPS):

@@ -282,6 +282,28 @@ def test_two_states_that_share_a_model_are_both_clean_after_a_roll_back() -> Non
     assert two.best == [1]
 
 
+def test_an_older_commit_puts_back_nothing_inside_of_its_values_that_a_newer_one_has() -> None:
+    log, seen = [1], {"a": {1}}
+    older = ObjectState(table={"log": log, "own": [0]}, pair=(seen["a"], torch.zeros(2)), count=0)
+    newer = ObjectState(notes=[[log]], seen=seen)
+    older.commit()
+    newer.commit()
+    for step in range(2):
+        log.append(step)
+        seen["a"].add(step + 5)
+        older.table["own"].append(step)
+        older.pair[1].add_(1)
+        newer.commit()
+    log.append("half of a step")
+    seen["a"].clear()
+    newer._restore_all()
+    assert (log, seen) == ([1, 0, 1], {"a": {1, 5, 6}})
+    assert older.table == {"log": log, "own": [0]}
+    assert older.table["log"] is newer.notes[0][0] is log
+    assert older.pair[0] is seen["a"]
+    assert older.pair[1].tolist() == [0.0, 0.0]
+
+
 def test_a_state_with_an_older_commit_puts_back_nothing_that_a_newer_one_has() -> None:
     log = [0]
     older = ObjectState(model=None, log=log, mine=[1])
