@@ -72,6 +72,11 @@ class _Kept(NamedTuple):
     extra: list[Any]
 
 
+def _is_inexact(tensor: Tensor) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+_OF_STATISTICS = (nn.modules.batchnorm._NormBase,)
 _END = object()
 _NO_EXTRA = nn.Module.get_extra_state
 
@@ -98,6 +103,19 @@ class ModulePart(StatePart):
     def buffers(self) -> Named:
         """Return the buffers of now, by their names in the module."""
         return self._walk.buffers
+
+    def unsure_buffers(self) -> list[tuple[str, list[Tensor]]]:
+        """Return the floating-point buffers of each module that has any, by the module's path.
+
+        Nobody knows whether ranks have them alike. Those of torch's own normalisations and
+        observers are left out: they are statistics of each rank's batches.
+        """
+        found = []
+        for path, module in zip(self._walk.paths, self._walk.modules, strict=True):
+            own = [b for b in module._buffers.values() if b is not None and _is_inexact(b)]
+            if own and not isinstance(module, _OF_STATISTICS):
+                found.append((f"{self.name}.{path}" if path else self.name, own))
+        return found
 
     def require_kept(self) -> None:
         """See `StatePart.require_kept`."""
