@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.message import Reader, Writer
+from elastic_driver.worker.state_sync.numpy_values import is_array
 from elastic_driver.worker.state_sync.part import (
     Named,
     Outgoing,
@@ -19,7 +20,7 @@ from elastic_driver.worker.state_sync.part import (
     require_tensor,
 )
 from elastic_driver.worker.state_sync.taking import copied
-from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError, is_array
+from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
 
 DEEPEST = 4  # containers inside of containers that are looked into
 _flags = torch.Tensor.requires_grad.__get__
