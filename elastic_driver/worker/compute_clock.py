@@ -88,17 +88,19 @@ class ComputeClock:
         return self._cost(step)
 
     def _cost(self, step: _Step) -> StepCost | None:
-        moments = (step.began, step.stepped, step.ended, *(m for wait in step.waits for m in wait))
-        if not step.waits or any(moment is None for moment in moments):
+        if not step.waits or step.began is None or step.stepped is None or step.ended is None:
             return None
-        waits = [self._between(*wait) for wait in step.waits]
-        waited, exchanged = (sum(parts) for parts in zip(*waits, strict=True))
-        computed, _cpu = self._between(step.began, step.stepped)
-        passes = max(computed - waited, 0.0)
-        one_pass = passes / len(waits)
-        optimizer, _cpu = self._between(step.stepped, step.ended)
-        cost = one_pass + optimizer, one_pass, min(exchanged, waited)
-        return StepCost(*cost, passes + optimizer, waited)
+        waited = exchanged = 0.0
+        for ready, over in step.waits:
+            if ready is None or over is None:
+                return None
+            seconds, cpu = self._between(ready, over)
+            waited, exchanged = waited + seconds, exchanged + cpu
+        passes = max(self._between(step.began, step.stepped)[0] - waited, 0.0)
+        one_pass = passes / len(step.waits)
+        optimizer = self._between(step.stepped, step.ended)[0]
+        exchanged = min(exchanged, waited)
+        return StepCost(one_pass + optimizer, one_pass, exchanged, passes + optimizer, waited)
 
     def _moment(self) -> Any:
         """Return this moment: the clock's, and the CPU time of all threads of this process."""

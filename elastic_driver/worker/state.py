@@ -350,13 +350,15 @@ class State:
 
     def _measure(self, cost: StepCost | None, committing: float) -> None:
         """Note the samples and the times of a step, whose commit took so many seconds."""
-        progress, before = self._progress, self._counted
-        self._counted = after = self._count()
-        progress.trained += after.samples - before.samples
+        progress, waited = self._progress, 0.0
+        if self._sources:
+            before = self._counted
+            self._counted = after = self._count()
+            progress.trained += after.samples - before.samples
+            waited = after.waited - before.waited
         progress.micro_batches, progress.batch = division_of(self._sources)
         progress.parameters = self._parameters
         progress.gradients = gradient_norms()
-        waited = after.waited - before.waited
         if cost is None:
             progress.times = StepTimes(waited or None, commit=committing)
             return

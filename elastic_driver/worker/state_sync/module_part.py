@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.numpy_values import is_array
 from elastic_driver.worker.state_sync.part import (
@@ -95,6 +96,10 @@ class ModulePart(StatePart):
             self._walk, self._has_changed = _Walk.of(self.thing), True
             self._attributes = Attributes(self.name, self._walk.modules)
 
+    def structure(self) -> Structure:
+        """See `StatePart.structure`."""
+        return Structure(self._walk.owners, ())
+
     def tensors(self) -> Named:
         """Return parameters and buffers by name. Raises `UnkeptError` for one of another kind."""
         return [
@@ -130,8 +135,9 @@ class ModulePart(StatePart):
         if not (walk.parameters or walk.buffers or walk.extra):
             self._attributes.require_unchanged()
         training, flags = list(map(_training, walk.modules)), list(map(_flags, walk.trained))
-        if before is not None and before[1:] == (training, flags, []) and before.walk is walk:
-            return before
+        known = before if before is not None and before.walk is walk and not walk.extra else None
+        if known is not None and known.training == training and known.flags == flags:
+            return known
         extra = [copied(module.get_extra_state()) for _, module in walk.extra]
         return _Kept(walk, training, flags, extra)
 

@@ -1,10 +1,11 @@
 """What a state needs of an object that can load its own state: the base of all parts.
 
-A part knows what belongs to its object *now*: `look()` walks it at every commit and says whether
-its structure has changed. `tensors()` are its leaves that live in memory of their own; whether they
-are copied at a commit is decided in `leaves`. Everything else is small and is copied by `take()`:
-flags, settings of parameter groups, extra state, a scheduler's `state_dict()`. `roll_back()` puts
-back structure and values, in the script's own objects.
+A part knows what belongs to its object *now*: `look()` walks it and says whether its structure has
+changed. A commit spares that as long as a glance at `structure()` shows nothing new. `tensors()`
+are its leaves that live in memory of their own; whether they are copied at a commit is decided in
+`leaves`. Everything else is small and is copied by `take()`: flags, settings of parameter groups,
+extra state, a scheduler's `state_dict()`. `roll_back()` puts back structure and values, in the
+script's own objects.
 
 For sending, a part becomes a document of plain data and a list of tensors (`message`).
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.taking import copied
 from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError, too_deep
@@ -37,6 +39,13 @@ class StatePart:
         self._refresh()
         changed, self._has_changed = self._has_changed, False
         return changed
+
+    def structure(self) -> Structure | None:
+        """Return the containers that show what the last look has found.
+
+        None: nothing shows it, so that the object has to be looked at, at each commit.
+        """
+        return Structure((), ())
 
     def _refresh(self) -> None:
         """Follow the structure of now."""

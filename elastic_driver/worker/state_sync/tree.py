@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.glance import Glance, Structure
 from elastic_driver.worker.state_sync.gradients import Gradients
 from elastic_driver.worker.state_sync.leaves import Leaves
 from elastic_driver.worker.state_sync.message import ComparingWriter
@@ -59,6 +60,12 @@ class Tree:
         self.gradients = Gradients()
         steps.on_begin = self.gradients.before
         self._objects: dict[str, Any] = {}  # that have parts, as they were at the last walk
+        self._given: dict[str, Any] = {}  # those of them that are no optimizers of optimizers
+        self._usual: dict[str, Any] | None = (
+            None  # attributes that have parts, if all else is simple
+        )
+        self._glance: Glance | None = None  # at what they are made of
+        self._optimizers: list[Optimizer] | None = None
         self._kept: dict[str, Any] | None = None  # of the attributes: values, copies, objects
         self._kept_parts: dict[str, StatePart] = {}
         self._names: dict[int, str] = {}  # of parameters and trained attributes, by identity
@@ -77,12 +84,14 @@ class Tree:
         `lenient`: plain values are about to be replaced, so they may be of any kind. Raises
         `UnkeptError` for what cannot be kept.
         """
+        if (usual := self._walk_as_usual()) is not None:
+            return usual
         at_first = None if self._kept is None else self._nameless
-        taker, kept, known = Taker(at_first), {}, self._objects
+        taker, kept, known, needs_part = Taker(at_first), {}, self._objects, self._needs_part
         for name, value in self.values.items():
             if type(value) in SIMPLE:
                 kept[name] = value
-            elif known.get(name) is value or self._needs_part(value):
+            elif known.get(name) is value or needs_part(value):
                 kept[name] = value
                 taker.add_part(name, value)
             else:
@@ -94,7 +103,24 @@ class Tree:
         if self._kept is None:
             self._nameless |= taker.nameless
         self._arrange(taker.parts, taker.tensors)
+        things = {name: value for name, value in kept.items() if type(value) not in SIMPLE}
+        has_plain = list(taker.parts) != list(things)
+        self._usual = None if has_plain or self._glance is None else things
         return kept
+
+    def _walk_as_usual(self) -> dict[str, Any] | None:
+        """Return the copies of all attributes; None where all have to be walked.
+
+        They need no walk where all are numbers and the like, but for objects that have parts, which
+        are those of the last walk, made of the same things.
+        """
+        things, glance = self._usual, self._glance
+        if things is None or glance is None:
+            return None
+        kept = self.values.copy()
+        others = [value for name, value in kept.items() if things.get(name) is not value]
+        is_usual = len(others) + len(things) == len(kept) and SIMPLE.issuperset(map(type, others))
+        return kept if is_usual and glance.is_same() else None
 
     def _taken(self, taker: Taker, name: str, value: Any) -> Any:
         try:
@@ -104,11 +130,18 @@ class Tree:
 
     def _arrange(self, objects: dict[str, Any], plain: list[tuple[str, Tensor]]) -> None:
         """Give each object its part; look at all parts, and hand their tensors to `leaves`."""
+        trained = [(path, tensor) for path, tensor in plain if tensor.requires_grad]
+        attributes = [id(tensor) for _, tensor in trained]
+        if attributes != self._trained_attributes:
+            self._is_named = False
+        glance = self._glance if self._is_named and _are_alike(objects, self._given) else None
+        if glance is not None and glance.is_same():
+            return
+        self._given, self._optimizers = dict(objects), None
+        self._usual = self._glance = None
         for path, optimizer in _inner_optimizers(objects):
             objects[path] = optimizer
-        changed = list(objects) != list(self._objects) or not all(
-            map(is_, objects.values(), self._objects.values())
-        )
+        changed = not _are_alike(objects, self._objects)
         if changed:
             parts = {}
             for path, thing in objects.items():
@@ -118,14 +151,16 @@ class Tree:
                 if part is not None:
                     parts[path] = part
             self.parts, self._objects = parts, objects
-        trained = [(path, tensor) for path, tensor in plain if tensor.requires_grad]
-        attributes = [id(tensor) for _, tensor in trained]
         looks = [part.look() for part in self.parts.values()]  # all of them
-        if changed or any(looks) or attributes != self._trained_attributes:
+        if changed or any(looks):
             self._is_named = False
         if not self._is_named:
             self._name_all(trained)
             self._trained_attributes, self._is_named = attributes, True
+        structures = [part.structure() for part in self.parts.values()]
+        if None not in structures:
+            inner = Structure([vars(each) for each in self.optimizers()], ())
+            self._glance = Glance([inner, *filter(None, structures)])
 
     def _name_all(self, attributes: list[tuple[str, Tensor]]) -> None:
         """Name all tensors, and tell `leaves` which of them optimizers move."""
@@ -154,9 +189,10 @@ class Tree:
         buffers = {id(b): b.nbytes for part in modules for _, b in part.buffers()}
         small = {n for n, t in tensors if buffers.get(id(t), SMALL_BYTES + 1) <= SMALL_BYTES}
         self.leaves.arrange(tensors, remembered, trained, small)
-        untold = [] if self.optimizers() else [t for t in known.values() if t.requires_grad]
-        self.gradients.watch(self.optimizers(), untold)
         parameters = self.parameters()
+        told = set(map(id, parameters))
+        untold = [t for t in known.values() if t.requires_grad and id(t) not in told]
+        self.gradients.watch(self.optimizers(), untold)
         self.steps.known = {id(tensor) for _, tensor, *_ in (*tensors, *remembered)}
         self.steps.known.update(map(id, parameters))
         for value in self.values.values():
@@ -182,7 +218,10 @@ class Tree:
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers of the state."""
-        return [part.thing for part in self.parts.values() if isinstance(part.thing, Optimizer)]
+        if self._optimizers is None:
+            things = [part.thing for part in self.parts.values()]
+            self._optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
+        return self._optimizers
 
     def parameters(self) -> list[Tensor]:
         """Return all parameters that the state's optimizers train, each once."""
@@ -196,14 +235,14 @@ class Tree:
 
         `from_others`: the state was received, so that its changes say nothing about the script.
         """
-        kept = self.walk()
+        kept, now = self.walk(), self.steps.now()
         gradients = self.gradients.take(self.optimizers(), from_others=from_others)
         taken = [(part, part.take()) for part in self.parts.values()]
-        self.leaves.keep(from_others=from_others)
+        self.leaves.keep(now, from_others=from_others)
         # Nothing fails from here on: a commit counts as a whole, or the last one still does.
         for part, each in taken:
             part.kept = each
-        self.gradients.committed(gradients)
+        self.gradients.committed(gradients, now)
         self._kept, self._kept_parts = kept, self.parts
         self._is_torn = False
         self.steps.restart()
@@ -246,7 +285,8 @@ class Tree:
             values[name] = mine if id(mine) in live else put_back(kept, done)
         self.values.clear()
         self.values.update(values)
-        self.parts = self._kept_parts
+        self.parts, self._optimizers = self._kept_parts, None
+        self._usual = self._glance = None
         self._objects = {path: part.thing for path, part in self.parts.items()}
         for part in self.parts.values():
             if id(part.thing) not in but:
@@ -350,6 +390,11 @@ class Tree:
         writer = ComparingWriter({id(part.thing): path for path, part in parts.items()})
         data = msgspec.msgpack.encode(writer.write(value, name))
         return data, [tensor for _, tensor in writer.tensors]
+
+
+def _are_alike(objects: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Return whether these are the same objects under the same names, in the same order."""
+    return list(objects) == list(others) and all(map(is_, objects.values(), others.values()))
 
 
 def _entries(name: str, value: Any) -> list[tuple[str, Any]]:
