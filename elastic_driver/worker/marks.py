@@ -12,6 +12,7 @@ short: nobody can be asked then. What has changed since that commit is no part o
 
 import os
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -20,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_driver import contract
+from elastic_driver.core.progress import BUFFERS_DIGEST_CHARS, BUFFERS_OF, MAX_BUFFERS
 from elastic_driver.worker.heartbeat.described import Leaf
 from elastic_driver.worker.heartbeat.progress import TrainingProgress, usual_pause
 from elastic_driver.worker.state_sync.fingerprint import contents
@@ -65,8 +67,10 @@ class Marks:
         count = self._commits
         if count not in FIRST and (count < max(FIRST) or count % self._every):
             return
-        began = time.perf_counter()
-        self._mark(step, [leaf for tree, local in states() for leaf in _leaves_of(tree, local)])
+        began, marked = time.perf_counter(), states()
+        buffers = [leaf for tree, local in marked for leaf in _buffers_of(tree, local)]
+        found = [leaf for tree, local in marked for leaf in _leaves_of(tree, local)]
+        self._mark(step, found, buffers[:MAX_BUFFERS])
         self._choose(time.perf_counter() - began, progress)
 
     def end(self, step: int, states: Callable[[], Sequence[Compared]]) -> None:
@@ -80,16 +84,21 @@ class Marks:
         if not others and tree.is_clean():  # several states are not committed at one moment
             self._mark(step, _leaves_of(tree, local, as_committed=True))
 
-    def _mark(self, step: int, found: list[tuple[str, str, Any]]) -> None:
+    def _mark(
+        self,
+        step: int,
+        found: list[tuple[str, str, Any]],
+        buffers: Sequence[tuple[str, str, Any]] = (),
+    ) -> None:
         assert self._progress is not None  # noqa: S101 - the callers have looked
         root = blake2b(digest_size=8)
         for name, digest, _ in sorted(found, key=lambda leaf: leaf[:2]):  # in any order, as leaves
             root.update(name.encode(errors="replace"))
             root.update(digest.encode())
-        self._kept[step] = found
+        self._kept[step] = [*found, *buffers]
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
-        self._progress.marked(step, root.hexdigest())
+        self._progress.marked(step, root.hexdigest(), "".join(each[1] for each in buffers))
 
     def _choose(self, cost: float, progress: TrainingProgress) -> None:
         """Choose the commits from one mark to the next, by what marks and steps take."""
@@ -138,6 +147,18 @@ def _leaves_of(
         digest = f"{number:08x}"
         shown = tensor.tolist() if tensor.numel() == 1 and tensor.device.type == "cpu" else tensor
         found.append((name, digest, _shape(tensor) if shown is tensor else shown))
+    return found
+
+
+def _buffers_of(tree: Tree, local: frozenset[str]) -> list[tuple[str, str, Any]]:
+    """Return name, digest and what to show of the groups of buffers that ranks may have apart."""
+    groups = tree.unsure_buffers(local)
+    numbers = contents([tensor for _, buffers in groups for tensor in buffers])
+    found, at = [], 0
+    for name, buffers in groups:
+        own, at = numbers[at : at + len(buffers)], at + len(buffers)
+        digest = f"{zlib.crc32(repr(own).encode()):0{BUFFERS_DIGEST_CHARS}x}"
+        found.append((f"{BUFFERS_OF}{name!r}", digest, f"{len(own)} tensors"))
     return found
 
 

@@ -23,9 +23,9 @@ from elastic_driver.worker.state import (
     reset_all,
     stop_clocks,
 )
+from elastic_driver.worker.state_sync.known import training_begins, training_ends
 from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.sharing import StateLostError
-from elastic_driver.worker.state_sync.values import training_begins, training_ends
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import companions, session
 from elastic_driver.worker.world.collective_waits import current_waits, tells_of_loss

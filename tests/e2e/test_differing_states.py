@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.support.job import JOBS, RunningJob, elasticrun
 
 WRONG = str(JOBS / "wrong.py")
@@ -90,3 +92,20 @@ def test_what_a_rank_changes_after_its_last_commit_is_not_compared() -> None:
         assert job.wait() == 0, job.describe()
         assert not job.events("state_differs")
         assert "done at 21 with 0.7" in job.stdout
+
+
+def test_an_average_in_buffers_that_goes_wrong_on_one_rank_is_named() -> None:
+    averaged = str(JOBS / "averaged.py")
+    with elasticrun("-np", "2", averaged, env={"WRONG_RANK": "1", "STEPS": "400"}) as job:
+        assert job.wait() == 65, job.describe()
+        (event,) = job.events("state_differs")
+        assert event["leaf"] == "buffers of 'average'"
+
+
+@pytest.mark.parametrize("env", [{}, {"BROADCAST": "1"}])
+def test_statistics_of_a_normalisation_of_the_scripts_own_are_no_difference(
+    env: dict[str, str],
+) -> None:
+    with elasticrun("-np", "2", str(JOBS / "averaged.py"), env=env) as job:
+        assert job.wait() == 0, job.describe()
+        assert not job.events("state_differs")

@@ -207,6 +207,42 @@ def test_a_step_after_which_ranks_differ_is_not_dropped_for_later_ones() -> None
     assert bench.look(ALL_S) == Question(1, (0, 1))
 
 
+def test_buffers_that_were_alike_are_named_when_they_differ_and_others_never() -> None:
+    bench = Bench(3)
+
+    def mark(step: int, averages: tuple[int, ...]) -> None:
+        for rank, average in enumerate(averages):
+            buffers = f"{step * 8 + rank:08x}{average:08x}"  # a statistic, and an average
+            bench.watch.report(rank, (StateMark(step, f"w{step}", buffers),), bench.now)
+
+    for step in range(10):
+        mark(step, (step,) * 3)
+    assert (bench.watch.equal_step, bench.look(100.0)) == (9, None)
+    for step in range(10, 13):
+        assert bench.look(100.0) is None
+        mark(step, (step, step, 99))
+    assert bench.look() == Question(12, (0, 2))
+    for rank in (0, 2):
+        leaves = (
+            LeafMark("model.weight", "w", "float32[2]"),
+            LeafMark("buffers of 'model.norm'", f"n{rank}", "2 tensors"),
+            LeafMark("buffers of 'ema'", f"e{rank}", "3 tensors"),
+        )
+        bench.watch.described(rank, StateDescribed(f"a.{rank}.1", 1, 12, leaves))
+    assert bench.reason() == "12: buffers of 'ema' is not the same on ranks 0, 1 and rank 2"
+
+
+def test_buffers_are_not_named_where_another_leaf_differs() -> None:
+    bench = Bench(2)
+    bench.mark(4, "aa", "bb")
+    assert bench.look() == Question(4, (0, 1))
+    for rank in (0, 1):
+        own = LeafMark("buffers of 'model.norm'", f"n{rank}", "2 tensors")
+        leaves = (own, LeafMark("lr", f"d{rank}", f"{rank}"))
+        bench.watch.described(rank, StateDescribed(f"a.{rank}.1", 1, 4, leaves))
+    assert bench.reason() == "4: lr is 0 on rank 0 and 1 on rank 1"
+
+
 def test_alone_a_rank_is_equal_to_itself() -> None:
     bench = Bench(1)
     bench.mark(3, "aa")

@@ -256,3 +256,41 @@ def test_a_large_state_is_described_by_its_objects_in_short() -> None:
     before, after = ({leaf[0]: leaf[1] for leaf in in_short(each, 20)} for each in (found, again))
     changed = {name for name in after if before[name] != after[name]}
     assert changed == {"model", "optimizer", "state.step"}
+
+
+class Shadow(nn.Module):
+    """Averages of weights, kept as buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        for number, parameter in enumerate(model.parameters()):
+            self.register_buffer(f"p{number}", parameter.detach().clone())
+
+
+def test_groups_of_buffers_are_marked_beside_the_rest() -> None:
+    rank, other = Rank(), Rank()
+    for each in (rank, other):
+        each.state.shadow = Shadow(each.model)
+        each.train(2)
+    other.state.shadow.p0.add_(1)
+    for each in (rank, other):
+        each.train(2)
+    assert rank.progress.marks == other.progress.marks, "nobody knows whether it is a statistic"
+    mine, theirs = rank.progress.buffers, other.progress.buffers
+    assert list(mine) == [2, 4]
+    assert mine[2] == theirs[2]
+    assert len(mine[4]) == 8, "one group: BatchNorm's are statistics"
+    assert mine[4] != theirs[4]
+    assert rank.leaves(4)["buffers of 'shadow'"] == (mine[4], "6 tensors")
+    rank.state.local("shadow")
+    rank.train(4)
+    assert rank.progress.buffers[8] == ""
+
+
+def test_digests_of_buffers_are_kept_as_long_as_their_marks() -> None:
+    progress = TrainingProgress()
+    for step in range(100):
+        progress.marked(step, "a", f"{step:08x}")
+    assert set(progress.buffers) >= {step for step, _ in progress.marks}
+    assert len(progress.buffers) <= len(progress.marks) + 1

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core import documents, events
-from elastic_driver.core.progress import MAX_DIGEST_CHARS, Progress, StateMark
+from elastic_driver.core.progress import BUFFERS_OF, MAX_DIGEST_CHARS, Progress, StateMark
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.described import in_short, new_leaf_mark
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
@@ -288,14 +288,18 @@ class HeartbeatThread:
 
     def marks(self) -> tuple[StateMark, ...]:
         """Return the marks of the state in this round, or in the one left last."""
-        known = tuple(self._progress.marks)
-        return tuple(StateMark(step, digest[:MAX_DIGEST_CHARS]) for step, digest in known)
+        buffers, known = self._progress.buffers, tuple(self._progress.marks)
+        return tuple(
+            StateMark(step, digest[:MAX_DIGEST_CHARS], buffers.get(step, ""))
+            for step, digest in known
+        )
 
     def last_leaves(self) -> tuple[events.LeafMark, ...]:
         """Return the leaves of the newest mark in short, for the end of the script."""
         progress = self._progress
         found = progress.leaves(progress.marks[-1][0]) if progress.marks else None
-        return tuple(starmap(new_leaf_mark, in_short(found or (), events.MAX_LAST_LEAVES)))
+        alike = [leaf for leaf in found or () if not leaf[0].startswith(BUFFERS_OF)]
+        return tuple(starmap(new_leaf_mark, in_short(alike, events.MAX_LAST_LEAVES)))
 
     def report_first_step(
         self, client: RendezvousClient, round_id: int, deadline: float, wake: int | None = None

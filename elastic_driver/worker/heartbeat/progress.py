@@ -145,6 +145,7 @@ class TrainingProgress:
     optimizer_steps: int = 0  # finished steps of optimizers in this round
     # The newest marked steps of this round with the digests of the state, oldest first.
     marks: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_MARKS))
+    buffers: dict[int, str] = field(default_factory=dict)  # digests of buffers, of these steps
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     samples: StepSamples = field(default_factory=StepSamples)
     # The next ones are only shown. Samples that are counted and reported count once.
@@ -215,8 +216,13 @@ class TrainingProgress:
         if self.optimizer_steps == ODD_STEPS and not self.reported_steps:
             self.on_no_commit()
 
-    def marked(self, step: int, digest: str) -> None:
-        """Record the digest of the state after a committed step, for the comparison of ranks."""
+    def marked(self, step: int, digest: str, buffers: str = "") -> None:
+        """Record the digest of the state after a committed step, for the comparison of ranks.
+
+        `buffers`: digests of what ranks may have apart; see `core.progress.StateMark`.
+        """
+        self.buffers = {each: self.buffers.get(each, "") for each, _ in self.marks}
+        self.buffers[step] = buffers
         self.marks.append((step, digest))
         if len(self.marks) == 1:
             self.on_first_mark()

@@ -12,6 +12,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.attributes import Attributes, KeptAttribute, looks_of
 from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer
+from elastic_driver.worker.state_sync.numpy_values import is_array
 from elastic_driver.worker.state_sync.part import (
     Named,
     Outgoing,
@@ -74,6 +75,11 @@ class _Kept(NamedTuple):
     own: list[KeptAttribute]
 
 
+def _is_inexact(tensor: Tensor) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+_OF_STATISTICS = (nn.modules.batchnorm._NormBase,)
 _END = object()
 _NO_EXTRA = nn.Module.get_extra_state
 
@@ -108,6 +114,19 @@ class ModulePart(StatePart):
     def buffers(self) -> Named:
         """Return the buffers of now, by their names in the module."""
         return self._walk.buffers
+
+    def unsure_buffers(self) -> list[tuple[str, list[Tensor]]]:
+        """Return the floating-point buffers of each module that has any, by the module's path.
+
+        Nobody knows whether ranks have them alike. Those of torch's own normalisations and
+        observers are left out: they are statistics of each rank's batches.
+        """
+        found = []
+        for path, module in zip(self._walk.paths, self._walk.modules, strict=True):
+            own = [b for b in module._buffers.values() if b is not None and _is_inexact(b)]
+            if own and not isinstance(module, _OF_STATISTICS):
+                found.append((f"{self.name}.{path}" if path else self.name, own))
+        return found
 
     def require_kept(self) -> None:
         """See `StatePart.require_kept`."""

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from elastic_driver.worker.state_sync.generators import random_state
+from elastic_driver.worker.state_sync.numpy_values import is_array
 from elastic_driver.worker.state_sync.values import (
     DEEPEST,
     SIMPLE,
@@ -14,11 +16,9 @@ from elastic_driver.worker.state_sync.values import (
     fill_tensor,
     has_nameless_factory,
     has_part,
-    is_array,
     is_single,
     kind_of,
     knot,
-    random_state,
     require_dense,
     require_kept,
     too_deep,

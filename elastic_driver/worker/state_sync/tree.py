@@ -378,6 +378,16 @@ class Tree:
             pair for pair in small if not _is_local(pair[0].removeprefix("state."), local)
         ], large
 
+    def unsure_buffers(self, local: frozenset[str]) -> list[tuple[str, list[Tensor]]]:
+        """Return groups of buffers that ranks have alike or apart, by name; see `compared`."""
+        return [
+            (name, buffers)
+            for part in self.parts.values()
+            if isinstance(part, ModulePart)
+            for name, buffers in part.unsure_buffers()
+            if not _is_local(name, local)
+        ]
+
     def digest_input(self, value: Any, name: str) -> tuple[bytes, list[Tensor]]:
         """Return a plain value as bytes, equal for equal values, and the tensors inside.
 

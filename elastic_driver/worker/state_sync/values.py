@@ -9,12 +9,9 @@ import dataclasses
 import decimal
 import enum
 import fractions
-import importlib
 import pathlib
-import sys
 import types
 import uuid
-import warnings
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -26,19 +23,16 @@ import torch
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.known import is_known, looked_up, no_name
+from elastic_driver.worker.state_sync.numpy_values import is_of_numpy, is_scalar
 
 # The dtype (torch's name for it) and the shape of a tensor.
 TensorKind = tuple[str, tuple[int, ...]]
 SIMPLE = frozenset({int, float, bool, str, bytes, type(None)})
 LARGEST = 2**63  # of whole numbers that msgpack carries
 OTHER = "?"  # in place of the name of a factory
-LARGEST_BYTES = 2**32 - 1  # of an array, that msgpack carries
 DEEPEST = 100  # containers inside of each other: each Python can walk as many
 _OF_PYTHON = 1 << 9  # of a class: it was made by a class statement (Py_TPFLAGS_HEAPTYPE)
-_RANDOM = (  # module, class, how its state is read and written
-    ("random", "Random", "getstate", "setstate"),
-    ("numpy.random", "RandomState", "get_state", "set_state"),
-)
 
 
 class UnkeptError(UsageError):
@@ -58,7 +52,7 @@ class UnkeptError(UsageError):
 def unkept(path: str, value: Any) -> UnkeptError:
     """Return the error that names a value of an unknown kind."""
     kind = type(value)
-    if _is_of_numpy(value):
+    if is_of_numpy(value):
         return UnkeptError(
             path,
             f"it is a {kind.__name__} of NumPy with the dtype {value.dtype}",
@@ -79,22 +73,6 @@ def unkept(path: str, value: Any) -> UnkeptError:
         "turn it into a dataclass, give the class state_dict() and load_state_dict(), or keep it "
         "outside of the state",
     )
-
-
-def no_name(module: Any, name: str) -> tuple[str, str]:
-    """Return why a class or function is not known to other workers, and what to do."""
-    if looked_up(module, name) is not None and not _Script.knew(module, name):
-        if module == MAIN:
-            return (
-                f"{name} was defined in the script after training had begun",
-                "define it at the top of the script, so that a worker that joins knows it, too",
-            )
-        return (
-            f"{name} is of the module {module}, which was imported after training had begun",
-            "import it at the top of the script, so that a worker that joins knows it, too",
-        )
-    problem = f"{name} has no name that other workers know"
-    return problem, "define it at the top of a module, and keep its name"
 
 
 def knot(path: str, value: Any) -> UnkeptError:
@@ -370,155 +348,6 @@ def is_referred(value: Any) -> bool:
     if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return False
     return is_known(value)
-
-
-MAIN = "__main__"
-
-
-class _Script:
-    """What the script had loaded and defined when its training functions began.
-
-    A worker that joins is there when the function is called: it has not loaded what comes inside.
-    Names of modules, and `__main__:NAME` for what the script itself has defined.
-    """
-
-    trains = False
-    loaded: frozenset[str] = frozenset()
-    late: frozenset[str] = frozenset()
-
-    @classmethod
-    def knew(cls, module: Any, name: str) -> bool:
-        own = f"{MAIN}:{name.partition('.')[0]}" if module == MAIN else module
-        return own not in cls.late and (not cls.trains or own in cls.loaded)
-
-
-def _loaded_now() -> frozenset[str]:
-    own = vars(sys.modules[MAIN]) if MAIN in sys.modules else {}
-    return frozenset(sys.modules) | {f"{MAIN}:{name}" for name in list(own)}
-
-
-def training_begins() -> None:
-    """Note what a worker that joins has loaded when it is given the state."""
-    _Script.trains, _Script.loaded = True, _loaded_now() - _Script.late
-
-
-def training_ends() -> None:
-    """Note what the training function has loaded, which a worker that skips it has not."""
-    if _Script.trains:
-        _Script.late |= _loaded_now() - _Script.loaded
-        _Script.trains = False
-
-
-def is_known(value: Any) -> bool:
-    """Return whether a class or function is found by its name on other workers, too."""
-    module, name = value.__module__, value.__qualname__
-    return looked_up(module, name) is value and _Script.knew(module, name)
-
-
-def looked_up(module: Any, name: str) -> Any:
-    """Return what a name means in a module that is loaded; None where there is nothing."""
-    found: Any = sys.modules.get(module) if isinstance(module, str) else None
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def _numpy() -> Any:
-    return sys.modules.get("numpy")
-
-
-def is_array(value: Any) -> bool:
-    """Return whether a value is a NumPy array without objects."""
-    numpy = _numpy()
-    return numpy is not None and type(value) is numpy.ndarray and _travels(value)
-
-
-def is_scalar(value: Any) -> bool:
-    """Return whether a value is a NumPy scalar."""
-    numpy = _numpy()
-    return numpy is not None and isinstance(value, numpy.generic) and _travels(value)
-
-
-def _is_of_numpy(value: Any) -> bool:
-    numpy = _numpy()
-    return numpy is not None and (
-        type(value) is numpy.ndarray or (isinstance(value, numpy.generic) and not is_scalar(value))
-    )
-
-
-def _travels(value: Any) -> bool:
-    """Return whether a NumPy value is one of plain data: its dtype can be written and read."""
-    dtype = value.dtype
-    found = _dtypes.get(dtype)
-    if found is None:
-        found = _dtypes[dtype] = not dtype.hasobject and _is_written_whole(dtype)
-    return found and value.nbytes <= LARGEST_BYTES
-
-
-_dtypes: dict[Any, bool] = {}
-
-
-def written_dtype(dtype: Any) -> Any:
-    """Return a dtype of NumPy as its file format writes it; what people add to it is left out."""
-    import numpy  # noqa: PLC0415 - only where a script uses it
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of what is left out
-        return numpy.lib.format.dtype_to_descr(dtype)
-
-
-def _is_written_whole(dtype: Any) -> bool:
-    import numpy  # noqa: PLC0415 - only where a script uses it
-
-    try:
-        return bool(numpy.lib.format.descr_to_dtype(written_dtype(dtype)) == dtype)
-    except (TypeError, ValueError):  # its fields overlap, or are of a kind of its own
-        return False
-
-
-def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """Return how the state of a random generator is read and written; None for other objects."""
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and type(value) is numpy.Generator:
-        bits = value.bit_generator
-        if getattr(numpy, type(bits).__name__, None) is not type(bits):
-            return None
-        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
-    for module, name, read, write in _RANDOM:
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None and type(value) is kind:
-            return getattr(value, read), getattr(value, write)
-    return None
-
-
-_OF_TORCH = "torch on "
-
-
-def new_random(name: str, more: Any) -> Any:
-    """Return a new random generator of the class `name`; `more` is what `random_more` returned."""
-    if name == "Generator" and more.startswith(_OF_TORCH):
-        return torch.Generator(device=more.removeprefix(_OF_TORCH))
-    if name == "Generator":
-        import numpy  # noqa: PLC0415 - only where a script uses it
-
-        bits = getattr(numpy.random, more)
-        if not issubclass(bits, numpy.random.BitGenerator):
-            raise ValueError(f"numpy.random.{more} generates no bits")
-        return numpy.random.Generator(bits())
-    for module, each, *_ in _RANDOM:
-        if name == each:
-            return getattr(importlib.import_module(module), name)()
-    raise ValueError(f"{name} is no random generator")
-
-
-def random_more(value: Any) -> Any:
-    """Return what it takes to make a random generator: its device, or the name of its bits."""
-    if isinstance(value, torch.Generator):
-        return f"{_OF_TORCH}{value.device.type}"
-    bits = getattr(value, "bit_generator", None)
-    return None if bits is None else type(bits).__name__
 
 
 def is_single(value: Any) -> bool:
