@@ -32,6 +32,7 @@ from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_par
 
 MOST_ENTRIES = 64  # of a table whose entries are compared one by one
 SMALL_BYTES = 1024 * 1024  # of a buffer that is copied at each commit
+DEEPEST = 4  # containers inside of an object that are looked into for parameters
 PartMaker = Callable[[str, Any], StatePart | None]
 
 
@@ -150,14 +151,29 @@ class Tree:
         buffers = {id(b): b.nbytes for part in modules for _, b in part.buffers()}
         small = {n for n, t in tensors if buffers.get(id(t), SMALL_BYTES + 1) <= SMALL_BYTES}
         self.leaves.arrange(tensors, remembered, trained, small)
-        untold = [] if self.optimizers() else [t for t in known.values() if t.requires_grad]
-        self.gradients.watch(self.optimizers(), untold)
+        self.gradients.watch(self.optimizers(), self._stepped_by_hand(known))
         parameters = self.parameters()
         self.steps.known = {id(tensor) for _, tensor, *_ in (*tensors, *remembered)}
         self.steps.known.update(map(id, parameters))
         for value in self.values.values():
             if callable(tell := getattr(value, "trained_by", None)):
                 tell(parameters)
+
+    def _stepped_by_hand(self, known: dict[str, Tensor]) -> list[Tensor]:
+        """Return the parameters that the script steps without an optimizer of torch.
+
+        Those are all where the state has no such optimizer, else those that are held by an object
+        with a `state_dict()` of its own.
+        """
+        found = {id(tensor): tensor for tensor in known.values() if tensor.requires_grad}
+        if not self.optimizers():
+            return list(found.values())
+        held: set[int] = set()
+        for part in self.parts.values():
+            if type(part) is StatePart and not isinstance(part.thing, Optimizer):
+                held |= _tensors_in(getattr(part.thing, "__dict__", {}))
+        held -= set(map(id, self.parameters()))
+        return [tensor for number, tensor in found.items() if number in held]
 
     def _require_trained(self, known: dict[str, Tensor]) -> None:
         """Raise `UnkeptError` for an optimizer that trains what no part of the state keeps."""
@@ -322,6 +338,16 @@ def _entries(name: str, value: Any) -> list[tuple[str, Any]]:
     if type(value) is dict and 0 < len(value) <= MOST_ENTRIES and set(map(type, value)) == {str}:
         return [(f"{name}.{key}", value[key]) for key in sorted(value)]
     return [(name, value)]
+
+
+def _tensors_in(value: Any, depth: int = 0) -> set[int]:
+    """Return the identities of the tensors in lists and dictionaries, a few levels deep."""
+    if isinstance(value, Tensor):
+        return {id(value)}
+    if depth == DEEPEST or not isinstance(value, list | tuple | dict):
+        return set()
+    items = value.values() if isinstance(value, dict) else value
+    return set().union(*(_tensors_in(each, depth + 1) for each in items))
 
 
 def _is_statistic(name: str, buffer: Tensor) -> bool:

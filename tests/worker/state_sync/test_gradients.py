@@ -78,6 +78,49 @@ def test_two_optimizers_that_step_at_different_commits_keep_their_gradients() ->
         assert len(gradients_of(slow)) == len(committed)
 
 
+class Hand:
+    """An optimizer of a script's own."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.groups = groups
+
+    def step(self) -> None:
+        for parameter in self.groups[0]["params"]:
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lr": 0.1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to load."""
+
+
+def test_gradients_for_an_optimizer_of_the_scripts_own_are_kept_beside_those_of_torchs() -> None:
+    model, idle = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), nn.Linear(3, 1)
+    state = TorchState(
+        model=model,
+        idle=idle,  # nobody trains it
+        optimizer=sgd(model[0]),
+        hand=Hand([{"params": list(model[1].parameters())}]),
+    )
+    state.commit()
+    for number in range(7):
+        (model(batch(number)).sum() + idle(batch(number)).sum()).backward()
+        if number % 3 == 2:
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            state.hand.step()
+        state.commit()
+        committed = gradients_of(model)
+        assert len(committed) == (0 if number % 3 == 2 else 4)
+        assert kept(state) == len(committed)
+        model(batch(99)).sum().backward()
+        state.restore()
+        assert all(map(torch.equal, gradients_of(model), committed))
+        assert len(gradients_of(model)) == len(committed)
+
+
 def test_gradients_that_a_generator_leaves_in_its_discriminator_are_soon_not_copied() -> None:
     generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
     state = TorchState(generator=generator, critic=critic, g=sgd(generator), c=sgd(critic))
