@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastic_driver.worker.state_sync.generators import random_state
 from elastic_driver.worker.state_sync.message import Reader, Writer
+from elastic_driver.worker.state_sync.numpy_values import is_array
 from elastic_driver.worker.state_sync.taking import Taker, put_back
 from elastic_driver.worker.state_sync.values import (
     SIMPLE,
     TensorSpec,
     UnkeptError,
     fill_tensor,
-    is_array,
     is_single,
     kind_of,
-    random_state,
 )
 from elastic_driver.worker.worker_log import say
 

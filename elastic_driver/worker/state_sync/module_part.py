@@ -12,7 +12,6 @@ from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.attributes import Attributes, KeptAttribute, looks_of
 from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer
-from elastic_driver.worker.state_sync.numpy_values import is_array
 from elastic_driver.worker.state_sync.part import (
     Named,
     Outgoing,

@@ -40,6 +40,7 @@ from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_par
 
 MOST_ENTRIES = 64  # of a table whose entries are compared one by one
 SMALL_BYTES = 1024 * 1024  # of a buffer that is copied at each commit
+DEEPEST = 4  # containers inside of an object that are looked into for parameters
 PartMaker = Callable[[str, Any], StatePart | None]
 
 
@@ -265,6 +266,8 @@ class Tree:
                 found.append((*size_of(kept, seen), name, why))
         for name, part in self._kept_parts.items():
             found.append((*size_of(part.copies(), seen), name, why))
+        for name, copy in self.kept_gradients():
+            found.append((copy.nbytes, 1, f"the gradient of {name}", "no step has used it yet"))
         return [each for each in found if each[1]]
 
     @property
