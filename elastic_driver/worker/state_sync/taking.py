@@ -1,5 +1,6 @@
 """Copies plain values at a commit, and puts them back, in the script's own objects."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -185,7 +186,7 @@ class Taker:
     def _take_container(self, value: Any, kind: Kind, path: str) -> Any:
         if kind.problem is not None:
             raise UnkeptError(path, *kind.problem)
-        if has_nameless_factory(value):
+        if type(value) is defaultdict and has_nameless_factory(value):
             self.nameless.add(path)
             if self._made_at_first is not None and path not in self._made_at_first:
                 raise UnkeptError(path, *_NAMELESS)

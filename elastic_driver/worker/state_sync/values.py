@@ -203,8 +203,10 @@ def _content_of(value: Any) -> dict[str, Any]:
     found = {
         f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
     }
-    found |= getattr(value, "__dict__", {})
-    return {name: each for name, each in found.items() if not name.startswith("__")}
+    own = getattr(value, "__dict__", found)
+    if not own.keys() <= found.keys():  # the object has attributes beside its fields
+        found |= {n: each for n, each in own.items() if n not in found and n[:2] != "__"}
+    return found
 
 
 def _fields_of(value: Any) -> list[Any]:
@@ -270,13 +272,20 @@ def _problem_of(kind: type) -> tuple[str, str] | None:
 def kind_of(kind: type) -> Kind | None:
     """Return how containers of this type are handled; None where it is no container."""
     found = kinds.get(kind)
-    if found is not None or issubclass(kind, enum.Enum) or has_part_of(kind):
+    if found is not None or kind in _no_containers:
         return found
-    if dataclasses.is_dataclass(kind):
+    if issubclass(kind, enum.Enum) or has_part_of(kind):
+        pass
+    elif dataclasses.is_dataclass(kind):
         found = kinds[kind] = _dataclass_kind(kind)
     elif found is None and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         found = kinds[kind] = _named_tuple_kind(kind)
+    if found is None:
+        _no_containers.add(kind)
     return found
+
+
+_no_containers: set[type] = set()
 
 
 # ---- kinds of single values ----------------------------------------------------------------
@@ -350,10 +359,13 @@ def is_referred(value: Any) -> bool:
     return is_known(value)
 
 
+_ZONED = frozenset({datetime, time, ZoneInfo})  # atoms of which not all can be kept
+
+
 def is_single(value: Any) -> bool:
     """Return whether a value is one that never changes and holds no others."""
     kind = type(value)
-    if kind in SIMPLE:
+    if kind in SIMPLE or (kind in atoms and kind not in _ZONED):
         return True
     if kind is slice:
         return all(is_single(each) for each in (value.start, value.stop, value.step))
@@ -361,8 +373,6 @@ def is_single(value: Any) -> bool:
         return value.tzinfo is None or is_single(value.tzinfo)
     if kind is ZoneInfo:
         return value.key is not None
-    if kind in atoms:
-        return True
     if isinstance(value, enum.Enum):
         is_member = isinstance(value, enum.Flag) or kind.__members__.get(value.name) is value
         return is_member and is_known(kind)

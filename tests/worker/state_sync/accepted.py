@@ -51,6 +51,22 @@ class Box(Generic[T]):
     content: T
 
 
+class Base:
+    """A base whose objects have attributes of any name."""
+
+
+@dataclasses.dataclass
+class HalfSlotted(Base):
+    __slots__ = ("field",)
+    field: int
+
+
+def _half_slotted() -> HalfSlotted:
+    found = HalfSlotted(1)
+    found.more = [2]  # type: ignore[attr-defined]
+    return found
+
+
 class Size(NamedTuple):
     width: int
     height: int
@@ -171,6 +187,7 @@ ODD: dict[str, Callable[[], Any]] = {
     "dataclass that is a dict": lambda: Table("x"),
     "generic": lambda: Box[int](3),
     "dunder": _dunder,
+    "half in slots": _half_slotted,
     "enum of tuples": lambda: Sized.SMALL,
     "unknown member": lambda: Open(7),
     "known member": lambda: Open(1),
