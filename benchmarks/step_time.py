@@ -1,8 +1,11 @@
 """The cost of `commit()`, and a step under elasticrun against plain DDP under torchrun.
 
 One job of two workers under elasticrun trains in blocks, every other one without commits, so that
-both kinds run at the same moments of a busy machine. torchrun runs the same steps between two such
-jobs. A ratio of 1.01 is one percent; the time of `commit()` alone is measured as well.
+both kinds run at the same moments of a busy machine. Blocks without commits train a model of the
+same shape that is not in the state. (With the state's own model, collectives would follow on steps
+that are not committed; a state has to copy what such steps change, and would do so at each commit
+from then on.) torchrun runs the same steps between two such jobs. A ratio of 1.01 is one percent;
+the time of `commit()` alone is measured as well.
 
     python -m benchmarks.step_time [--blocks N] [--step-ms 10]
 """
@@ -39,18 +42,21 @@ Block = dict[str, Any]
 def elastic_worker(blocks: int) -> list[Block]:
     """Train blocks with and without commits in turn; return step and commit times of each."""
     model, optimizer = make_model()
+    other, others_optimizer = make_model()
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
     done: list[Block] = []
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:
-        ddp = elastic.wrap(state.model)
+        committed = elastic.wrap(state.model), state.optimizer
+        plain = DistributedDataParallel(other), others_optimizer
         for number in range(2 * blocks + 2):
             commits = number % 2 == 0
+            ddp, its_optimizer = committed if commits else plain
             steps, costs = [], []
             for _ in range(STEPS):
                 started = time.perf_counter()
-                one_step(ddp, state.optimizer)
+                one_step(ddp, its_optimizer)
                 state.step += 1
                 before = time.perf_counter()
                 if commits:

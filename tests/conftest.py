@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-import sys
 
-import pytest
 from hypothesis import settings
 
 from tests.support.left_out import pytest_configure
@@ -23,10 +21,3 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # `make nightly` tries others each time.
 settings.register_profile("the same each time", derandomize=True, deadline=None)
 settings.load_profile("the same each time")
-
-
-@pytest.fixture(autouse=True)
-def states_of_other_tests_are_forgotten() -> None:
-    """A test is a script of its own: states that an earlier one has left are not made the same."""
-    if (module := sys.modules.get("elastic_driver.worker.state")) is not None:
-        module._states.clear()

@@ -22,6 +22,8 @@ from elastic_driver.core.stack_location import shorten
 
 MAX_WORKERS = 4096  # of one agent
 MAX_LEAVES = 4096  # of one state that is described
+MAX_UNFIT_CHARS = 1000
+MAX_LAST_LEAVES = 64  # of one that is described in short
 MAX_LEAF_NAME_CHARS = 300
 MAX_LEAF_TEXT_CHARS = 200
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -214,17 +216,29 @@ class WorkerExited(WorkerReport, frozen=True, tag="worker_exited", forbid_unknow
     out_of_memory: OutOfMemory | None = None
 
 
+class LeafMark(Struct, frozen=True, array_like=True):
+    """One leaf of a state: its name, the digest of its value (hex), and the value in short."""
+
+    name: Annotated[str, Meta(max_length=MAX_LEAF_NAME_CHARS)]
+    digest: Annotated[str, Meta(max_length=MAX_DIGEST_CHARS)]
+    text: Annotated[str, Meta(max_length=MAX_LEAF_TEXT_CHARS)]
+
+
 class WorkerEnding(WorkerReport, frozen=True, tag="worker_ending", forbid_unknown_fields=True):
     """A worker's script is over, and it has left its world for good; `WorkerExited` follows.
 
     An interpreter that has imported torch takes a second to end, or longer. `round`: the one that
     the worker was in; 0: none. `failed`: an exception that no lost peer has caused ended it.
-    `marks`: of its state, as in `Progress`; no heartbeat follows.
+    `marks`: of its state, as in `Progress`; no heartbeat follows. `leaves`: the state after the
+    newest mark; in a large state, all leaves of an object together. `unfit`: why this worker could
+    not take over the state of the others: it has built another one, or they cannot send theirs.
     """
 
     round: Count
     failed: bool = False
     marks: Marks = ()
+    leaves: Annotated[tuple[LeafMark, ...], Meta(max_length=MAX_LAST_LEAVES)] = ()
+    unfit: Annotated[str, Meta(max_length=MAX_UNFIT_CHARS)] = ""
 
 
 class WorkerSaved(WorkerEvent, frozen=True, tag="worker_saved", forbid_unknown_fields=True):
@@ -257,14 +271,6 @@ class StateValue(Struct, frozen=True):
 
     ranks: tuple[int, ...]
     value: str
-
-
-class LeafMark(Struct, frozen=True, array_like=True):
-    """One leaf of a state: its name, the digest of its value (hex), and the value in short."""
-
-    name: Annotated[str, Meta(max_length=MAX_LEAF_NAME_CHARS)]
-    digest: Annotated[str, Meta(max_length=MAX_DIGEST_CHARS)]
-    text: Annotated[str, Meta(max_length=MAX_LEAF_TEXT_CHARS)]
 
 
 class StateDescribed(Struct, frozen=True, tag="state_described", forbid_unknown_fields=True):

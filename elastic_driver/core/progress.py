@@ -17,6 +17,9 @@ MAX_SAMPLES = 64  # of measured steps in one message
 MAX_LINKS = 16  # in one message
 MAX_MARKS = 16  # in one message
 MAX_DIGEST_CHARS = 32
+MAX_BUFFERS = 64  # groups of buffers that are compared
+BUFFERS_DIGEST_CHARS = 8
+BUFFERS_OF = "buffers of "  # begins the names of their leaves
 ODD_STEPS = 20  # of an optimizer without a commit, before anything is said
 Share = Annotated[int, Meta(ge=0, le=2**31)]
 
@@ -72,10 +75,13 @@ class StateMark(Struct, frozen=True, array_like=True):
     """A rank's state after `step` committed steps, as a `digest` (hex) of everything it keeps.
 
     All ranks mark the same steps, and ranks that hold the same state have the same digest.
+    `buffers`: one behind the other, the digests of groups of floating-point buffers, of which
+    nobody knows whether all ranks have them alike.
     """
 
     step: Count
     digest: Annotated[str, Meta(min_length=1, max_length=MAX_DIGEST_CHARS)]
+    buffers: Annotated[str, Meta(max_length=MAX_BUFFERS * BUFFERS_DIGEST_CHARS)] = ""
 
 
 Marks = Annotated[tuple[StateMark, ...], Meta(max_length=MAX_MARKS)]

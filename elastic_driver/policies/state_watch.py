@@ -16,7 +16,8 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from elastic_driver.core.events import LeafMark, StateDescribed
-from elastic_driver.core.progress import StateMark
+from elastic_driver.core.progress import BUFFERS_OF, StateMark
+from elastic_driver.policies.buffer_watch import BufferWatch, digest_of
 from elastic_driver.policies.state_difference import (
     Described,
     Difference,
@@ -54,9 +55,12 @@ class _Marked:
     ranks: dict[str, list[int]] = field(default_factory=dict)  # digest → ranks
     count: int = 0  # of the ranks that have marked this step
     differs_since: float | None = None
+    buffers: dict[int, str] = field(default_factory=dict)  # by rank
+    only: tuple[int, ...] = ()  # groups of buffers that differ, where nothing else does
 
-    def add(self, rank: int, digest: str, now: float) -> None:
-        self.ranks.setdefault(digest, []).append(rank)
+    def add(self, rank: int, mark: StateMark, now: float) -> None:
+        self.ranks.setdefault(mark.digest, []).append(rank)
+        self.buffers[rank] = mark.buffers
         self.count += 1
         if self.differs_since is None and len(self.ranks) > 1:
             self.differs_since = now
@@ -80,7 +84,7 @@ class _Open:
     until: float
     asked: dict[int, str]
     attempt: int
-    answers: dict[str, _Answer] = field(default_factory=dict)
+    answers: dict[str, _Answer]
 
 
 class StateWatch:
@@ -90,8 +94,11 @@ class StateWatch:
         self.equal_step: int | None = None  # the newest at which all ranks were equal
         self._size = size
         self._latest = [-1] * size  # the newest step that each rank has marked
-        self._over: set[int] = set()  # ranks whose scripts have ended: they answer no question
+        # Ranks whose scripts have ended: they answer no question. What they held at their newest
+        # mark, in short.
+        self._over: dict[int, tuple[LeafMark, ...]] = {}
         self._steps: dict[int, _Marked] = {}
+        self._buffers = BufferWatch()
         self._question: _Open | None = None
         self._ask_at = 0.0  # no question before
         self._told: set[str] = set()  # leaves
@@ -105,21 +112,35 @@ class StateWatch:
                 continue
             self._latest[rank] = mark.step
             marked = self._steps.setdefault(mark.step, _Marked())
-            marked.add(rank, mark.digest, now)
+            marked.add(rank, mark, now)
             if len(marked.ranks) == 1 and marked.count == self._size:
-                del self._steps[mark.step]
-                self.equal_step = max(mark.step, self.equal_step or 0)
+                self._compare_buffers(mark.step, marked, now)
         while len(self._steps) > OPEN_STEPS:
             del self._steps[self._least_of_use()]
+
+    def _compare_buffers(self, step: int, marked: _Marked, now: float) -> None:
+        """Conclude a step after which all else was equal on all ranks."""
+        differ = self._buffers.judge(list(marked.buffers.values()))
+        if not differ:
+            del self._steps[step]
+            self.equal_step = max(step, self.equal_step or 0)
+            return
+        kinds: dict[str, list[int]] = {}
+        for rank, row in marked.buffers.items():
+            kinds.setdefault(" ".join(digest_of(row, each) for each in differ), []).append(rank)
+        marked.ranks, marked.only, marked.differs_since = kinds, tuple(differ), now
 
     def _least_of_use(self) -> int:
         """Return the oldest step after which no ranks are known to differ, if there is one."""
         alike = (step for step, marked in self._steps.items() if marked.differs_since is None)
         return min(alike, default=min(self._steps))
 
-    def ended(self, rank: int) -> None:
-        """Record that the script of a rank is over: no more marks and no answers come from it."""
-        self._over.add(rank)
+    def ended(self, rank: int, leaves: tuple[LeafMark, ...] = ()) -> None:
+        """Record that the script of a rank is over: no more marks and no answers come from it.
+
+        `leaves`: its state after its newest mark, in short.
+        """
+        self._over[rank] = leaves
 
     def described(self, rank: int, event: StateDescribed) -> None:
         """Record an answer; one to a question that is not open changes nothing."""
@@ -155,14 +176,27 @@ class StateWatch:
     def _ask(self, step: int, now: float, attempt: int = 1) -> Question | Told | None:
         asked: dict[int, str] = {}
         marked = self._steps[step]
+        known = self._known_at_the_end(step, marked)
         for digest, ranks in marked.kinds():
             rank = next((rank for rank in ranks if rank not in self._over), None)
-            if rank is not None and len(asked) < MAX_ASKED:
+            if rank is not None and len(asked) < MAX_ASKED and not known:
                 asked[rank] = digest
-        self._question = _Open(step, marked, now + ANSWER_S, asked, attempt)
+        self._question = _Open(step, marked, now + ANSWER_S, asked, attempt, known)
         if len(asked) <= 1:  # there is nothing to compare with
             return self._conclude(self._question, now)
         return Question(step, tuple(asked))
+
+    def _known_at_the_end(self, step: int, marked: _Marked) -> dict[str, _Answer]:
+        """Return what ended ranks have said of a step, if that is every kind; otherwise nothing.
+
+        What they say in short does not compare with what others say leaf by leaf.
+        """
+        found: dict[str, _Answer] = {}
+        for digest, ranks in marked.kinds():
+            last = (self._over.get(rank) for rank in ranks if self._latest[rank] == step)
+            if leaves := next(filter(None, last), None):
+                found[digest] = _Answer(leaves)
+        return found if len(found) == len(marked.ranks) else {}
 
     def _conclude(self, question: _Open, now: float) -> Question | Told | None:
         """Compare the answers, once all are there or the time for them is over."""
@@ -179,7 +213,7 @@ class StateWatch:
         nothing = _Answer(None)
         found = first_difference(
             [
-                Described(ranks, answers.get(digest, nothing).leaves)
+                Described(ranks, _compared(answers.get(digest, nothing), question.marked.only))
                 for digest, ranks in question.marked.kinds()
             ]
         )
@@ -189,3 +223,12 @@ class StateWatch:
             return None
         self._told.add(found.leaf)
         return Told(question.step, found)
+
+
+def _compared(answer: _Answer, only: tuple[int, ...]) -> tuple[LeafMark, ...] | None:
+    """Return the leaves that ranks have alike; of buffers those that differ and should not."""
+    if answer.leaves is None:
+        return None
+    buffers = [leaf for leaf in answer.leaves if leaf.name.startswith(BUFFERS_OF)]
+    known = {leaf.name for number, leaf in enumerate(buffers) if number not in only}
+    return tuple(leaf for leaf in answer.leaves if leaf.name not in known)

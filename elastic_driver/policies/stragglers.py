@@ -91,7 +91,7 @@ class Stragglers(Restorable):
             case WorkerEnding(worker=worker, round=number, marks=marks):
                 if number == self._world.round and worker in self._ranks:
                     self._states.report(self._ranks[worker], marks, now)
-                    self._states.ended(self._ranks[worker])
+                    self._states.ended(self._ranks[worker], event.leaves)
                 return self._compare(now)
             case Tick():
                 self._due = None

@@ -62,6 +62,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "replacement_started": (Level.NORMAL, "rank {rank} on {host} is slow and will be replaced"),
     "replacement_abandoned": (Level.NORMAL, "worker {worker} stays"),
     "worker_replaced": (Level.NORMAL, "worker {worker} was replaced"),
+    "worker_unfit": (Level.QUIET, "worker {worker} cannot take over the state"),
     "worker_not_replaced": (Level.NORMAL, "worker {worker} is not replaced"),
     "state_differs": (Level.QUIET, "the ranks hold different states after step {step}"),
     "commits_differ": (Level.QUIET, "the ranks do not commit alike"),
@@ -95,7 +96,9 @@ WORDS: dict[str, tuple[Level, str]] = {
 }
 
 # Events that say that training goes wrong: red on a terminal.
-ALARMS = frozenset(("state_differs", "commits_differ", "collectives_differ", "finished_alone"))
+ALARMS = frozenset(
+    ("state_differs", "commits_differ", "collectives_differ", "finished_alone", "worker_unfit")
+)
 
 
 def sentence(event: str, reason: str, facts: Mapping[str, Any]) -> str:

@@ -23,7 +23,9 @@ step and sends no message. Times are seconds.
 """
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +52,8 @@ class ComputeClock:
     """Measures the steps of the training thread that owns it."""
 
     def __init__(self) -> None:
-        self._hooks: list[Any] = []
+        self._hooks: list[Any] = []  # on the script's objects, which outlive this clock
+        weakref.finalize(self, _remove, self._hooks)
         self._step, self._finished = _Step(), _Step()
 
     @staticmethod
@@ -60,17 +63,17 @@ class ComputeClock:
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these optimizers' parameters from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
         self.restart()
+        me = weakref.ref(self)
         for optimizer in optimizers:
             trained = [p for p in _parameters([optimizer]) if p.requires_grad]
             if trained and self.times(trained[-1].device):  # usually nearest to the loss
-                hook = trained[-1].register_post_accumulate_grad_hook(self._pass_begins)
+                hook = trained[-1].register_post_accumulate_grad_hook(partial(_pass_begins, me))
                 self._hooks.append(hook)
                 if (stepped := _with_hooks(optimizer)) is not None:
-                    self._hooks.append(stepped.register_step_pre_hook(self._optimizer_begins))
+                    begins = partial(_optimizer_begins, me)
+                    self._hooks.append(stepped.register_step_pre_hook(begins))
 
     def restart(self) -> None:
         """Drop the current step: its cost would not compare with that of others."""
@@ -87,17 +90,19 @@ class ComputeClock:
         return self._cost(step)
 
     def _cost(self, step: _Step) -> StepCost | None:
-        moments = (step.began, step.stepped, step.ended, *(m for wait in step.waits for m in wait))
-        if not step.waits or any(moment is None for moment in moments):
+        if not step.waits or step.began is None or step.stepped is None or step.ended is None:
             return None
-        waits = [self._between(*wait) for wait in step.waits]
-        waited, exchanged = (sum(parts) for parts in zip(*waits, strict=True))
-        computed, _cpu = self._between(step.began, step.stepped)
-        passes = max(computed - waited, 0.0)
-        one_pass = passes / len(waits)
-        optimizer, _cpu = self._between(step.stepped, step.ended)
-        cost = one_pass + optimizer, one_pass, min(exchanged, waited)
-        return StepCost(*cost, passes + optimizer, waited)
+        waited = exchanged = 0.0
+        for ready, over in step.waits:
+            if ready is None or over is None:
+                return None
+            seconds, cpu = self._between(ready, over)
+            waited, exchanged = waited + seconds, exchanged + cpu
+        passes = max(self._between(step.began, step.stepped)[0] - waited, 0.0)
+        one_pass = passes / len(step.waits)
+        optimizer = self._between(step.stepped, step.ended)[0]
+        exchanged = min(exchanged, waited)
+        return StepCost(one_pass + optimizer, one_pass, exchanged, passes + optimizer, waited)
 
     def _moment(self) -> Any:
         """Return this moment: the clock's, and the CPU time of all threads of this process."""
@@ -107,7 +112,8 @@ class ComputeClock:
         """Return the seconds and the CPU seconds between two moments."""
         return until[0] - since[0], until[1] - since[1]
 
-    def _pass_begins(self, _parameter: torch.Tensor) -> None:
+    def pass_begins(self) -> None:
+        """Record that a backward pass has reached the first layers; called in the pass."""
         _when_backward_ends(self._gradients_ready)
 
     def _gradients_ready(self) -> None:
@@ -119,7 +125,8 @@ class ComputeClock:
     def _pass_returns(self) -> None:
         self._step.waits[-1][1] = self._moment()
 
-    def _optimizer_begins(self, *_: object) -> None:
+    def optimizer_begins(self) -> None:
+        """Record that an optimizer begins its step."""
         step = self._step
         if step.waiting:
             step.waiting = False
@@ -171,6 +178,24 @@ def clock_for(optimizers: Sequence[Optimizer], before: ComputeClock) -> ComputeC
         before = kind()
     before.watch(optimizers)
     return before
+
+
+def _pass_begins(me: "weakref.ref[ComputeClock]", _parameter: torch.Tensor) -> None:
+    clock = me()
+    if clock is not None:
+        clock.pass_begins()
+
+
+def _optimizer_begins(me: "weakref.ref[ComputeClock]", *_: object) -> None:
+    clock = me()
+    if clock is not None:
+        clock.optimizer_begins()
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:

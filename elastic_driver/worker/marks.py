@@ -5,10 +5,14 @@ commits on every rank: the second of a round, the fourth, eighth and sixteenth, 
 many that the marks take at most a thousandth of the training time. This number is a power of two,
 so ranks that choose different ones have commits in common. The marks travel with the heartbeats.
 Where they differ, the driver asks for the leaves of a mark, and names the first one that differs.
+
+When a script ends, its last commit is marked as well, and the leaves of that mark go along in
+short: nobody can be asked then. What has changed since that commit is no part of it.
 """
 
 import os
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -17,6 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from elastic_driver import contract
+from elastic_driver.core.progress import BUFFERS_DIGEST_CHARS, BUFFERS_OF, MAX_BUFFERS
+from elastic_driver.worker.heartbeat.described import Leaf
 from elastic_driver.worker.heartbeat.progress import TrainingProgress, usual_pause
 from elastic_driver.worker.state_sync.fingerprint import contents
 from elastic_driver.worker.state_sync.tree import Tree
@@ -26,10 +32,10 @@ FIRST = frozenset({2, 4, 8, 16})  # commits of a round
 SHARE = 0.0008  # of the training time
 LONGEST = 1 << 20  # commits between two marks
 MARKS_IN_A_PAUSE = 8  # of heartbeats, at most
+LAST_S = 0.05  # that the last mark may take, however short the training was
 KEPT = 4  # marks whose leaves are kept, for the driver's question
 LARGEST = 4096  # bytes of a value whose text is kept
 _TEXT = 120  # characters of a value that are shown
-Leaf = tuple[str, str, str]  # name, digest, and value as text
 Compared = tuple[Tree, frozenset[str]]  # a state, and the names that are left out
 
 
@@ -42,6 +48,7 @@ class Marks:
         self._every = LONGEST
         self._cost = 0.0  # seconds of the last mark
         self._commits = 0  # in this round
+        self._began = time.monotonic()
 
     def entered(self, progress: TrainingProgress, size: int) -> None:
         """Begin a round of so many workers; alone, a rank is compared with nobody."""
@@ -60,17 +67,38 @@ class Marks:
         count = self._commits
         if count not in FIRST and (count < max(FIRST) or count % self._every):
             return
-        began = time.perf_counter()
-        found = [leaf for tree, local in states() for leaf in _leaves_of(tree, local)]
+        began, marked = time.perf_counter(), states()
+        buffers = [leaf for tree, local in marked for leaf in _buffers_of(tree, local)]
+        found = [leaf for tree, local in marked for leaf in _leaves_of(tree, local)]
+        self._mark(step, found, buffers[:MAX_BUFFERS])
+        self._choose(time.perf_counter() - began, progress)
+
+    def end(self, step: int, states: Callable[[], Sequence[Compared]]) -> None:
+        """Mark the last commit of a script, as far as that is still known and takes no time."""
+        progress = self._progress
+        if progress is None or not self._commits or step in dict(progress.marks):
+            return
+        if self._cost > max(LAST_S, SHARE * (time.monotonic() - self._began)):
+            return
+        ((tree, local), *others) = states()
+        if not others and tree.is_clean():  # several states are not committed at one moment
+            self._mark(step, _leaves_of(tree, local, as_committed=True))
+
+    def _mark(
+        self,
+        step: int,
+        found: list[tuple[str, str, Any]],
+        buffers: Sequence[tuple[str, str, Any]] = (),
+    ) -> None:
+        assert self._progress is not None  # noqa: S101 - the callers have looked
         root = blake2b(digest_size=8)
         for name, digest, _ in sorted(found, key=lambda leaf: leaf[:2]):  # in any order, as leaves
             root.update(name.encode(errors="replace"))
             root.update(digest.encode())
-        self._kept[step] = found
+        self._kept[step] = [*found, *buffers]
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
-        progress.marked(step, root.hexdigest())
-        self._choose(time.perf_counter() - began, progress)
+        self._progress.marked(step, root.hexdigest(), "".join(each[1] for each in buffers))
 
     def _choose(self, cost: float, progress: TrainingProgress) -> None:
         """Choose the commits from one mark to the next, by what marks and steps take."""
@@ -93,9 +121,11 @@ class Marks:
         return [(name, digest, _text(value)) for name, digest, value in found]
 
 
-def _leaves_of(tree: Tree, local: frozenset[str]) -> list[tuple[str, str, Any]]:
+def _leaves_of(
+    tree: Tree, local: frozenset[str], *, as_committed: bool = False
+) -> list[tuple[str, str, Any]]:
     """Return name, digest and what to show of each leaf."""
-    small, large = tree.compared(local)
+    small, large = tree.compared(local, as_committed=as_committed)
     tensors: list[Tensor] = []
     rows: list[tuple[str, bytes, int]] = []
     for name, value in small:
@@ -117,6 +147,18 @@ def _leaves_of(tree: Tree, local: frozenset[str]) -> list[tuple[str, str, Any]]:
         digest = f"{number:08x}"
         shown = tensor.tolist() if tensor.numel() == 1 and tensor.device.type == "cpu" else tensor
         found.append((name, digest, _shape(tensor) if shown is tensor else shown))
+    return found
+
+
+def _buffers_of(tree: Tree, local: frozenset[str]) -> list[tuple[str, str, Any]]:
+    """Return name, digest and what to show of the groups of buffers that ranks may have apart."""
+    groups = tree.unsure_buffers(local)
+    numbers = contents([tensor for _, buffers in groups for tensor in buffers])
+    found, at = [], 0
+    for name, buffers in groups:
+        own, at = numbers[at : at + len(buffers)], at + len(buffers)
+        digest = f"{zlib.crc32(repr(own).encode()):0{BUFFERS_DIGEST_CHARS}x}"
+        found.append((f"{BUFFERS_OF}{name!r}", digest, f"{len(own)} tensors"))
     return found
 
 

@@ -16,13 +16,21 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 from elastic_driver.core.state_version import StateVersion, source_of
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
-from elastic_driver.worker.state import State, all_states, begin_phase, reset_all
+from elastic_driver.worker.state import (
+    State,
+    all_states,
+    begin_phase,
+    reset_all,
+    stop_clocks,
+)
+from elastic_driver.worker.state_sync.known import training_begins, training_ends
 from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.sharing import StateLostError
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import companions, session
 from elastic_driver.worker.world.collective_waits import current_waits, tells_of_loss
 from elastic_driver.worker.world.groups import RoundOverError
+from elastic_driver.worker.world.membership import JobMembership
 from rendezvous.errors import SealedError
 
 P = ParamSpec("P")
@@ -94,30 +102,52 @@ def training_loop(
                     reset_all()
                 if not meet(state, phase):
                     return cast("R", None)
-                return function(state, *args, **kwargs)
+                training_begins()
+                state._begins()
+                try:
+                    result = function(state, *args, **kwargs)
+                finally:
+                    training_ends()
+                    stop_clocks()
+                state._mark_end()
+                return result
             except StateLostError as lost:
                 say(str(lost))
                 raise SystemExit(lost.exit_code) from lost
             except (Exception, SwallowedError) as raised:
-                error = _cause(raised)
-                why = error
-                if isinstance(error, SwallowedError):
-                    tell_swallowed(error)
-                    why = error.__cause__ or error
-                broken = not isinstance(why, HostsUpdatedInterrupt)
-                if broken:
-                    members = member.world and [m.worker for m in member.world.members]
-                    breaks.append((members, state.version))
-                    if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
-                        hint(error, member.progress)
-                        raise
-                    companions.stop_all(broken=True)  # it may still write into the state
+                change = _change_of(raised, member, state, breaks)
+                if change is None:
+                    raise
+                reason, broken = change
                 clear_frames(raised)
-                reason = describe(error)
             member.join(reason, state, broken=broken)
             rejoined = True
 
     return train
+
+
+def _change_of(
+    raised: BaseException, member: JobMembership, state: State, breaks: deque[object]
+) -> tuple[str, bool] | None:
+    """Return why the world is left, and whether it is broken; None for the script's own errors.
+
+    `breaks`: the last worlds that broke, with the steps they had come to. The error is in no
+    variable of a frame that it passes through: it would hold itself, and the state.
+    """
+    error = _cause(raised)
+    why = error
+    if isinstance(error, SwallowedError):
+        tell_swallowed(error)
+        why = error.__cause__ or error
+    broken = not isinstance(why, HostsUpdatedInterrupt)
+    if broken:
+        members = member.world and [m.worker for m in member.world.members]
+        breaks.append((members, state.version))
+        if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
+            hint(error, member.progress)
+            return None
+        companions.stop_all(broken=True)  # it may still write into the state
+    return describe(error), broken
 
 
 def meet(state: State, phase: int) -> bool:

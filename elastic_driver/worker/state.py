@@ -19,6 +19,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +95,12 @@ def reset_all() -> None:
             each._keep(from_others=True)
 
 
+def stop_clocks() -> None:
+    """Take the clocks of all states off the script's objects: no training function runs."""
+    for each in all_states():
+        each._clock.watch([])
+
+
 def begin_phase(number: int) -> None:
     """Note that a training function is called; `number` of its call in this process."""
     _Phase.number = number
@@ -113,6 +120,12 @@ def _stepped(me: "weakref.ref[State]", optimizer: Optimizer) -> None:
         if state._leads:
             state._progress.optimizer_stepped()
             state._mistakes.stepped(state._progress)
+
+
+def _ends(me: "weakref.ref[State]") -> None:
+    state = me()
+    if state is not None:
+        state._mark_end()
 
 
 class _GoingBack(NamedTuple):
@@ -168,6 +181,7 @@ class State:
         self._kept_random: dict[str, Any] | None = None
         self._going: _GoingBack | None = None  # all states go back
         self._kept_at = 0  # the place of the last commit among those of all states
+        self._kept_before = 0  # and that of the one before
         self._random = RandomStates()
         self._clock = ComputeClock()
         self._callbacks: list[Callable[[], None]] = []
@@ -187,7 +201,7 @@ class State:
         self._arranged = -1  # the tree's count of changes when `_arrange` was called last
         self._counted = Counted()
         self._parameters: int | None = None
-        self._said_copies = False
+        self._looks = self._said_size = 0  # at what each commit copies
         if checkpoint_dir is None and (every, keep) != (None, None):
             raise UsageError("every= and keep= are of checkpoints: give checkpoint_dir= as well")
         self._checkpoints: Checkpoints | None = None
@@ -312,19 +326,39 @@ class State:
             raise self._mistakes.leaving(HostsUpdatedInterrupt(progress.leave_reason), progress)
 
     def _compared(self) -> list[tuple[Tree, frozenset[str]]]:
-        """Return what a mark is made of: this state, and the others that all ranks have."""
-        alike = [s for s in all_states() if s is not self and s._round == self._round]
+        """Return what a mark is made of: this state, and the others that all ranks have.
+
+        Those count that were committed between the last two commits of this one: of others, nobody
+        knows whether a rank still has them. One that a script has dropped lives on until the
+        garbage is collected, at another moment on each rank.
+        """
+        alike = [
+            s
+            for s in all_states()
+            if s is not self and s._round == self._round and s._kept_at > self._kept_before
+        ]
         return [(each._tree, each._local) for each in (self, *alike)]
+
+    def _begins(self) -> None:
+        """Measure the steps of a training function, which is called now."""
+        self._arrange()
+
+    def _mark_end(self) -> None:
+        """Mark the last commit: the training function, or the script, is over."""
+        if self._leads:
+            self._marks.end(self._version, self._compared)
 
     def _measure(self, cost: StepCost | None, committing: float) -> None:
         """Note the samples and the times of a step, whose commit took so many seconds."""
-        progress, before = self._progress, self._counted
-        self._counted = after = self._count()
-        progress.trained += after.samples - before.samples
+        progress, waited = self._progress, 0.0
+        if self._sources:
+            before = self._counted
+            self._counted = after = self._count()
+            progress.trained += after.samples - before.samples
+            waited = after.waited - before.waited
         progress.micro_batches, progress.batch = division_of(self._sources)
         progress.parameters = self._parameters
         progress.gradients = gradient_norms()
-        waited = after.waited - before.waited
         if cost is None:
             progress.times = StepTimes(waited or None, commit=committing)
             return
@@ -337,16 +371,20 @@ class State:
         return Counted(sum(each.samples for each in counts), sum(each.waited for each in counts))
 
     def _say_copies(self) -> None:
-        """Say once, when it is learned, what each commit copies."""
+        """Say what each commit copies: once it is learned, and when that is twice as much."""
         leaves = self._tree.leaves
-        if self._said_copies or leaves.learning or leaves.copy_all:
+        if leaves.copy_all or (leaves.learning and leaves.names):
             return
-        self._said_copies = True
-        size = leaves.copied_bytes
-        if size >= SAID_BYTES and current.is_initialized() and current.rank() == 0:
-            name, why = next(iter(leaves.moving.items()), ("", ""))
+        self._looks += 1
+        if self._looks & (self._looks - 1) or not current.is_initialized() or current.rank():
+            return  # it takes time: at each second, fourth, eighth commit
+        found = self._tree.copies()
+        size, count = sum(each[0] for each in found), sum(each[1] for each in found)
+        if size >= max(SAID_BYTES, 2 * self._said_size):
+            self._said_size = size
+            _, _, name, why = max(found)
             say(
-                f"each commit copies {size / MEGABYTE:.1f} MB in {len(leaves.moving)} tensors that "
+                f"each commit copies {size / MEGABYTE:.1f} MB in {count} tensors that "
                 f"do not only change in an optimizer's step ({name}: {why})"
             )
 
@@ -375,7 +413,8 @@ class State:
         if tree.changes != self._arranged:
             self._arranged = tree.changes
             self._arrange()
-        self._kept_random, self._kept_at = self._random.take(), next(_commits)
+        self._kept_before, self._kept_at = self._kept_at, next(_commits)
+        self._kept_random = self._random.take()
 
     def restore(self) -> None:
         """Go back to the last commit; gradients that do not belong to it are dropped.
@@ -486,6 +525,7 @@ class State:
         if leads:
             self._progress.synced_at = time.monotonic()
             self._marks.entered(self._progress, world.size)
+            self._progress.on_end = partial(_ends, weakref.ref(self))
             self._mistakes.entered(self._progress, world.size)
         self._clock.restart()
 

@@ -51,8 +51,9 @@ class AutoBackend(Backend):
         return self._for(host).describe(host)
 
     def check(self, hosts: Hosts) -> None:
-        """See `Backend.check`."""
-        self._elsewhere.check(hosts)
+        """See `Backend.check`; ssh is needed once a host is another machine."""
+        if others := tuple(entry for entry in hosts if not is_this_machine(entry[0])):
+            self._elsewhere.check(others)
 
     def find_problems(self, hosts: Hosts) -> dict[str, str]:
         """See `Backend.find_problems`."""

@@ -38,6 +38,97 @@ def test_its_failure_is_counted_but_does_not_break_the_round_of_the_others(
     assert s.starting == ["a.1.2"]
 
 
+WHY = "optimizer is of the class SGD, in the trained state it is Adam"
+
+
+def unfit(s: Scenario, worker: str) -> None:
+    """A worker cannot take over the state; the others go on without it."""
+    number = s.job.rounds.current.number
+    s.send(ev.WorkerEnding(worker, number, failed=True, unfit=WHY))
+    s.ready(*s.in_state("running"), version=20)
+    s.step(*s.members, step=21)
+    s.exit(worker, 1)
+
+
+def test_no_worker_is_started_again_where_one_cannot_take_over_the_state(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, max_np=3).training(a=2, b=1)
+    s.exit("b.0.1", -9)
+    s.ready(*s.in_state("running"), version=9)
+    s.step(*s.members)
+    s.ready("b.0.2")
+    s.wait(0.1)
+    s.ready(*s.in_state("running"), version=10)
+    assert len(s.members) == 3
+    unfit(s, "b.0.2")
+    (told,) = s.announced("worker_unfit")
+    assert told.worker == "b.0.2"
+    assert told.reason.startswith(f"{WHY}; no more workers are started on b")
+    assert (s.starting, len(s.members), s.end) == ([], 2, None), "the others train on"
+    s.wait(1000.0)
+    assert s.starting == []
+    s.hosts(a=2, b=1, c=1)
+    assert s.starting == ["c.0.1"], "another host may have another script"
+
+
+def test_another_size_that_is_asked_for_tries_the_host_again(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=3).training(a=2)
+    s.exit("a.1.1", -9)
+    s.ready("a.0.1", version=9)
+    s.step("a.0.1")
+    s.ready("a.1.2")
+    s.wait(0.1)
+    s.ready("a.0.1", version=10)
+    unfit(s, "a.1.2")
+    assert s.starting == []
+    s.send(ev.ScaleRequested(2))
+    assert s.starting == ["a.1.3"]
+
+
+def test_a_job_that_cannot_go_on_without_such_a_worker_ends(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=2, max_np=2).training(a=2)
+    s.exit("a.1.1", -9)
+    s.ready("a.0.1", version=9)
+    s.ready("a.1.2")
+    assert s.round == (2, "complete")
+    s.send(ev.WorkerEnding("a.1.2", 2, failed=True, unfit=WHY))
+    s.ready("a.0.1", version=9)
+    s.exit("a.1.2", 1)
+    assert s.end is not None
+    assert s.end.exit_code == 1
+    assert s.end.reason == (
+        "1 of at least 2 workers are left, and those that were started on a cannot take over the "
+        f"state: {WHY}; run the same script on every worker"
+    )
+
+
+def test_ranks_that_build_different_states_at_the_start_end_the_job(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, max_np=2)
+    s.hosts(a=2)
+    s.ready(*s.starting)
+    assert s.round == (1, "complete")
+    s.send(ev.WorkerEnding("a.1.1", 1, failed=True, unfit=WHY))
+    assert s.end is not None
+    assert s.end.exit_code == 1
+    assert s.end.reason.startswith(f"rank 1 on a cannot take over the state of rank 0: {WHY}; run")
+
+
+def test_when_no_worker_lives_any_more_all_are_started_anew(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=2).training(a=2)
+    s.exit("a.1.1", -9)
+    s.ready("a.0.1", version=9)
+    s.step("a.0.1")
+    s.ready("a.1.2")
+    s.wait(0.1)
+    s.ready("a.0.1", version=10)
+    unfit(s, "a.1.2")
+    s.exit("a.0.1", -9)
+    assert len(s.starting) == 2
+
+
 def test_its_failure_ends_the_wait_of_a_round_that_is_not_complete(
     scenario: MakeScenario,
 ) -> None:

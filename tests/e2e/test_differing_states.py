@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from tests.support.job import JOBS, RunningJob, elasticrun
 
 WRONG = str(JOBS / "wrong.py")
@@ -68,3 +70,42 @@ def test_a_rank_that_never_commits_is_named() -> None:
         assert (event["kind"], event["ranks"]) == ("no_commits", "1")
         assert "elasticrun: the ranks do not commit alike (rank 1 has trained" in job.stderr
         assert time.time() - job.events("state_synced")[0]["t"] < 10
+
+
+def test_a_difference_of_the_last_commits_is_found_before_the_job_ends() -> None:
+    """No mark was due any more: the ranks are compared once more when their scripts end."""
+    env = {"WRONG_RANK": "1", "WRONG_STEP": "21", "STEPS": "21"}
+    with elasticrun("-np", "2", WRONG, env=env) as job:
+        assert job.wait() == 65, job.describe()
+        (event,) = job.events("state_differs")
+        assert (event["action"], event["leaf"], event["step"]) == ("stop", LR, 21)
+        assert f"{LR} is 0.01 on rank 0 and 0.5 on rank 1" in job.stderr
+    with elasticrun("-np", "2", "--on-difference", "warn", WRONG, env=env) as job:
+        assert job.wait() == 0, job.describe()
+        (event,) = job.events("state_differs")
+        assert (event["action"], event["leaf"], event["step"]) == ("warn", LR, 21)
+
+
+def test_what_a_rank_changes_after_its_last_commit_is_not_compared() -> None:
+    env = {"AFTER_RANK": "1", "STEPS": "21"}
+    with elasticrun("-np", "2", WRONG, env=env) as job:
+        assert job.wait() == 0, job.describe()
+        assert not job.events("state_differs")
+        assert "done at 21 with 0.7" in job.stdout
+
+
+def test_an_average_in_buffers_that_goes_wrong_on_one_rank_is_named() -> None:
+    averaged = str(JOBS / "averaged.py")
+    with elasticrun("-np", "2", averaged, env={"WRONG_RANK": "1", "STEPS": "400"}) as job:
+        assert job.wait() == 65, job.describe()
+        (event,) = job.events("state_differs")
+        assert event["leaf"] == "buffers of 'average'"
+
+
+@pytest.mark.parametrize("env", [{}, {"BROADCAST": "1"}])
+def test_statistics_of_a_normalisation_of_the_scripts_own_are_no_difference(
+    env: dict[str, str],
+) -> None:
+    with elasticrun("-np", "2", str(JOBS / "averaged.py"), env=env) as job:
+        assert job.wait() == 0, job.describe()
+        assert not job.events("state_differs")

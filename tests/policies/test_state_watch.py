@@ -156,6 +156,23 @@ def test_ranks_whose_scripts_have_ended_are_compared_and_not_asked() -> None:
     assert bench.reason() == "9: ranks 0, 1 and rank 2 differ; where could not be read"
 
 
+def test_what_ended_ranks_held_at_their_last_mark_is_told() -> None:
+    bench = Bench(3)
+    bench.mark(9, "aa", "aa", "bb")
+    for rank, value in enumerate(("1", "1", "2")):
+        bench.watch.ended(rank, (LeafMark("lr", f"d{value}", value),))
+    assert bench.reason() == "9: lr is 1 on ranks 0, 1 and 2 on rank 2"
+
+
+def test_what_ended_ranks_held_at_another_step_is_not_told() -> None:
+    bench = Bench(2)
+    bench.mark(9, "aa", "bb")
+    bench.mark(10, None, "bb")
+    for rank, value in enumerate(("1", "2")):
+        bench.watch.ended(rank, (LeafMark("lr", f"d{value}", value),))
+    assert bench.reason() == "9: rank 0 and rank 1 differ; where could not be read"
+
+
 def test_another_rank_of_its_kind_is_asked_in_place_of_one_that_has_ended() -> None:
     bench = Bench(3)
     bench.mark(9, "aa", "aa", "bb")
@@ -188,6 +205,42 @@ def test_a_step_after_which_ranks_differ_is_not_dropped_for_later_ones() -> None
     for step in range(2, 3 * OPEN_STEPS):
         bench.mark(step, "aa", None, None)
     assert bench.look(ALL_S) == Question(1, (0, 1))
+
+
+def test_buffers_that_were_alike_are_named_when_they_differ_and_others_never() -> None:
+    bench = Bench(3)
+
+    def mark(step: int, averages: tuple[int, ...]) -> None:
+        for rank, average in enumerate(averages):
+            buffers = f"{step * 8 + rank:08x}{average:08x}"  # a statistic, and an average
+            bench.watch.report(rank, (StateMark(step, f"w{step}", buffers),), bench.now)
+
+    for step in range(10):
+        mark(step, (step,) * 3)
+    assert (bench.watch.equal_step, bench.look(100.0)) == (9, None)
+    for step in range(10, 13):
+        assert bench.look(100.0) is None
+        mark(step, (step, step, 99))
+    assert bench.look() == Question(12, (0, 2))
+    for rank in (0, 2):
+        leaves = (
+            LeafMark("model.weight", "w", "float32[2]"),
+            LeafMark("buffers of 'model.norm'", f"n{rank}", "2 tensors"),
+            LeafMark("buffers of 'ema'", f"e{rank}", "3 tensors"),
+        )
+        bench.watch.described(rank, StateDescribed(f"a.{rank}.1", 1, 12, leaves))
+    assert bench.reason() == "12: buffers of 'ema' is not the same on ranks 0, 1 and rank 2"
+
+
+def test_buffers_are_not_named_where_another_leaf_differs() -> None:
+    bench = Bench(2)
+    bench.mark(4, "aa", "bb")
+    assert bench.look() == Question(4, (0, 1))
+    for rank in (0, 1):
+        own = LeafMark("buffers of 'model.norm'", f"n{rank}", "2 tensors")
+        leaves = (own, LeafMark("lr", f"d{rank}", f"{rank}"))
+        bench.watch.described(rank, StateDescribed(f"a.{rank}.1", 1, 4, leaves))
+    assert bench.reason() == "4: lr is 0 on rank 0 and 1 on rank 1"
 
 
 def test_alone_a_rank_is_equal_to_itself() -> None:

@@ -289,7 +289,7 @@ class Script:
             self.schedule = given["schedule"] = SCHEDULES[program.schedule](first)
         self.follower: Any = None
         if program.follower:
-            self.follower = given["follower"] = self._new_follower(program.follower)
+            self.follower = given["follower"] = self._new_follower()
         self.values = copy.deepcopy(program.values)
         self.table, self.tensors = np.zeros(3), [torch.zeros(2), {"x": torch.ones(2)}]
         self.kept = Kept(salt)
@@ -308,10 +308,12 @@ class Script:
             **given,
         )
 
-    def _new_follower(self, kind: str) -> Any:
+    def _new_follower(self) -> Any:
+        kind = self.program.follower
         if kind == "dict":
             return {n: p.detach().clone() for n, p in self.net.named_parameters()}
-        if kind == "averaged":
+        # torch's own follower refuses a module with a buffer that was not there yet.
+        if kind == "averaged" and "late" not in self.program.layers:
             return torch.optim.swa_utils.AveragedModel(self.net)
         return copy.deepcopy(self.net).requires_grad_(False)
 
@@ -378,7 +380,7 @@ class Script:
         if kind == "dict":
             for name, p in self.net.named_parameters():
                 self.follower[name] = 0.9 * self.follower[name] + 0.1 * p.detach()
-        elif kind == "averaged":
+        elif isinstance(self.follower, torch.optim.swa_utils.AveragedModel):
             self.follower.update_parameters(self.net)
         elif kind:
             for f, p in zip(self.follower.parameters(), own, strict=True):

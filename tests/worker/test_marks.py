@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, defaultdict, deque
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from elastic_driver import contract
+from elastic_driver.worker.heartbeat.described import in_short
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.marks import FIRST, Marks
 from elastic_driver.worker.state import TorchState
+from tests.worker.state_sync.values import Fixed, Pair, Point
 
 
 class Rank:
@@ -156,3 +161,136 @@ def test_a_copy_of_a_state_is_the_same_whatever_the_memory_it_lies_in() -> None:
         rank.marks._commits = 1
         rank.marks.committed(2, rank.state._compared)
     assert one.progress.marks == other.progress.marks
+
+
+KINDS = {
+    "table": {"a": [1, (2, {3})], "b": Counter("abca")},
+    "queue": deque([1, 2], 5),
+    "default": defaultdict(list, {"x": [1.5]}),
+    "array": np.arange(6.0).reshape(2, 3).T,
+    "trained": nn.Parameter(torch.ones(3)),
+    "point": Point(1, [2], ["z"]),
+    "fixed": Fixed([1], Pair(1, torch.ones(2))),
+    "raw": bytearray(b"ab"),
+    "free": SimpleNamespace(a=[1]),
+}
+
+
+def knotted() -> dict[str, Any]:
+    found = copy.deepcopy(KINDS)
+    found["table"]["a"].append(found["table"])  # it holds itself
+    found["twice"] = [found["queue"], found["queue"]]
+    return found
+
+
+def test_the_last_commit_is_marked_as_it_was_whatever_has_changed_since() -> None:
+    """Marks of one commit are equal: made right behind it on one rank, and later on another."""
+    one, other = Rank(**knotted()), Rank(**knotted())
+    one.train(5)
+    other.train(5)
+    one.marks._commits = 1
+    one.marks.committed(5, one.state._compared)
+    values = other.state._values
+    values["table"]["a"].clear()
+    values["queue"].append(9)
+    values["default"]["y"].append(3)
+    values["array"] += 1
+    values["point"].x = 7
+    values["raw"] += b"c"
+    values["free"].b = 2
+    values["late"] = object()
+    other.model.eval()
+    other.optimizer.param_groups[0]["lr"] = 7.0
+    other.marks.end(5, other.state._compared)
+    mine, theirs = one.leaves(5), other.leaves(5)
+    assert mine == theirs
+    assert one.progress.marks[-1] == other.progress.marks[-1]
+    assert values["queue"] == deque([1, 2, 9], 5), "the script's objects stay as they are"
+    assert values["array"][0, 0] == 1
+
+
+def test_a_rank_that_has_trained_on_since_its_last_commit_makes_no_last_mark() -> None:
+    rank = Rank()
+    rank.train(5)
+    rank.model[0](torch.ones(1, 3)).sum().backward()
+    rank.optimizer.step()
+    rank.marks.end(5, rank.state._compared)
+    assert [step for step, _ in rank.progress.marks] == [2, 4]
+
+
+def test_a_last_mark_that_takes_long_beside_the_training_is_not_made() -> None:
+    rank = Rank()
+    rank.train(5)
+    rank.marks._cost = 0.2
+    rank.marks.end(5, rank.state._compared)
+    assert [step for step, _ in rank.progress.marks] == [2, 4]
+    rank.marks._began -= 1000.0
+    rank.marks.end(5, rank.state._compared)
+    assert [step for step, _ in rank.progress.marks] == [2, 4, 5]
+
+
+def test_a_step_that_is_marked_already_is_not_marked_again() -> None:
+    rank = Rank()
+    rank.train(4)
+    before = list(rank.progress.marks)
+    rank.model[0].weight.data.add_(1)
+    rank.marks.end(4, rank.state._compared)
+    assert list(rank.progress.marks) == before
+
+
+def test_a_large_state_is_described_by_its_objects_in_short() -> None:
+    rank = Rank()
+    rank.train(4)
+    found = rank.marks.leaves(4)
+    assert found is not None
+    assert in_short(found, len(found)) == found
+    short = {name: text for name, _, text in in_short(found, len(found) - 1)}
+    assert short["model"] == "6 tensors and values"
+    assert short["learning rate of group 0 of 'optimizer'"] == "0.1"
+    assert short["state.step"] == "4"
+    rank.model[2].bias.data.add_(1)
+    rank.train(1)
+    rank.marks.end(5, rank.state._compared)
+    again = rank.marks.leaves(5)
+    assert again is not None
+    before, after = ({leaf[0]: leaf[1] for leaf in in_short(each, 20)} for each in (found, again))
+    changed = {name for name in after if before[name] != after[name]}
+    assert changed == {"model", "optimizer", "state.step"}
+
+
+class Shadow(nn.Module):
+    """Averages of weights, kept as buffers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        for number, parameter in enumerate(model.parameters()):
+            self.register_buffer(f"p{number}", parameter.detach().clone())
+
+
+def test_groups_of_buffers_are_marked_beside_the_rest() -> None:
+    rank, other = Rank(), Rank()
+    for each in (rank, other):
+        each.state.shadow = Shadow(each.model)
+        each.train(2)
+    other.state.shadow.p0.add_(1)
+    for each in (rank, other):
+        each.train(2)
+    assert rank.progress.marks == other.progress.marks, "nobody knows whether it is a statistic"
+    mine, theirs = rank.progress.buffers, other.progress.buffers
+    assert list(mine) == [2, 4]
+    assert mine[2] == theirs[2]
+    assert len(mine[4]) == 8, "one group: BatchNorm's are statistics"
+    assert mine[4] != theirs[4]
+    assert rank.leaves(4)["buffers of 'shadow'"] == (mine[4], "6 tensors")
+    rank.state.local("shadow")
+    rank.train(4)
+    assert rank.progress.buffers[8] == ""
+
+
+def test_digests_of_buffers_are_kept_as_long_as_their_marks() -> None:
+    progress = TrainingProgress()
+    for step in range(100):
+        progress.marked(step, "a", f"{step:08x}")
+    assert set(progress.buffers) >= {step for step, _ in progress.marks}
+    assert len(progress.buffers) <= len(progress.marks) + 1

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,8 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.progress import AT_ONCE
-from elastic_driver.worker.state import ObjectState, State, TorchState
+from elastic_driver.worker.run import run as elastic_run
+from elastic_driver.worker.state import ObjectState, State, TorchState, all_states
 from elastic_driver.worker.world import session
 
 
@@ -68,6 +72,181 @@ def values(module: nn.Module) -> list[torch.Tensor]:
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- its life ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    """Only what nobody holds any more is gone, not what holds itself."""
+    job()  # the first optimizer imports more of torch, whose errors hold all frames
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def fails(folder: Path, how: str) -> str:
+    """A script that fails; return its error."""
+    if how == "in a checkpoint":
+        other = TorchState(checkpoint_dir=folder, every=1, model=nn.Linear(3, 1), step=0)
+        elastic_run(lambda state: state.commit())(other)
+        assert other._checkpoints is not None
+        assert other._checkpoints.drain()
+        session.shutdown()
+        state = job(checkpoint_dir=folder, every=1)
+    else:
+        state = job()
+
+    @elastic_run
+    def train(state: TorchState) -> None:
+        if how == "by itself":
+            raise ValueError("a mistake")
+        state.bad = object()  # of no kind that can be kept
+        state.commit()
+
+    try:
+        train(state)
+    except (ValueError, UsageError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["by itself", "at a commit", "in a checkpoint"])
+@pytest.mark.usefixtures("without_collector")
+def test_a_state_ends_with_its_last_reference_whatever_has_ended_its_script(
+    how: str, tmp_path: Path
+) -> None:
+    before = len(all_states())
+    assert fails(tmp_path, how)
+    session.shutdown()
+    assert len(all_states()) == before
+
+
+def hooks_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The hooks on a script's own objects."""
+    on_parameters = [
+        hook
+        for p in model.parameters()
+        for hooks in (p._post_accumulate_grad_hooks, p._backward_hooks)
+        for hook in hooks or ()
+    ]
+    steps = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+    return len(on_parameters) + len(steps)
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_no_hooks_are_left_when_a_state_is_gone() -> None:
+    state = job()
+    model, optimizer = state.model, state.optimizer
+    step(state)
+    state.commit()
+    step(state)
+    assert hooks_on(model, optimizer) > 0
+    del state
+    assert hooks_on(model, optimizer) == 0
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("how", ["returns", "fails"])
+def test_steps_are_timed_in_a_training_function_only(how: str) -> None:
+    state, other = job(), job()
+    before = hooks_on(state.model, state.optimizer)
+    inside = []
+
+    @elastic_run
+    def train(state: TorchState) -> None:
+        for _ in range(3):
+            _train_once(state)
+        inside.append((hooks_on(state.model, state.optimizer), state._progress.times))
+        if how == "fails":
+            raise ValueError("a mistake")
+
+    for _ in range(2):
+        with contextlib.suppress(ValueError):
+            train(state)
+        assert state._clock._hooks == other._clock._hooks == []
+        assert hooks_on(state.model, state.optimizer) <= before
+    for hooks, times in inside:
+        assert hooks > before
+        assert times is not None
+        assert times.compute is not None
+
+
+# ---- what a commit copies --------------------------------------------------------------------
+
+MEGABYTE = 250_000  # numbers of four bytes
+LARGE: dict[str, Any] = {
+    "a tensor": lambda: torch.zeros(3 * MEGABYTE),
+    "tensors in containers": lambda: {"a": [torch.zeros(MEGABYTE)], "b": (torch.ones(MEGABYTE),)},
+    "an array": lambda: [np.zeros(3 * MEGABYTE, dtype=np.float32)],
+    "one tensor twice": lambda: [torch.zeros(2 * MEGABYTE)] * 2,
+    "a state dictionary": lambda: Metric(3 * MEGABYTE),
+}
+
+
+class Metric:
+    """An object with a large state of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.seen = torch.zeros(size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": [self.seen]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"][0]
+
+
+def copies_said(state: TorchState, capsys: pytest.CaptureFixture[str], commits: int) -> list[str]:
+    elastic_run(lambda state: [_train_once(state) for _ in range(commits)])(state)
+    return [line for line in capsys.readouterr().err.splitlines() if "each commit copies" in line]
+
+
+def _train_once(state: TorchState) -> None:
+    step(state)
+    state.commit()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_values_are_said_to_be_copied_at_each_commit(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (said,) = copies_said(job(table=LARGE[kind]()), capsys, 8)
+    size, count = {
+        "tensors in containers": ("2.0", 2),
+        "one tensor twice": ("2.0", 1),
+    }.get(kind, ("3.0", 1))
+    statistics = 3  # of the model, which move in each pass
+    assert f"each commit copies {size} MB in {count + statistics} tensors" in said
+    assert said.endswith("(table: it is a value of the state, and no parameter or buffer)")
+
+
+@pytest.mark.usefixtures("alone")
+def test_small_values_are_copied_without_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert copies_said(job(table=torch.zeros(1000)), capsys, 8) == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_table_that_grows_is_said_when_it_has_become_large(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    state = job(table=[])
+    assert copies_said(state, capsys, 6) == []
+    state.table.append(torch.zeros(MEGABYTE))
+
+    @elastic_run
+    def train(state: TorchState) -> None:
+        for _ in range(60):
+            _train_once(state)
+            if state.step == 0:
+                state.table.append(torch.zeros(2 * MEGABYTE))
+
+    train(state)
+    said = [s for s in capsys.readouterr().err.splitlines() if "each commit copies" in s]
+    assert 2 <= len(said) <= 4, "each time that it is twice as much"
 
 
 # ---- attributes --------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Capacity:
     placement_due: bool = False  # there may be slots for more workers
     spares_due: bool = False  # spares may be missing, or too many
     slots_to_refill: list[tuple[str, int]] = field(default_factory=list)  # before all others
+    unfit: dict[str, str] = field(default_factory=dict)  # hosts whose workers do not fit, and why
 
     @property
     def wanted(self) -> int | None:
@@ -117,6 +118,7 @@ class Capacity:
 
     def _request(self, before: int | None) -> None:
         self.changed = True
+        self.unfit.clear()  # the user may have mended the script
         self.requested = self.requested or self.wanted != before
 
     def hosts_limited(self) -> None:
@@ -136,6 +138,14 @@ class Capacity:
         self.changed = True
         if vacated is not None:
             self.slots_to_refill.append(vacated)
+
+    def does_not_fit(self, host: str, why: str) -> None:
+        """Start no more workers on a host: one there could not take over the state."""
+        self.unfit[host], self.changed = why, True
+
+    def begins_anew(self) -> None:
+        """Record that no worker lives: new ones have no state to take over."""
+        self.unfit.clear()
 
     def settled(self, *, placing: bool) -> None:
         """Record that leavers and agents are up to date; `placing`: workers may be started."""

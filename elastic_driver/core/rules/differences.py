@@ -82,8 +82,11 @@ class Differences(Rule):
         return mode, ""
 
     def advance(self, now: float) -> None:
-        """Have the members leave a round that is to be repaired."""
+        """Have the members leave a round that is to be repaired; end a job that cannot be."""
         current = self.rounds.current
+        if self.rounds.repair and self.outcome.first_success is not None and not current.repairs:
+            why = f"{self.rounds.repair}, and a rank has finished its script before the repair"
+            self.outcome.finish(ExitCode.STATES_DIFFER, f"{why}; {HINT}")
         due = bool(self.rounds.repair) and self.repaired_in == current.number
         if due and current.state is COMPLETE and self.outcome.first_success is None:
             self.boundary.leave(now, self.rounds.repair)

@@ -13,7 +13,7 @@ from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import FinalSaves, Preemption
-from elastic_driver.core.rules.reports import Reports
+from elastic_driver.core.rules.reports import FIT_HINT, Reports
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.spares import Spares
 from elastic_driver.core.rules.workers import (
@@ -317,6 +317,12 @@ class Membership(Rule):
     def _give_up_below(self, need: int, ready: list[Worker], now: float) -> None:
         """End the job if it has been below the minimum for too long."""
         since, shortage = self.rounds.current.since, self._shortage(ready)
+        if self.capacity.unfit and not self._newcomers_in_sight():
+            host, why = next(iter(self.capacity.unfit.items()))
+            few = f"{len(ready)} of at least {need} workers are left"
+            unfit = f"those that were started on {host} cannot take over the state"
+            self.outcome.finish(1, f"{few}, and {unfit}: {why}; {FIT_HINT}")
+            return
         waiting = shortage or f"{len(ready)} of at least {need} workers are ready"
         if self.effects.due_or_set_alarm(since + self.settings.elastic_timeout, now, waiting):
             self.outcome.give_up(need, len(ready), now - since, shortage)

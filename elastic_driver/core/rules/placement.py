@@ -149,8 +149,10 @@ class Placement(Rule):
 
     def _eligible(self, host: str) -> bool:
         """Return whether the host may get workers now; during a replacement only its target may."""
-        replacement = self.drains.replacement
-        return self.hosts.usable(host) and (replacement is None or host == replacement.target)
+        ongoing = self.drains.replacement
+        replacement = None if ongoing is None else ongoing.target
+        fits = host not in self.capacity.unfit
+        return self.hosts.usable(host) and fits and replacement in (None, host)
 
     def _release_hosts(self) -> None:
         """Stop the agents of hosts that go away, once they have no workers."""

@@ -26,6 +26,7 @@ from elastic_driver.core.state_version import StateVersion, receivers_of, source
 from elastic_driver.core.tf_config import TfLayout
 
 PLAIN_PROGRESS_S = 30.0  # a plain worker reports no steps: after this time it has made progress
+FIT_HINT = "run the same script on every worker"
 _ENDED_BADLY = (Cause.OWN, Cause.VICTIM)  # a non-zero exit status
 
 
@@ -93,12 +94,29 @@ class Reports(Rule):
 
     def on_ending(self, worker: Worker, event: ev.WorkerEnding, now: float) -> None:
         """Record that a worker has left for good; its exit status says later what that means."""
+        if event.unfit:
+            self._refuse(worker, event.unfit)
         if event.round and event.round != self.rounds.current.number:
             raise ev.StaleEvent(f"{worker.id} has ended in round {event.round}, which is over")
         self.workers.ending(worker)
         self.capacity.note_change()
         if event.failed and self._leaves_failed_hosts():
             self._blame(worker, "has failed", now)
+
+    def _refuse(self, worker: Worker, why: str) -> None:
+        """Start no more workers like one that could not take over the state of the others.
+
+        Each of them would break their world once more. Before the first step, the ranks of the job
+        itself have built different states: the job ends.
+        """
+        if not self.outcome.has_progress:
+            rank, host = worker.place.rank, worker.host
+            what = f"rank {rank} on {host} cannot take over the state of rank 0"
+            self.outcome.finish(1, f"{what}: {why}; {FIT_HINT}")
+            return
+        self.capacity.does_not_fit(worker.host, why)
+        more = f"no more workers are started on {worker.host}, until another size is asked for"
+        self.effects.announce("worker_unfit", f"{why}; {more}", worker)
 
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         """Record the end of a worker's process: a success, a failure, or a stop that was ordered.
@@ -252,6 +270,8 @@ class Reports(Rule):
         """Forget the losses of this round and the workers that have ended."""
         self.outcome.forget_losses()
         self.workers.forget_ended()
+        if not self.workers.count(*ACTIVE):
+            self.capacity.begins_anew()
 
     def _judge_finish(self, now: float) -> None:
         current = self.rounds.current

@@ -92,19 +92,22 @@ class DriverConnection:
         # Over the connection that READY will use: by then it has shaken hands.
         self._heartbeat.start(self.client)
 
-    def stop(self, *, over_in: int | None = None, failed: bool = False) -> None:
+    def stop(self, *, over_in: int | None = None, failed: bool = False, unfit: str = "") -> None:
         """End the heartbeat, delete the leases and close the connections, within seconds.
 
         Args:
             over_in: the round in which the script has ended, 0 if in none; None: it goes on.
             failed: whether an exception of its own has ended it.
+            unfit: why it could not take over the state of the others.
         """
         self._heartbeat.stop()
         if over_in is not None:
-            marks = self._heartbeat.marks()
-            ending = documents.encode(events.WorkerEnding(self.born.worker, over_in, failed, marks))
+            marks, leaves = self._heartbeat.marks(), self._heartbeat.last_leaves()
+            unfit = unfit[: events.MAX_UNFIT_CHARS].encode(errors="replace").decode()
+            me = self.born.worker
+            ending = events.WorkerEnding(me, over_in, failed, marks, leaves, unfit)
             with contextlib.suppress(RendezvousError):
-                self.client.post_json(EVENTS_PATH, ending, deadline=STOP_S)
+                self.client.post_json(EVENTS_PATH, documents.encode(ending), deadline=STOP_S)
         # A lease that expired would count as a hang, and the process may take long to end.
         with contextlib.suppress(RendezvousError):
             self.client.batch(*map(Delete, self._heartbeat.leases), deadline=STOP_S)

@@ -20,8 +20,9 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core import documents, events
-from elastic_driver.core.progress import MAX_DIGEST_CHARS, Progress, StateMark
+from elastic_driver.core.progress import BUFFERS_OF, MAX_DIGEST_CHARS, Progress, StateMark
 from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.heartbeat.described import in_short, new_leaf_mark
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import (
     LONGEST_WAIT_S,
@@ -287,8 +288,18 @@ class HeartbeatThread:
 
     def marks(self) -> tuple[StateMark, ...]:
         """Return the marks of the state in this round, or in the one left last."""
-        known = tuple(self._progress.marks)
-        return tuple(StateMark(step, digest[:MAX_DIGEST_CHARS]) for step, digest in known)
+        buffers, known = self._progress.buffers, tuple(self._progress.marks)
+        return tuple(
+            StateMark(step, digest[:MAX_DIGEST_CHARS], buffers.get(step, ""))
+            for step, digest in known
+        )
+
+    def last_leaves(self) -> tuple[events.LeafMark, ...]:
+        """Return the leaves of the newest mark in short, for the end of the script."""
+        progress = self._progress
+        found = progress.leaves(progress.marks[-1][0]) if progress.marks else None
+        alike = [leaf for leaf in found or () if not leaf[0].startswith(BUFFERS_OF)]
+        return tuple(starmap(new_leaf_mark, in_short(alike, events.MAX_LAST_LEAVES)))
 
     def report_first_step(
         self, client: RendezvousClient, round_id: int, deadline: float, wake: int | None = None
@@ -325,13 +336,6 @@ def next_pause(before: float, size: int, *, stepped: bool) -> float:
     If the worker has not `stepped` since the last one, it grows from `before`, the last pause.
     """
     return usual_pause(size) if stepped else before * GROWTH
-
-
-def new_leaf_mark(name: str, digest: str, text: str) -> events.LeafMark:
-    """Return the description of a leaf within the bounds of the message, in characters it takes."""
-    short = name[: events.MAX_LEAF_NAME_CHARS], text[: events.MAX_LEAF_TEXT_CHARS]
-    name, text = (each.encode(errors="replace").decode() for each in short)
-    return events.LeafMark(name, digest[:MAX_DIGEST_CHARS], text)
 
 
 def _steps_of(progress: TrainingProgress) -> int:

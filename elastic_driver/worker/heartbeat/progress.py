@@ -145,6 +145,7 @@ class TrainingProgress:
     optimizer_steps: int = 0  # finished steps of optimizers in this round
     # The newest marked steps of this round with the digests of the state, oldest first.
     marks: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=MAX_MARKS))
+    buffers: dict[int, str] = field(default_factory=dict)  # digests of buffers, of these steps
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_TIMES))
     samples: StepSamples = field(default_factory=StepSamples)
     # The next ones are only shown. Samples that are counted and reported count once.
@@ -164,6 +165,7 @@ class TrainingProgress:
     on_first_step: Callable[[], None] = lambda: None  # called at the first step of a round
     on_first_mark: Callable[[], None] = lambda: None  # called at the first mark of a round
     on_no_commit: Callable[[], None] = lambda: None  # called after `ODD_STEPS` without a commit
+    on_end: Callable[[], None] = lambda: None  # called when the script is over
     # Describes the state of a marked step: name, digest and value of every leaf; None: not kept.
     leaves: Callable[[int], list[tuple[str, str, str]] | None] = lambda _step: None
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
@@ -214,8 +216,13 @@ class TrainingProgress:
         if self.optimizer_steps == ODD_STEPS and not self.reported_steps:
             self.on_no_commit()
 
-    def marked(self, step: int, digest: str) -> None:
-        """Record the digest of the state after a committed step, for the comparison of ranks."""
+    def marked(self, step: int, digest: str, buffers: str = "") -> None:
+        """Record the digest of the state after a committed step, for the comparison of ranks.
+
+        `buffers`: digests of what ranks may have apart; see `core.progress.StateMark`.
+        """
+        self.buffers = {each: self.buffers.get(each, "") for each, _ in self.marks}
+        self.buffers[step] = buffers
         self.marks.append((step, digest))
         if len(self.marks) == 1:
             self.on_first_mark()

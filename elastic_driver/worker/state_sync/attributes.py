@@ -20,16 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastic_driver.worker.state_sync.generators import random_state
 from elastic_driver.worker.state_sync.message import Reader, Writer
+from elastic_driver.worker.state_sync.numpy_values import is_array
 from elastic_driver.worker.state_sync.taking import Taker, put_back
 from elastic_driver.worker.state_sync.values import (
     SIMPLE,
     TensorSpec,
+    UnkeptError,
     fill_tensor,
-    is_array,
     is_single,
     kind_of,
-    random_state,
 )
 from elastic_driver.worker.worker_log import say
 
@@ -89,13 +90,16 @@ class Attributes:
             self._look_at = began + (self._clock() - began) / SHARE
         if not is_learning and not self._moving:
             return []
-        taker, found = Taker(), []
+        taker, found = Taker(alone=True), []
+        changing = {number for number, _ in self._moving}
         for path, each in self._objects:
+            if not is_learning and id(each) not in changing:
+                continue
             own = vars(each)
             for key in self._chosen(each, everything=is_learning):
                 if key not in own:
                     found.append(KeptAttribute(own, key, _MISSING))
-                elif _is_plain(own[key]):
+                elif _can_be_kept(own[key]):
                     copy = taker.take(own[key], _path(self._name, path, key))
                     found.append(KeptAttribute(own, key, copy))
         return found
@@ -126,7 +130,7 @@ class Attributes:
                     found = others
                 else:
                     continue
-                if _is_plain(value):
+                if _can_be_kept(value):
                     found[path][key] = value
         writer = Writer()
         writer.tensors = tensors
@@ -225,6 +229,19 @@ def _look_of(value: Any, depth: int = 0) -> Any:
         return None
     looks = [_look_of(each, depth + 1) for each in container.children(value)]
     return sorted(map(repr, looks)) if isinstance(value, set | frozenset) else looks
+
+
+def _can_be_kept(value: Any) -> bool:
+    """Return whether a value is plain, and another process could read it."""
+    if type(value) in SIMPLE:
+        return True
+    if not _is_plain(value):
+        return False
+    try:
+        Taker(alone=True).take(value, "")
+    except (UnkeptError, RecursionError):
+        return False
+    return True
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:

@@ -12,7 +12,7 @@ compared, until they were dropped `DROPPED` times.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,8 +69,8 @@ class Gradients:
     def watch(self, optimizers: Sequence[Optimizer], others: Sequence[Tensor] = ()) -> None:
         """Notice backward passes for these optimizers' parameters from now on.
 
-        `others`: parameters that a script steps by hand, in a state without an optimizer. When it
-        has used their gradients is not known: they belong to each commit.
+        `others`: parameters that none of these trains, so that a script may step them by hand. When
+        it has used their gradients is not known: they belong to each commit.
         """
         chosen: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self._others = list(others)
@@ -175,9 +175,9 @@ class Gradients:
             require_tensor("a gradient that no step has used", gradient)
         return [Kept(p, each, each.detach().clone(), not stepped) for p, each in kept]
 
-    def committed(self, kept: list[Kept]) -> None:
-        """Note the result of `take` as that of a commit."""
-        self.kept, self._has_stepped, self._collectives = kept, False, collectives()
+    def committed(self, kept: list[Kept], now: int) -> None:
+        """Note the result of `take` as that of a commit, until which `now` collectives came."""
+        self.kept, self._has_stepped, self._collectives = kept, False, now
 
     def is_local_now(self, collectives_before: int) -> bool:
         """Return whether the gradients of the last pass were summed over no other rank."""
@@ -194,8 +194,13 @@ class Gradients:
         for parameter, gradient, copy, _ in self.kept:
             gradient.detach().copy_(copy)
             parameter.grad = gradient
+        self._wait_for(kept.keys(), optimizers)
+
+    def _wait_for(self, parameters: Collection[int], optimizers: Sequence[Optimizer]) -> None:
+        """Note whose steps will use the gradients of these parameters."""
+        trained = {id(each): trained_by(each) for each in optimizers} | {BY_HAND: self._others}
         self._pending = {
-            id(each) for each in optimizers if any(id(p) in kept for p in trained_by(each))
+            each for each, own in trained.items() if any(id(p) in parameters for p in own)
         }
 
     def named(self, names: dict[int, str], *, sure: bool = False) -> list[tuple[str, Tensor]]:
@@ -216,10 +221,7 @@ class Gradients:
         self.kept = []
         for parameter, gradient in found:
             parameter.grad = gradient.to(parameter.device)
-        received = {id(parameter) for parameter, _ in found}
-        self._pending = {
-            id(each) for each in optimizers if any(id(p) in received for p in trained_by(each))
-        }
+        self._wait_for({id(parameter) for parameter, _ in found}, optimizers)
 
 
 def _passed(me: "weakref.ref[Gradients]", optimizer: int, _parameter: Tensor) -> None:

@@ -154,9 +154,10 @@ class Leaves:
 
     # ---- commits ---------------------------------------------------------------------------
 
-    def keep(self, *, from_others: bool = False) -> None:
+    def keep(self, collectives: int, *, from_others: bool = False) -> None:
         """Note all tensors as committed, and copy those that move.
 
+        `collectives`: those of this process until now.
         `from_others`: the content was received or put back, so nothing is learned from it.
         """
         versions = list(map(_version, self._first))
@@ -165,7 +166,7 @@ class Leaves:
             self._others.read(versions)
             self._others.forget()
         else:
-            self._learn(versions, pointers)
+            self._learn(versions, pointers, collectives)
         if self._choice is None:
             self._choose()
         copies = self._copy(self._choice or [])
@@ -214,6 +215,12 @@ class Leaves:
         tensors = [self.tensors[number] for number in numbers]
         return dict(zip(map(id, tensors), contents(tensors), strict=True))
 
+    def committed(self) -> tuple[list[str], list[Tensor], dict[int, Tensor]]:
+        """Return names and tensors of the commit, and by identity the copies of those copied."""
+        commit = self._commit
+        copies = zip(map(id, commit.moved), commit.copies, strict=True)
+        return commit.names, commit.tensors, dict(copies)
+
     # ---- learning --------------------------------------------------------------------------
 
     def look_before_step(self) -> None:
@@ -238,10 +245,10 @@ class Leaves:
             if now[id(self.tensors[number])] != self._contents[id(self.tensors[number])]
         ]
 
-    def _learn(self, versions: list[int], pointers: list[int]) -> None:
+    def _learn(self, versions: list[int], pointers: list[int], collectives: int) -> None:
         """Decide, at a commit, which tensors have moved outside of an optimizer's step."""
         growth = list(map(sub, versions, self._versions or ()))
-        kind = self._steps.done(), growth
+        kind = self._steps.done(collectives), growth
         steps = bool(kind[0]) or any(growth) or self._idle > LEARNING
         usual = steps and kind == self._last and pointers == self._pointers
         if usual and not self._contents and not self._early and self._others.passes():
@@ -249,7 +256,7 @@ class Leaves:
         self._last = kind
         optimizers = self._steps.optimizers()
         stepped = self._names_of(optimizers)
-        for name in self._names_of(self._steps.exposed()):
+        for name in self._names_of(self._steps.exposed(collectives)):
             self._moves(name, "a collective comes between its step and the commit")
         for name in self._early:
             self._moves(name, "it changes before the optimizer's step")

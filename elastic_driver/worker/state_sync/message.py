@@ -7,7 +7,7 @@ classes in the tables of `values`: a class is only looked up among the loaded mo
 
 import enum
 import zlib
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.generators import new_random, random_more, random_state
+from elastic_driver.worker.state_sync.known import looked_up
+from elastic_driver.worker.state_sync.numpy_values import is_array, is_scalar, written_dtype
 from elastic_driver.worker.state_sync.values import (
     LARGEST,
+    OTHER,
     SIMPLE,
     Kind,
     TensorSpec,
@@ -25,16 +29,13 @@ from elastic_driver.worker.state_sync.values import (
     atoms,
     child_names,
     first_line,
-    is_array,
     is_referred,
-    is_scalar,
+    is_single,
     kind_names,
     kind_of,
     kinds,
     knot,
-    looked_up,
-    random_state,
-    require_kept,
+    require_sent,
     too_deep,
     unkept,
 )
@@ -107,12 +108,12 @@ class Writer:
         if id(value) in self._parts:
             return ["part", self._parts[id(value)]]
         if isinstance(value, Tensor):
-            require_kept(value, path)
+            require_sent(value, path)
             self._remember(value)
-            self.tensors.append((path, value.detach()))
+            self.tensors.append((path, value.detach().resolve_conj().resolve_neg()))
             trained = [isinstance(value, torch.nn.Parameter), value.requires_grad]
             return ["tensor", len(self.tensors) - 1, *trained]
-        if kind in atoms:
+        if kind in atoms and is_single(value):
             written = atoms[kind][0](value)
             return [kind.__name__, _simple(written) if type(written) is str else written]
         if kind is slice:
@@ -120,7 +121,7 @@ class Writer:
                 "slice",
                 [self._write(each, path) for each in (value.start, value.stop, value.step)],
             ]
-        if isinstance(value, enum.Enum) and looked_up(kind.__module__, kind.__qualname__) is kind:
+        if isinstance(value, enum.Enum) and is_single(value):
             own = [kind.__module__, kind.__qualname__]
             if isinstance(value, enum.Flag):
                 return ["flag", own, self._write(int(value.value), path)]
@@ -139,14 +140,13 @@ class Writer:
     def _write_random(self, value: Any, path: str) -> Any:
         found = random_state(value)
         assert found is not None  # noqa: S101 - the caller has looked
-        return ["random", type(value).__name__, self._write(found[0](), path)]
+        state = self._write(found[0](), path)
+        return ["random", type(value).__name__, state, random_more(value)]
 
     def _write_numpy(self, value: Any, path: str) -> Any:
-        import numpy  # noqa: PLC0415 - only where a script uses it
-
         if is_array(value):
             self._remember(value)
-        dtype = self._write(numpy.lib.format.dtype_to_descr(value.dtype), path)
+        dtype = self._write(written_dtype(value.dtype), path)
         if not is_array(value):
             return ["scalar", dtype, value.tobytes()]
         return ["array", dtype, list(value.shape), self._content_of(value)]
@@ -183,6 +183,10 @@ class ComparingWriter(Writer):
         return ["random", type(value).__name__]
 
     def _content_of(self, array: Any) -> Any:
+        if array.dtype.names:
+            from numpy.lib.recfunctions import repack_fields  # noqa: PLC0415 - seldom
+
+            array = repack_fields(array, recurse=True)  # what is between the fields is no content
         in_order = array.flags.c_contiguous and array.nbytes
         return zlib.crc32(array.reshape(-1).view("u1") if in_order else array.tobytes())
 
@@ -254,6 +258,8 @@ class Reader:
         target = live if reusable else _PENDING
         if reusable:
             self._used.add(id(live))
+        elif more == OTHER and type(live) is defaultdict:
+            target = defaultdict(live.default_factory)
         elif how.fill is not None:
             target = how.make([], more)
         self._objects.append(target)
@@ -317,15 +323,13 @@ class Reader:
         return found
 
     def _read_random(self, data: list[Any], live: Any) -> Any:
+        more = self._read(data[3])
         found = random_state(live)
-        if found is None or type(live).__name__ != data[1]:
-            raise UsageError(
-                f"{self._what} is a random generator, {data[1]}, on the worker that holds the "
-                f"trained state, and here it is {type(live).__name__}; make the same on every "
-                "worker, when the state is made"
-            )
-        state = self._read(data[2])
-        found[1](state)
+        if found is None or type(live).__name__ != data[1] or random_more(live) != more:
+            live = new_random(data[1], more)
+            found = random_state(live)
+        assert found is not None  # noqa: S101 - it is one now
+        found[1](self._read(data[2]))
         return live
 
     def _class(self, module: str, name: str, of: str = "class") -> Any:
@@ -435,5 +439,8 @@ def _live_children(live: Any, kind: type, written: list[Any]) -> list[Any]:
 
 
 def _key(key: Any) -> str:
-    """Return a key as a `Writer` writes it."""
-    return repr(Writer().write(key, "key"))
+    """Return a key as a `Writer` writes it; "" for one that no sender has."""
+    try:
+        return repr(Writer().write(key, "key"))
+    except UnkeptError:
+        return ""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.attributes import Attributes, KeptAttribute, looks_of
+from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.part import (
     Named,
@@ -73,6 +74,11 @@ class _Kept(NamedTuple):
     own: list[KeptAttribute]
 
 
+def _is_inexact(tensor: Tensor) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+_OF_STATISTICS = (nn.modules.batchnorm._NormBase,)
 _END = object()
 _NO_EXTRA = nn.Module.get_extra_state
 
@@ -94,6 +100,10 @@ class ModulePart(StatePart):
             self._unchanging = _Unchanging(self.name, self._walk.modules)
             self._attributes.follow(list(zip(self._walk.paths, self._walk.modules, strict=True)))
 
+    def structure(self) -> Structure:
+        """See `StatePart.structure`."""
+        return Structure(self._walk.owners, ())
+
     def tensors(self) -> Named:
         """Return parameters and buffers by name. Raises `UnkeptError` for one of another kind."""
         return [
@@ -103,6 +113,19 @@ class ModulePart(StatePart):
     def buffers(self) -> Named:
         """Return the buffers of now, by their names in the module."""
         return self._walk.buffers
+
+    def unsure_buffers(self) -> list[tuple[str, list[Tensor]]]:
+        """Return the floating-point buffers of each module that has any, by the module's path.
+
+        Nobody knows whether ranks have them alike. Those of torch's own normalisations and
+        observers are left out: they are statistics of each rank's batches.
+        """
+        found = []
+        for path, module in zip(self._walk.paths, self._walk.modules, strict=True):
+            own = [b for b in module._buffers.values() if b is not None and _is_inexact(b)]
+            if own and not isinstance(module, _OF_STATISTICS):
+                found.append((f"{self.name}.{path}" if path else self.name, own))
+        return found
 
     def require_kept(self) -> None:
         """See `StatePart.require_kept`."""
@@ -117,11 +140,15 @@ class ModulePart(StatePart):
             self._unchanging.require_unchanged()
         own = self._attributes.take()
         training, flags = list(map(_training, walk.modules)), list(map(_flags, walk.trained))
-        same = before is not None and before.walk is walk and not own
-        if before is not None and same and before[1:] == (training, flags, [], []):
-            return before
+        known = before if before is not None and before.walk is walk else None
+        if known is not None and known[1:] == (training, flags, [], []) and not (walk.extra or own):
+            return known
         extra = [copied(module.get_extra_state()) for _, module in walk.extra]
         return _Kept(walk, training, flags, extra, own)
+
+    def copies(self) -> Any:
+        """See `StatePart.copies`."""
+        return [self.kept.extra, [each.copy for each in self.kept.own]]
 
     def roll_back(self) -> None:
         """Put back the structure, flags and extra state; `leaves` does so for the tensors."""
@@ -157,13 +184,13 @@ class ModulePart(StatePart):
         walk, writer = self._walk, Writer()
         tensors = {n: t.detach() for n, t in chain(walk.parameters, walk.buffers)}
         flags = list(map(_flags, walk.trained))
-        extra = {p: m.get_extra_state() for p, m in walk.extra}
+        extra = {p: copied(m.get_extra_state()) for p, m in walk.extra}
         document = [
             self._class(),
             writer.write(tensors, self.name),
             [flags, list(map(_training, walk.modules))],
             writer.write(extra, f"{self.name} (extra state)"),
-            self._transient(),
+            self._registered(),
             self._attributes.outgoing(writer.tensors),
         ]
         return document, writer.tensors
@@ -172,10 +199,10 @@ class ModulePart(StatePart):
         """Return this module's own tensors; buffers that it lacks are made."""
         self._require_class(document[0])
         self._refresh()
-        names, persistent = names_in(document[1]), document[4]
+        names, registered = names_in(document[1]), document[4]
         theirs = dict(zip(names, specs, strict=False))
-        self._require_same({n: spec for n, spec in theirs.items() if n not in persistent})
-        self._take_over_buffers(theirs, persistent)
+        self._require_same({n: spec for n, spec in theirs.items() if n not in registered})
+        self._take_over_buffers(theirs, registered)
         self._refresh()
         mine = dict(chain(self._walk.parameters, self._walk.buffers))
         tail = [spec.allocate() for spec in specs[len(names) :]]  # of the extra state
@@ -198,38 +225,48 @@ class ModulePart(StatePart):
         if len(document) > ATTRIBUTES:  # older checkpoints have none
             self._attributes.accept(document[ATTRIBUTES], tensors)
 
-    def _transient(self) -> dict[str, bool]:
-        """Return, for each buffer, whether it is persistent."""
+    def _registered(self) -> dict[str, tuple[bool, str]]:
+        """Return, for each buffer, whether it is persistent, and the name under which it is sent.
+
+        A tensor may be registered more than once, and is sent once; "": the buffer is None.
+        """
+        sent = {id(tensor): name for name, tensor in self._walk.buffers}
         found = {}
         for path, module in zip(self._walk.paths, self._walk.modules, strict=True):
             prefix = f"{path}." if path else ""
-            for name in module._buffers:
-                found[prefix + name] = name not in module._non_persistent_buffers_set
+            for name, tensor in module._buffers.items():
+                is_persistent = name not in module._non_persistent_buffers_set
+                found[prefix + name] = is_persistent, sent.get(id(tensor), "")
         return found
 
     def _take_over_buffers(
-        self, theirs: dict[str, TensorSpec], persistent: dict[str, bool]
+        self, theirs: dict[str, TensorSpec], registered: dict[str, tuple[bool, str]]
     ) -> None:
         """Make the buffers of the sender, drop those that it has no more, and resize the others.
 
-        `persistent`: those of the sender by name, also those that are None.
+        `registered`: see `_registered`, of the sender.
         """
         owners = dict(zip(self._walk.paths, self._walk.modules, strict=True))
-        strange = [name for name in persistent if name.rpartition(".")[0] not in owners]
+        strange = [name for name in registered if name.rpartition(".")[0] not in owners]
         if strange:
             raise self._differs(f"this one has no {strange[0]!r}")
         for path, owner in owners.items():
             prefix = f"{path}." if path else ""
-            for name in [name for name in owner._buffers if prefix + name not in persistent]:
+            for name in [name for name in owner._buffers if prefix + name not in registered]:
                 delattr(owner, name)
-        for name, is_persistent in persistent.items():
+        made: dict[str, Tensor | None] = {}  # by the name under which they are sent
+        for name, (is_persistent, sent_as) in registered.items():
             path, _, own = name.rpartition(".")
-            old, spec = owners[path]._buffers.pop(own, None), theirs.get(name)
+            old, spec = owners[path]._buffers.pop(own, None), theirs.get(sent_as)
             vars(owners[path]).pop(own, None)
-            if old is None or spec is None:
+            if sent_as in made:
+                old = made[sent_as]
+            elif old is None or spec is None or any(old is each for each in made.values()):
                 old = None if spec is None else spec.allocate()
             elif not spec.fits(old):
                 old.data = spec.allocate(old.device.type)
+            if sent_as:
+                made[sent_as] = old
             owners[path].register_buffer(own, old, persistent=is_persistent)
 
     def _require_same(self, theirs: dict[str, TensorSpec]) -> None:

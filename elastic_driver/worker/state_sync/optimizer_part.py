@@ -1,6 +1,6 @@
 """The part of an optimizer: its parameter groups, and what it remembers of each parameter."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.attributes import Attributes, KeptAttribute
+from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.part import (
     Named,
@@ -17,8 +18,8 @@ from elastic_driver.worker.state_sync.part import (
     StatePart,
     require_tensor,
 )
-from elastic_driver.worker.state_sync.taking import Taker, put_back
-from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec
+from elastic_driver.worker.state_sync.taking import Taker, as_kept, put_back
+from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec, require_sent
 
 _END = object()
 ATTRIBUTES = 5  # the place of plain attributes in a document
@@ -41,6 +42,16 @@ class _Kept(NamedTuple):
     own: list[KeptAttribute]
 
 
+class _Parameters:
+    """The parameters that are in some groups whenever one looks."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self._groups = groups
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain.from_iterable([group["params"] for group in self._groups])
+
+
 class OptimizerPart(StatePart):
     """An optimizer: parameter groups, and what it remembers of each parameter.
 
@@ -56,6 +67,7 @@ class OptimizerPart(StatePart):
         self._plain: list[int] = []  # places in there of what is no tensor
         self._shape: _Shape | None = None  # of these, once it is kept
         self._settings: list[tuple[list[Any], Any]] = []  # of each group: values, and their copy
+        self._taken: _Kept | None = None  # at the last commit
         self._known: dict[str, Tensor] = {}  # the state's parameters, trained here or not
         self._named: dict[int, str] = {}  # names of these and of its own, by identity
         self._own: Named = []  # parameters that are in no module of the state
@@ -78,6 +90,13 @@ class OptimizerPart(StatePart):
         for place in self._plain:
             inside[place] = None
         self._remembered, self._shape, self._has_changed = inside, None, True
+
+    def structure(self) -> Structure | None:
+        """See `StatePart.structure`."""
+        groups, state = self.thing.param_groups, self.thing.state
+        if self._plain or not all(isinstance(values, dict) for values in state.values()):
+            return None
+        return Structure([state, *state.values()], [groups, _Parameters(groups), state])
 
     def _is_current(self) -> bool:
         """Return whether nothing was added, removed or replaced since."""
@@ -153,35 +172,54 @@ class OptimizerPart(StatePart):
         """See `StatePart.require_kept`."""
         for name, tensor in self.tensors():
             require_tensor(name, tensor)
+            require_sent(tensor, name)
 
     def take(self) -> _Kept:
         """Return groups and memory as they are, and copies of settings and what is no tensor."""
-        groups = self.thing.param_groups
+        groups, taken, attributes = self.thing.param_groups, self._taken, self._attributes.take()
+        is_same = taken is not None and taken.shape is self._shape and not (attributes or taken.own)
+        if taken is not None and is_same and self._are_set(groups):
+            return taken
         if self._shape is None:
             memory = [
                 (parameter, values, dict(values) if isinstance(values, dict) else values)
                 for parameter, values in self.thing.state.items()
             ]
+            for key, values in self.thing.state.items():
+                own = [key, *values] if isinstance(values, dict) else [key]
+                keys = [each for each in own if not isinstance(each, Tensor)]
+                Taker(alone=True).take(keys, f"{self.name}.state")
             self._shape = _Shape(list(groups), [list(group["params"]) for group in groups], memory)
         before = self._settings + [([], None)] * len(groups)
         self._settings = [
             self._settings_of(group, number, *before[number]) for number, group in enumerate(groups)
         ]
-        others = Taker().take(self._others(), self.name) if self._plain else None
-        own = self._attributes.take()
-        return _Kept(self._shape, [copy for _, copy in self._settings], others, own)
+        others = Taker(alone=True).take(self._others(), self.name) if self._plain else None
+        settings = [copy for _, copy in self._settings]
+        self._taken = _Kept(self._shape, settings, others, attributes)
+        return self._taken
+
+    def _are_set(self, groups: list[dict[str, Any]]) -> bool:
+        """Return whether all settings are those of the last commit, and nothing else can differ."""
+        now = chain.from_iterable([(*group, *group.values()) for group in groups])
+        before = chain.from_iterable([values for values, _ in self._settings])
+        return not self._plain and all(map(is_, chain(now, (_END,)), chain(before, (_END,))))
 
     def _settings_of(
         self, group: dict[str, Any], number: int, values: list[Any], copy: Any
     ) -> tuple[list[Any], Any]:
         """Return the values of a group, and a copy: the one of before where nothing can differ."""
-        now = list(group.values())
+        now = [*group, *group.values()]
         if len(now) == len(values) and all(map(is_, now, values)):
             return values, copy
         settings = {key: value for key, value in group.items() if key != "params"}
-        taken = Taker().take(settings, self._group(number))
+        taken = Taker(alone=True).take(settings, self._group(number))
         fixed = all(type(each) in SIMPLE or type(each) is tuple for each in settings.values())
-        return (now if fixed else []), taken
+        return (now if fixed else [_END]), taken
+
+    def copies(self) -> Any:
+        """See `StatePart.copies`."""
+        return [self.kept.settings, self.kept.others, [each.copy for each in self.kept.own]]
 
     def roll_back(self) -> None:
         """Put back groups, settings and the structure of the state; `leaves` the tensors."""
@@ -213,15 +251,16 @@ class OptimizerPart(StatePart):
 
     def values(self) -> list[tuple[str, Any]]:
         """See `StatePart.values`."""
+        shape, settings, others = self.kept
         found: list[tuple[str, Any]] = []
-        for number, group in enumerate(self.thing.param_groups):
+        done: dict[int, Any] = {}
+        for number, (parameters, kept) in enumerate(zip(shape.parameters, settings, strict=True)):
             where = self._group(number)
-            names = [self._named.get(id(p), "?") for p in group["params"]]
+            names = [self._named.get(id(p), "?") for p in parameters]
             found.append((f"parameters of {where}", names))
-            for key, value in group.items():
-                if key != "params":
-                    found.append((f"{'learning rate' if key == 'lr' else key} of {where}", value))
-        return [*found, (f"{self.name}.state", self._others())]
+            for key, value in as_kept(kept, done).items():
+                found.append((f"{'learning rate' if key == 'lr' else key} of {where}", value))
+        return [*found, (f"{self.name}.state", as_kept(others, done))]
 
     def _group(self, number: int) -> str:
         return f"group {number} of {self.name!r}"

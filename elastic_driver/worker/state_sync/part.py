@@ -1,10 +1,11 @@
 """What a state needs of an object that can load its own state: the base of all parts.
 
-A part knows what belongs to its object *now*: `look()` walks it at every commit and says whether
-its structure has changed. `tensors()` are its leaves that live in memory of their own; whether they
-are copied at a commit is decided in `leaves`. Everything else is small and is copied by `take()`:
-flags, settings of parameter groups, extra state, a scheduler's `state_dict()`. `roll_back()` puts
-back structure and values, in the script's own objects.
+A part knows what belongs to its object *now*: `look()` walks it and says whether its structure has
+changed. A commit spares that as long as a glance at `structure()` shows nothing new. `tensors()`
+are its leaves that live in memory of their own; whether they are copied at a commit is decided in
+`leaves`. Everything else is small and is copied by `take()`: flags, settings of parameter groups,
+extra state, a scheduler's `state_dict()`. `roll_back()` puts back structure and values, in the
+script's own objects.
 
 For sending, a part becomes a document of plain data and a list of tensors (`message`).
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.taking import copied
 from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError, too_deep
@@ -37,6 +39,13 @@ class StatePart:
         self._refresh()
         changed, self._has_changed = self._has_changed, False
         return changed
+
+    def structure(self) -> Structure | None:
+        """Return the containers that show what the last look has found.
+
+        None: nothing shows it, so that the object has to be looked at, at each commit.
+        """
+        return Structure((), ())
 
     def _refresh(self) -> None:
         """Follow the structure of now."""
@@ -61,6 +70,10 @@ class StatePart:
         except RecursionError:
             raise too_deep(self.name) from None
 
+    def copies(self) -> Any:
+        """Return what is a copy in `kept`."""
+        return self.kept
+
     def roll_back(self) -> None:
         """Put back the structure and the small things of `kept`."""
         self.thing.load_state_dict(copied(self.kept))
@@ -68,7 +81,7 @@ class StatePart:
     def outgoing(self) -> Outgoing:
         """Return a document of the whole part, and the tensors that the document refers to."""
         writer = Writer()
-        return [self._class(), writer.write(self._state(), self.name)], writer.tensors
+        return [self._class(), writer.write(copied(self._state()), self.name)], writer.tensors
 
     def values(self) -> list[tuple[str, Any]]:
         """Return name and value of each small thing that ranks are to have alike."""
@@ -121,6 +134,8 @@ def require_tensor(name: str, tensor: Tensor) -> None:
         problem, hint = "it was made under inference_mode", "create it under no_grad"
     elif tensor.layout != torch.strided:
         problem, hint = f"it is of layout {tensor.layout}", "keep dense tensors in the state"
+    elif tensor.is_quantized:
+        problem, hint = "it is quantized", "keep dense tensors of numbers in the state"
     else:
         return
     raise UnkeptError(name, problem, hint)

@@ -96,12 +96,13 @@ class RandomStates:
 
     def _numpy_state(self, numpy_random: Any) -> Any:
         generator = numpy_random.get_bit_generator()
+        if self._numpy is not None and self._numpy.owner is generator:
+            return self._numpy.state()
         if type(generator).__name__ != "MT19937":
             return numpy_random.get_state(legacy=False)
-        if self._numpy is None or self._numpy.owner is not generator:
-            key = generator.ctypes.state_address
-            position = key + _KEY_BYTES
-            self._numpy = MersenneWatch(numpy_random.get_state, 3, generator, key, position)
+        key = generator.ctypes.state_address
+        position = key + _KEY_BYTES
+        self._numpy = MersenneWatch(numpy_random.get_state, 3, generator, key, position)
         return self._numpy.state()
 
     def portable(self) -> dict[str, Any]:

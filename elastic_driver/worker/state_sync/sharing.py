@@ -35,6 +35,10 @@ class StateLostError(ElasticError):
     exit_code = ExitCode.UNAVAILABLE
 
 
+class UnfitError(UsageError):
+    """This worker cannot take over the state of the others: it has built another one."""
+
+
 class Agreement(Route, frozen=True):
     """The way of the newest state to the ranks that lack it; empty if every rank has it already.
 
@@ -274,7 +278,7 @@ def send(state: LiveState, route: Route, resumed: int | None = None) -> str:
     try:
         contents = split(state)
         envelope = make_envelope(contents, state.parts, state.random.portable(), resumed)
-    except (UsageError, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever it is: this rank goes on
         problem = f"{error}"[:1000]
         carry_bytes(msgspec.msgpack.encode(Envelope({}, {}, b"", problem=problem)), route)
         return problem
@@ -295,11 +299,14 @@ def receive(state: LiveState, route: Route, with_random: bool) -> int | None:
     """Take over the state of the route's source.
 
     `with_random`: its random generators as well. Returns the envelope's `resumed`. Raises
-    `UsageError` as `take_over` does, and where the sender could not pack its state.
+    `UnfitError` for what `take_over` refuses, and where the sender could not pack its state.
     """
     envelope = unpack(carry_bytes(None, route))
     if envelope.problem:
-        raise UsageError(f"rank {route.source} cannot send its state: {envelope.problem}")
+        raise UnfitError(f"rank {route.source} cannot send its state: {envelope.problem}")
     with_random = with_random or envelope.resumed is not None
-    take_over(state, envelope, lambda tensors: carry_tensors(tensors, route), with_random)
+    try:
+        take_over(state, envelope, lambda tensors: carry_tensors(tensors, route), with_random)
+    except UsageError as error:
+        raise UnfitError(str(error)) from None
     return envelope.resumed

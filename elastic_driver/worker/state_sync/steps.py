@@ -8,7 +8,7 @@ before the commit: this rank may learn of a lost peer there, with the step alrea
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,13 +34,33 @@ def collectives_of_world() -> int:
 
 def _sequence(group: Any) -> int:
     """Return how many collectives a group has begun; of each half, where it has two."""
-    found = 0
+    found = _counting.get(id(group))
+    if found is not None and found.group() is group:
+        return sum([count() for count in found.counts])
+    counts: list[Callable[[], int]] = []
+    numbers: list[int] = []
     for device in group._device_types:  # a group of ours does not count by itself, its halves do
+        count = group._get_backend(device)._get_sequence_number_for_group
         try:
-            found += group._get_backend(device)._get_sequence_number_for_group()
-        except RuntimeError:  # a backend that counts nothing
+            numbers.append(count())
+        except RuntimeError:  # a backend that counts nothing, or not yet
             continue
-    return found
+        counts.append(count)
+    if len(counts) == len(group._device_types):
+        identity = id(group)
+        forget = weakref.ref(group, lambda _: _counting.pop(identity, None))
+        _counting[identity] = _Counting(forget, counts)
+    return sum(numbers)
+
+
+class _Counting(NamedTuple):
+    """A process group, and how its collectives are counted: to find its backends takes longer."""
+
+    group: "weakref.ref[Any]"
+    counts: list[Callable[[], int]]  # of its backends, which live as long as it does
+
+
+_counting: dict[int, _Counting] = {}  # by the identity of the group
 
 
 class _Step:
@@ -69,7 +89,7 @@ class Steps:
         self.on_step: Callable[[Optimizer], None] = lambda _: None
         self.known: set[int] = set()  # identities of the state's tensors
         self._since: dict[int, _Step] = {}
-        self._any: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._any: dict[int, weakref.ref[Optimizer]] = {}
         _watch(self)
 
     def restart(self) -> None:
@@ -88,21 +108,21 @@ class Steps:
 
     def any_optimizers(self) -> list[Optimizer]:
         """Return all that have begun a step since the commit, whatever they change."""
-        return list(self._any)
+        return [each for find in self._any.values() if (each := find()) is not None]
 
-    def done(self) -> list[tuple[int, int, int, bool]]:
-        """Return what is to be the same in intervals that are alike."""
-        if not self._since:
-            return []
-        now = collectives()
+    def now(self) -> int:
+        """Return the collectives of this process until now."""
+        return collectives()
+
+    def done(self, now: int) -> list[tuple[int, int, int, bool]]:
+        """Return what is to be the same in intervals that are alike; `now`: the collectives."""
         return [
             (key, step.finished, step.running, step.ended_at < now)
             for key, step in self._since.items()
         ]
 
-    def exposed(self) -> list[Optimizer]:
-        """Return those whose steps a collective has followed, or was a part of."""
-        now = collectives()
+    def exposed(self, now: int) -> list[Optimizer]:
+        """Return those whose steps a collective has followed until now, or was a part of."""
         return [
             step.optimizer for step in self._since.values() if step.ended_at < now or step.running
         ]
@@ -121,7 +141,7 @@ class Steps:
         parameters = trained_by(optimizer)
         if not closure and not any(p.grad is not None for p in parameters):
             return None
-        self._any.add(optimizer)
+        self._any[id(optimizer)] = weakref.ref(optimizer)
         step = self._since.get(id(optimizer))
         if step is None and any(id(p) in self.known for p in parameters):
             if not self._since:

@@ -3,21 +3,25 @@
 from collections.abc import Callable, Collection
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from elastic_driver.worker.state_sync.generators import random_state
+from elastic_driver.worker.state_sync.numpy_values import is_array
 from elastic_driver.worker.state_sync.values import (
+    DEEPEST,
     SIMPLE,
     Kind,
     UnkeptError,
     child_names,
     fill_tensor,
+    has_nameless_factory,
     has_part,
-    is_array,
     is_single,
     kind_of,
     knot,
-    random_state,
+    require_dense,
     require_kept,
+    too_deep,
     unkept,
 )
 
@@ -38,6 +42,17 @@ class _Held:
             self.kind.fill(self.value, items)
         return self.value
 
+    def as_kept(self, done: dict[int, Any]) -> Any:
+        if id(self) in done:
+            return done[id(self)]
+        kind, more = self.kind, self.kind.more(self.value)
+        if kind.fill is None:
+            done[id(self)] = kind.make([as_kept(item, done) for item in self.items or ()], more)
+        else:
+            done[id(self)] = kind.make([], more)  # first, because it may hold itself
+            kind.fill(done[id(self)], [as_kept(item, done) for item in self.items or ()])
+        return done[id(self)]
+
 
 class _HeldBytes:
     """A `bytearray`."""
@@ -50,6 +65,9 @@ class _HeldBytes:
     def put_back(self, _done: dict[int, Any]) -> Any:
         self.value[:] = self.copy
         return self.value
+
+    def as_kept(self, _done: dict[int, Any]) -> Any:
+        return bytearray(self.copy)
 
 
 class _HeldTensor:
@@ -66,6 +84,11 @@ class _HeldTensor:
         if self.value.requires_grad != self.flag:
             self.value.requires_grad_(self.flag)
         return self.value
+
+    def as_kept(self, _done: dict[int, Any]) -> Any:
+        if isinstance(self.value, nn.Parameter):
+            return nn.Parameter(self.copy, self.flag)
+        return self.copy.detach().requires_grad_(self.flag)
 
 
 class _HeldArray:
@@ -86,6 +109,9 @@ class _HeldArray:
             value[...] = copy
         return self.value
 
+    def as_kept(self, _done: dict[int, Any]) -> Any:
+        return self.copy
+
 
 class _HeldRandom:
     """A random generator, and its state."""
@@ -101,6 +127,9 @@ class _HeldRandom:
         self.write(self.copy)
         return self.value
 
+    def as_kept(self, _done: dict[int, Any]) -> Any:
+        return self.value  # where it is counts for no comparison
+
 
 _HELD = (_Held, _HeldTensor, _HeldArray, _HeldBytes, _HeldRandom)
 
@@ -109,10 +138,20 @@ class Taker:
     """Copies values at one commit, so that `put_back` can make them what they are now.
 
     `parts` collects the objects inside that have a part of their own, by path; `tensors` the
-    tensors.
+    tensors; `nameless` the paths of dictionaries whose factory has no name.
+
+    Args:
+        made_at_first: paths of such dictionaries that every worker makes by itself; None: all are.
+        alone: the values are those of one object, in which no other objects have parts.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, made_at_first: Collection[str] | None = None, *, alone: bool = False
+    ) -> None:
+        self._made_at_first = frozenset[str]() if alone else made_at_first
+        self._alone = alone
+        self.nameless: set[str] = set()
+        self._depth = 0
         self.parts: dict[str, Any] = {}
         self.tensors: list[tuple[str, Tensor]] = []
         self._seen: dict[int, Any] = {}
@@ -146,15 +185,23 @@ class Taker:
     def _take_container(self, value: Any, kind: Kind, path: str) -> Any:
         if kind.problem is not None:
             raise UnkeptError(path, *kind.problem)
+        if has_nameless_factory(value):
+            self.nameless.add(path)
+            if self._made_at_first is not None and path not in self._made_at_first:
+                raise UnkeptError(path, *_NAMELESS)
         held = self._seen[id(value)] = _Held(value, kind)
         items = kind.children(value)
         if SIMPLE.issuperset(map(type, items)):
             held.items = items
             return held
         names = child_names(value, items)
+        if self._depth >= DEEPEST:
+            raise too_deep(path)
+        self._depth += 1
         held.items = [
             self.take(each, f"{path}{name}") for each, name in zip(items, names, strict=True)
         ]
+        self._depth -= 1
         return held
 
     def _take_single(self, value: Any, path: str) -> Any:
@@ -164,7 +211,7 @@ class Taker:
             require_kept(value, path)
             self.tensors.append((path, value))
             return _HeldTensor(value)
-        if has_part(value):
+        if has_part(value) and not self._alone:
             self.add_part(path, value)
             return value
         if is_array(value):
@@ -187,6 +234,38 @@ def put_back(kept: Any, done: dict[int, Any] | None = None) -> Any:
     return done[id(kept)] if id(kept) in done else kept.put_back(done)
 
 
+def as_kept(kept: Any, done: dict[int, Any]) -> Any:
+    """Return a value equal to the one that was kept; the script's own stays as it is.
+
+    `done`: of one call for all values, so that objects that occur twice stay one. It is to be read
+    only: tensors and arrays in it are the copies themselves.
+    """
+    return kept.as_kept(done) if isinstance(kept, _HELD) else kept
+
+
+def size_of(kept: Any, seen: set[int]) -> tuple[int, int]:
+    """Return the bytes and the number of all tensors and arrays that were copied for a commit.
+
+    `seen`: the identities of what was counted already.
+    """
+    size = count = 0
+    pending = [kept]
+    while pending:
+        each = pending.pop()
+        if type(each) in SIMPLE or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, _Held):
+            pending += each.items or ()
+        elif isinstance(each, _HeldTensor | _HeldArray):
+            pending.append(each.copy)
+        elif isinstance(each, Tensor) or is_array(each):
+            size, count = size + each.nbytes, count + 1
+        elif (kind := kind_of(type(each))) is not None:
+            pending += kind.children(each)
+    return size, count
+
+
 def objects_in(kept: Any) -> dict[int, Any]:
     """Return the objects that were kept, also inside of others: their copies, by identity."""
     found: dict[int, Any] = {}
@@ -204,40 +283,52 @@ def left(kept: Any, but: Collection[int]) -> dict[int, Any]:
     return {id(copy): copy.value for number, copy in objects_in(kept).items() if number in but}
 
 
+_NAMELESS = (
+    "it is a defaultdict that makes its values by a function without a name that other workers "
+    "know",
+    "define the function at the top of a module, or make the defaultdict when the state is made",
+)
+
+
 def copied(value: Any) -> Any:
     """Return a copy of a value that shares nothing with it that can change.
 
     For the `state_dict()` of objects that load what they are given. What occurs twice in it is one
     object in the copy, too. Raises `UnkeptError`.
     """
-    return _copied(value, {})
+    return _copied(value, {}, 0)
 
 
-def _copied(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+def _copied(value: Any, done: dict[int, tuple[Any, Any]], depth: int) -> Any:
     kind = type(value)
     if kind in SIMPLE:
         return value
     found = done.get(id(value))
     if found is not None:
         return found[1]
-    copy = _copy_of(value, kind, done)
+    if depth > DEEPEST:
+        raise too_deep(_THEIRS)
+    copy = _copy_of(value, kind, done, depth + 1)
     done[id(value)] = value, copy  # the value, too, so that its identity is not used again
     return copy
 
 
-def _copy_of(value: Any, kind: type, done: dict[int, tuple[Any, Any]]) -> Any:
+def _copy_of(value: Any, kind: type, done: dict[int, tuple[Any, Any]], depth: int) -> Any:
     if kind is dict and SIMPLE.issuperset(map(type, value)):
-        return {k: v if type(v) in SIMPLE else _copied(v, done) for k, v in value.items()}
+        return {k: v if type(v) in SIMPLE else _copied(v, done, depth) for k, v in value.items()}
     if kind is list:
-        return [v if type(v) in SIMPLE else _copied(v, done) for v in value]
+        return [v if type(v) in SIMPLE else _copied(v, done, depth) for v in value]
     if (container := kind_of(kind)) is not None:
         if container.problem is not None:
             raise UnkeptError(_THEIRS, *container.problem)
+        if has_nameless_factory(value):
+            raise UnkeptError(_THEIRS, *_NAMELESS)
         items = container.children(value)
         if not SIMPLE.issuperset(map(type, items)):
-            items = [_copied(item, done) for item in items]
+            items = [_copied(item, done, depth) for item in items]
         return container.make(items, container.more(value))
     if isinstance(value, Tensor):
+        require_dense(value, _THEIRS)
         return value.detach().clone()
     if is_array(value) or type(value) is bytearray:
         return value.copy()

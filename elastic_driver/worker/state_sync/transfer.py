@@ -14,6 +14,8 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
+from elastic_driver.worker.state_sync.values import as_bytes
+
 CHUNK_BYTES = 32 * 1024 * 1024
 ALONE_BYTES = 1024 * 1024  # a tensor of this size is not worth packing with others
 
@@ -61,7 +63,7 @@ def carry_tensors(tensors: Sequence[Tensor], route: Route) -> None:
     sending, receiving = dist.get_rank() == route.source, dist.get_rank() in route.receivers
     pending: list[dist.Work] = []  # one large tensor is read from memory while another is sent
     for group in _groups(tensors):
-        flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in group]
+        flat = [as_bytes(tensor) for tensor in group]
         alone = [[part] for part in flat[0].split(CHUNK_BYTES)]
         for parts in alone if len(flat) == 1 else [flat]:
             if len(parts) == 1 and parts[0].device.type == "cpu":

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.glance import Glance, Structure
 from elastic_driver.worker.state_sync.gradients import Gradients
 from elastic_driver.worker.state_sync.leaves import Leaves
 from elastic_driver.worker.state_sync.message import ComparingWriter
@@ -27,7 +28,14 @@ from elastic_driver.worker.state_sync.parts import (
     part_for,
 )
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
-from elastic_driver.worker.state_sync.taking import Taker, left, objects_in, put_back
+from elastic_driver.worker.state_sync.taking import (
+    Taker,
+    as_kept,
+    left,
+    objects_in,
+    put_back,
+    size_of,
+)
 from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_part, too_deep
 
 MOST_ENTRIES = 64  # of a table whose entries are compared one by one
@@ -60,6 +68,12 @@ class Tree:
         self.gradients = Gradients()
         steps.on_begin = self.gradients.before
         self._objects: dict[str, Any] = {}  # that have parts, as they were at the last walk
+        self._given: dict[str, Any] = {}  # those of them that are no optimizers of optimizers
+        self._usual: dict[str, Any] | None = (
+            None  # attributes that have parts, if all else is simple
+        )
+        self._glance: Glance | None = None  # at what they are made of
+        self._optimizers: list[Optimizer] | None = None
         self._kept: dict[str, Any] | None = None  # of the attributes: values, copies, objects
         self._kept_parts: dict[str, StatePart] = {}
         self._names: dict[int, str] = {}  # of parameters and trained attributes, by identity
@@ -67,6 +81,7 @@ class Tree:
         self.known: dict[str, Tensor] = {}  # all these, by name
         self._is_named = False
         self._is_torn = False  # the roll-back has failed half-way
+        self._nameless: set[str] = set()  # see `Taker`: what was there before the first commit
         self.changes = 0  # how often the walk has found another structure
 
     # ---- the walk ------------------------------------------------------------------------
@@ -77,11 +92,14 @@ class Tree:
         `lenient`: plain values are about to be replaced, so they may be of any kind. Raises
         `UnkeptError` for what cannot be kept.
         """
-        taker, kept, known = Taker(), {}, self._objects
+        if (usual := self._walk_as_usual()) is not None:
+            return usual
+        at_first = None if self._kept is None else self._nameless
+        taker, kept, known, needs_part = Taker(at_first), {}, self._objects, self._needs_part
         for name, value in self.values.items():
             if type(value) in SIMPLE:
                 kept[name] = value
-            elif known.get(name) is value or self._needs_part(value):
+            elif known.get(name) is value or needs_part(value):
                 kept[name] = value
                 taker.add_part(name, value)
             else:
@@ -90,8 +108,27 @@ class Tree:
                 except UnkeptError:
                     if not lenient:
                         raise
+        if self._kept is None:
+            self._nameless |= taker.nameless
         self._arrange(taker.parts, taker.tensors)
+        things = {name: value for name, value in kept.items() if type(value) not in SIMPLE}
+        has_plain = list(taker.parts) != list(things)
+        self._usual = None if has_plain or self._glance is None else things
         return kept
+
+    def _walk_as_usual(self) -> dict[str, Any] | None:
+        """Return the copies of all attributes; None where all have to be walked.
+
+        They need no walk where all are numbers and the like, but for objects that have parts, which
+        are those of the last walk, made of the same things.
+        """
+        things, glance = self._usual, self._glance
+        if things is None or glance is None:
+            return None
+        kept = self.values.copy()
+        others = [value for name, value in kept.items() if things.get(name) is not value]
+        is_usual = len(others) + len(things) == len(kept) and SIMPLE.issuperset(map(type, others))
+        return kept if is_usual and glance.is_same() else None
 
     def _taken(self, taker: Taker, name: str, value: Any) -> Any:
         try:
@@ -101,11 +138,18 @@ class Tree:
 
     def _arrange(self, objects: dict[str, Any], plain: list[tuple[str, Tensor]]) -> None:
         """Give each object its part; look at all parts, and hand their tensors to `leaves`."""
+        trained = [(path, tensor) for path, tensor in plain if tensor.requires_grad]
+        attributes = [id(tensor) for _, tensor in trained]
+        if attributes != self._trained_attributes:
+            self._is_named = False
+        glance = self._glance if self._is_named and _are_alike(objects, self._given) else None
+        if glance is not None and glance.is_same():
+            return
+        self._given, self._optimizers = dict(objects), None
+        self._usual = self._glance = None
         for path, optimizer in _inner_optimizers(objects):
             objects[path] = optimizer
-        changed = list(objects) != list(self._objects) or not all(
-            map(is_, objects.values(), self._objects.values())
-        )
+        changed = not _are_alike(objects, self._objects)
         if changed:
             parts = {}
             for path, thing in objects.items():
@@ -115,14 +159,16 @@ class Tree:
                 if part is not None:
                     parts[path] = part
             self.parts, self._objects = parts, objects
-        trained = [(path, tensor) for path, tensor in plain if tensor.requires_grad]
-        attributes = [id(tensor) for _, tensor in trained]
         looks = [part.look() for part in self.parts.values()]  # all of them
-        if changed or any(looks) or attributes != self._trained_attributes:
+        if changed or any(looks):
             self._is_named = False
         if not self._is_named:
             self._name_all(trained)
             self._trained_attributes, self._is_named = attributes, True
+        structures = [part.structure() for part in self.parts.values()]
+        if None not in structures:
+            inner = Structure([vars(each) for each in self.optimizers()], ())
+            self._glance = Glance([inner, *filter(None, structures)])
 
     def _name_all(self, attributes: list[tuple[str, Tensor]]) -> None:
         """Name all tensors, and tell `leaves` which of them optimizers move."""
@@ -151,29 +197,15 @@ class Tree:
         buffers = {id(b): b.nbytes for part in modules for _, b in part.buffers()}
         small = {n for n, t in tensors if buffers.get(id(t), SMALL_BYTES + 1) <= SMALL_BYTES}
         self.leaves.arrange(tensors, remembered, trained, small)
-        self.gradients.watch(self.optimizers(), self._stepped_by_hand(known))
         parameters = self.parameters()
+        told = set(map(id, parameters))
+        untold = [t for t in known.values() if t.requires_grad and id(t) not in told]
+        self.gradients.watch(self.optimizers(), untold)
         self.steps.known = {id(tensor) for _, tensor, *_ in (*tensors, *remembered)}
         self.steps.known.update(map(id, parameters))
         for value in self.values.values():
             if callable(tell := getattr(value, "trained_by", None)):
                 tell(parameters)
-
-    def _stepped_by_hand(self, known: dict[str, Tensor]) -> list[Tensor]:
-        """Return the parameters that the script steps without an optimizer of torch.
-
-        Those are all where the state has no such optimizer, else those that are held by an object
-        with a `state_dict()` of its own.
-        """
-        found = {id(tensor): tensor for tensor in known.values() if tensor.requires_grad}
-        if not self.optimizers():
-            return list(found.values())
-        held: set[int] = set()
-        for part in self.parts.values():
-            if type(part) is StatePart and not isinstance(part.thing, Optimizer):
-                held |= _tensors_in(getattr(part.thing, "__dict__", {}))
-        held -= set(map(id, self.parameters()))
-        return [tensor for number, tensor in found.items() if number in held]
 
     def _require_trained(self, known: dict[str, Tensor]) -> None:
         """Raise `UnkeptError` for an optimizer that trains what no part of the state keeps."""
@@ -194,7 +226,10 @@ class Tree:
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers of the state."""
-        return [part.thing for part in self.parts.values() if isinstance(part.thing, Optimizer)]
+        if self._optimizers is None:
+            things = [part.thing for part in self.parts.values()]
+            self._optimizers = [thing for thing in things if isinstance(thing, Optimizer)]
+        return self._optimizers
 
     def parameters(self) -> list[Tensor]:
         """Return all parameters that the state's optimizers train, each once."""
@@ -208,17 +243,32 @@ class Tree:
 
         `from_others`: the state was received, so that its changes say nothing about the script.
         """
-        kept = self.walk()
+        kept, now = self.walk(), self.steps.now()
         gradients = self.gradients.take(self.optimizers(), from_others=from_others)
         taken = [(part, part.take()) for part in self.parts.values()]
-        self.leaves.keep(from_others=from_others)
+        self.leaves.keep(now, from_others=from_others)
         # Nothing fails from here on: a commit counts as a whole, or the last one still does.
         for part, each in taken:
             part.kept = each
-        self.gradients.committed(gradients)
+        self.gradients.committed(gradients, now)
         self._kept, self._kept_parts = kept, self.parts
         self._is_torn = False
         self.steps.restart()
+
+    def copies(self) -> list[tuple[int, int, str, str]]:
+        """Return what each commit copies: bytes, number of tensors, name of the first, and why."""
+        leaves, seen = self.leaves, set[int]()
+        name, why = next(iter(leaves.moving.items()), ("", ""))
+        found = [(leaves.copied_bytes, len(leaves.moving), name, why)]
+        why = "it is a value of the state, and no parameter or buffer"
+        for name, kept in (self._kept or {}).items():
+            if name not in self._kept_parts:
+                found.append((*size_of(kept, seen), name, why))
+        for name, part in self._kept_parts.items():
+            found.append((*size_of(part.copies(), seen), name, why))
+        for name, copy in self.kept_gradients():
+            found.append((copy.nbytes, 1, f"the gradient of {name}", "no step has used it yet"))
+        return [each for each in found if each[1]]
 
     @property
     def is_kept(self) -> bool:
@@ -243,7 +293,8 @@ class Tree:
         values = {name: put_back(kept, done) for name, kept in self._kept.items()}
         self.values.clear()
         self.values.update(values)
-        self.parts = self._kept_parts
+        self.parts, self._optimizers = self._kept_parts, None
+        self._usual = self._glance = None
         self._objects = {path: part.thing for path, part in self.parts.items()}
         for part in self.parts.values():
             if id(part.thing) not in but:
@@ -291,29 +342,36 @@ class Tree:
     # ---- what is compared ----------------------------------------------------------------
 
     def compared(
-        self, local: frozenset[str]
+        self, local: frozenset[str], *, as_committed: bool = False
     ) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]]]:
         """Return name and value of each small leaf, and of each tensor, that ranks have alike.
 
-        Called right after `keep`. `local`: names of attributes and leaves that differ by intention.
+        `local`: names of attributes and leaves that differ by intention. `as_committed`: what they
+        were at the last commit, for a clean tree; otherwise as they are, right after `keep`.
         Floating-point buffers and counts of batches are left out: with DistributedDataParallel each
         rank has running statistics of its own. Which leaves are compared follows from the state
         alone, not from what this process has seen.
         """
+        values, parts = self.values, self.parts
+        names, tensors, copies = self.leaves.names, self.leaves.tensors, dict[int, Tensor]()
+        if as_committed:
+            done: dict[int, Any] = {}
+            values = {name: as_kept(kept, done) for name, kept in (self._kept or {}).items()}
+            parts, (names, tensors, copies) = self._kept_parts, self.leaves.committed()
         small: list[tuple[str, Any]] = []
-        for name, value in self.values.items():
-            if name not in self.parts and name not in local:
+        for name, value in values.items():
+            if name not in parts and name not in local:
                 small += [(f"state.{path}", each) for path, each in _entries(name, value)]
         large: list[tuple[str, Tensor]] = []
         statistics: set[int] = set()
-        for part in self.parts.values():
+        for part in parts.values():
             if not _is_local(part.name, local):
                 small += part.values()
             if isinstance(part, ModulePart):
                 statistics.update(id(b) for n, b in part.buffers() if _is_statistic(n, b))
-        for name, tensor in zip(self.leaves.names, self.leaves.tensors, strict=True):
+        for name, tensor in zip(names, tensors, strict=True):
             if id(tensor) not in statistics and not _is_local(name, local):
-                large.append((name, tensor))
+                large.append((name, copies.get(id(tensor), tensor)))
         for name, tensor in self.kept_gradients(sure=True):
             if not _is_local(name, local):
                 large.append((f"gradient of {name}", tensor))
@@ -323,14 +381,30 @@ class Tree:
             pair for pair in small if not _is_local(pair[0].removeprefix("state."), local)
         ], large
 
+    def unsure_buffers(self, local: frozenset[str]) -> list[tuple[str, list[Tensor]]]:
+        """Return groups of buffers that ranks have alike or apart, by name; see `compared`."""
+        return [
+            (name, buffers)
+            for part in self.parts.values()
+            if isinstance(part, ModulePart)
+            for name, buffers in part.unsure_buffers()
+            if not _is_local(name, local)
+        ]
+
     def digest_input(self, value: Any, name: str) -> tuple[bytes, list[Tensor]]:
         """Return a plain value as bytes, equal for equal values, and the tensors inside.
 
         Raises `UnkeptError` for a value that cannot be kept.
         """
-        writer = ComparingWriter({id(part.thing): path for path, part in self.parts.items()})
+        parts = {**self._kept_parts, **self.parts}
+        writer = ComparingWriter({id(part.thing): path for path, part in parts.items()})
         data = msgspec.msgpack.encode(writer.write(value, name))
         return data, [tensor for _, tensor in writer.tensors]
+
+
+def _are_alike(objects: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Return whether these are the same objects under the same names, in the same order."""
+    return list(objects) == list(others) and all(map(is_, objects.values(), others.values()))
 
 
 def _entries(name: str, value: Any) -> list[tuple[str, Any]]:
@@ -338,16 +412,6 @@ def _entries(name: str, value: Any) -> list[tuple[str, Any]]:
     if type(value) is dict and 0 < len(value) <= MOST_ENTRIES and set(map(type, value)) == {str}:
         return [(f"{name}.{key}", value[key]) for key in sorted(value)]
     return [(name, value)]
-
-
-def _tensors_in(value: Any, depth: int = 0) -> set[int]:
-    """Return the identities of the tensors in lists and dictionaries, a few levels deep."""
-    if isinstance(value, Tensor):
-        return {id(value)}
-    if depth == DEEPEST or not isinstance(value, list | tuple | dict):
-        return set()
-    items = value.values() if isinstance(value, dict) else value
-    return set().union(*(_tensors_in(each, depth + 1) for each in items))
 
 
 def _is_statistic(name: str, buffer: Tensor) -> bool:

@@ -10,7 +10,6 @@ import decimal
 import enum
 import fractions
 import pathlib
-import sys
 import types
 import uuid
 from argparse import Namespace
@@ -18,24 +17,22 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import date, datetime, time, timedelta, timezone
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import torch
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.known import is_known, looked_up, no_name
+from elastic_driver.worker.state_sync.numpy_values import is_of_numpy, is_scalar
 
 # The dtype (torch's name for it) and the shape of a tensor.
 TensorKind = tuple[str, tuple[int, ...]]
 SIMPLE = frozenset({int, float, bool, str, bytes, type(None)})
 LARGEST = 2**63  # of whole numbers that msgpack carries
-_FACTORIES: dict[str, Any] = {
-    each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool, Counter, deque)
-}
-_OTHER = "?"  # in place of the name of a factory
-_RANDOM = (  # module, class, how its state is read and written
-    ("random", "Random", "getstate", "setstate"),
-    ("numpy.random", "RandomState", "get_state", "set_state"),
-)
+OTHER = "?"  # in place of the name of a factory
+DEEPEST = 100  # containers inside of each other: each Python can walk as many
+_OF_PYTHON = 1 << 9  # of a class: it was made by a class statement (Py_TPFLAGS_HEAPTYPE)
 
 
 class UnkeptError(UsageError):
@@ -55,6 +52,15 @@ class UnkeptError(UsageError):
 def unkept(path: str, value: Any) -> UnkeptError:
     """Return the error that names a value of an unknown kind."""
     kind = type(value)
+    if is_of_numpy(value):
+        return UnkeptError(
+            path,
+            f"it is a {kind.__name__} of NumPy with the dtype {value.dtype}",
+            "keep numbers, text and dates in it, not objects, and fields that do not overlap",
+        )
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | enum.Enum):
+        named = value if hasattr(value, "__qualname__") else kind
+        return UnkeptError(path, *no_name(named.__module__, named.__qualname__))
     if isinstance(value, types.GeneratorType) or hasattr(value, "__next__"):
         return UnkeptError(
             path,
@@ -146,23 +152,28 @@ def _made(new: Callable[[Any], Any], fill: Callable[[Any, list[Any]], None]) -> 
     return make
 
 
-def _default_of(value: defaultdict[Any, Any]) -> str | None:
-    factory = value.default_factory
+def _default_of(value: defaultdict[Any, Any]) -> Any:
+    """Return how the factory of a dictionary is sent: None, module and name, or `OTHER`."""
+    factory: Any = value.default_factory
     if factory is None:
         return None
-    name = getattr(factory, "__name__", "")
-    return name if _FACTORIES.get(name) is factory else _OTHER
+    return [factory.__module__, factory.__qualname__] if is_referred(factory) else OTHER
 
 
-def _default(name: str | None) -> Any:
-    """Return the factory of this name. Raises `UsageError` for a script's own."""
-    if name is not None and name not in _FACTORIES:
-        known = ", ".join(_FACTORIES)
-        raise UsageError(
-            "a defaultdict in the state makes its values by a function of the script, which cannot "
-            f"be sent; use one of {known}, or make the defaultdict when the state is made"
-        )
-    return _FACTORIES[name] if name is not None else None
+def _default(written: Any) -> Any:
+    """Return the factory that was written. Raises `UsageError` for one that is not known here."""
+    if written is None:
+        return None
+    found = looked_up(*written) if isinstance(written, list) else None
+    if found is None or not is_referred(found):
+        name = written[1] if isinstance(written, list) else "a function without a name"
+        raise UsageError(f"a defaultdict in the state makes its values by {name}, unknown here")
+    return found
+
+
+def has_nameless_factory(value: Any) -> bool:
+    """Return whether only a worker that has made the same dictionary itself can receive it."""
+    return type(value) is defaultdict and _default_of(value) == OTHER
 
 
 def _dict_kind(new: Callable[[Any], Any], more: Callable[[Any], Any] = lambda _: None) -> Kind:
@@ -192,7 +203,8 @@ def _content_of(value: Any) -> dict[str, Any]:
     found = {
         f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
     }
-    return found | getattr(value, "__dict__", {})
+    found |= getattr(value, "__dict__", {})
+    return {name: each for name, each in found.items() if not name.startswith("__")}
 
 
 def _fields_of(value: Any) -> list[Any]:
@@ -206,7 +218,8 @@ def _own_names(value: Any) -> list[str]:
         for f in dataclasses.fields(value)
         if isinstance(getattr(type(value), f.name, None), types.MemberDescriptorType)
     ]
-    return [*getattr(value, "__dict__", {}), *(name for name in slots if hasattr(value, name))]
+    own = [name for name in getattr(value, "__dict__", {}) if not name.startswith("__")]
+    return [*own, *(name for name in slots if hasattr(value, name))]
 
 
 def _fill_fields(target: Any, items: list[Any]) -> None:
@@ -228,7 +241,14 @@ def _dataclass_kind(kind: type) -> Kind:
         return target
 
     frozen = kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return Kind(_fields_of, None if frozen else _fill_fields, make, problem=_problem_of(kind))
+    problem = _problem_of(kind)
+    inherited = [each for each in kind.__mro__[1:-1] if not each.__flags__ & _OF_PYTHON]
+    if inherited:  # only the fields would be kept
+        problem = (
+            f"it is a dataclass that is a {inherited[0].__name__}, too",
+            f"keep the {inherited[0].__name__} in a field",
+        )
+    return Kind(_fields_of, None if frozen else _fill_fields, make, problem=problem)
 
 
 def _named_tuple_kind(kind: Any) -> Kind:
@@ -241,16 +261,18 @@ def _named_tuple_kind(kind: Any) -> Kind:
 
 
 def _problem_of(kind: type) -> tuple[str, str] | None:
-    if looked_up(kind.__module__, kind.__qualname__) is kind:
+    if is_known(kind):
         return None
-    problem = f"its class {kind.__qualname__} has no name that other workers know"
-    return problem, "define the class at the top of a module, and keep its name"
+    problem, hint = no_name(kind.__module__, kind.__qualname__)
+    return f"its class {problem}", hint
 
 
 def kind_of(kind: type) -> Kind | None:
     """Return how containers of this type are handled; None where it is no container."""
     found = kinds.get(kind)
-    if found is None and dataclasses.is_dataclass(kind):
+    if found is not None or issubclass(kind, enum.Enum) or has_part_of(kind):
+        return found
+    if dataclasses.is_dataclass(kind):
         found = kinds[kind] = _dataclass_kind(kind)
     elif found is None and issubclass(kind, tuple) and hasattr(kind, "_fields"):
         found = kinds[kind] = _named_tuple_kind(kind)
@@ -260,8 +282,26 @@ def kind_of(kind: type) -> Kind | None:
 # ---- kinds of single values ----------------------------------------------------------------
 
 
-def _datetime(text: str, fold: int) -> datetime:
-    return datetime.fromisoformat(text).replace(fold=fold)
+def _moment(value: Any) -> list[Any]:
+    """Return a time, with or without a date, as text; its fold; and its time zone."""
+    return [value.replace(tzinfo=None).isoformat(), value.fold, _zone(value.tzinfo)]
+
+
+def _zone(zone: Any) -> Any:
+    """Return a time zone as seconds or by name. Raises `ValueError` for one of another kind."""
+    if type(zone) is timezone:
+        return zone.utcoffset(None).total_seconds()
+    if type(zone) is ZoneInfo and zone.key is not None:
+        return zone.key
+    if zone is not None:
+        raise ValueError(f"its time zone is of the class {type(zone).__qualname__}")
+    return None
+
+
+def _from_zone(written: Any) -> Any:
+    if written is None:
+        return None
+    return ZoneInfo(written) if isinstance(written, str) else timezone(timedelta(seconds=written))
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -275,18 +315,25 @@ def torch_dtype(name: str) -> torch.dtype:
 
 atoms: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     complex: (lambda v: [v.real, v.imag], lambda d: complex(*d)),
-    range: (lambda v: [v.start, v.stop, v.step], lambda d: range(*d)),
+    range: (
+        lambda v: [str(v.start), str(v.stop), str(v.step)],
+        lambda d: range(*map(int, d)),
+    ),
     decimal.Decimal: (str, decimal.Decimal),
     fractions.Fraction: (str, fractions.Fraction),
     uuid.UUID: (str, uuid.UUID),
-    datetime: (lambda v: [v.isoformat(), v.fold], lambda d: _datetime(*d)),
-    date: (lambda v: v.isoformat(), date.fromisoformat),
-    time: (lambda v: v.isoformat(), time.fromisoformat),
-    timedelta: (lambda v: [v.days, v.seconds, v.microseconds], lambda d: timedelta(*d)),
-    timezone: (
-        lambda v: v.utcoffset(None).total_seconds(),
-        lambda d: timezone(timedelta(seconds=d)),
+    datetime: (
+        _moment,
+        lambda d: datetime.fromisoformat(d[0]).replace(fold=d[1], tzinfo=_from_zone(d[2])),
     ),
+    date: (lambda v: v.isoformat(), date.fromisoformat),
+    time: (
+        _moment,
+        lambda d: time.fromisoformat(d[0]).replace(fold=d[1], tzinfo=_from_zone(d[2])),
+    ),
+    timedelta: (lambda v: [v.days, v.seconds, v.microseconds], lambda d: timedelta(*d)),
+    timezone: (_zone, _from_zone),
+    ZoneInfo: (_zone, _from_zone),
     torch.device: (str, torch.device),
     torch.dtype: (lambda v: str(v).removeprefix("torch."), torch_dtype),
     type(...): (lambda _: None, lambda _: ...),
@@ -300,56 +347,33 @@ def is_referred(value: Any) -> bool:
     """Return whether a value is a class or function that has a name in its module."""
     if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return False
-    return looked_up(value.__module__, value.__qualname__) is value
-
-
-def looked_up(module: Any, name: str) -> Any:
-    """Return what a name means in a module that is loaded; None where there is nothing."""
-    found: Any = sys.modules.get(module) if isinstance(module, str) else None
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def _numpy() -> Any:
-    return sys.modules.get("numpy")
-
-
-def is_array(value: Any) -> bool:
-    """Return whether a value is a NumPy array without objects."""
-    numpy = _numpy()
-    return numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject
-
-
-def is_scalar(value: Any) -> bool:
-    """Return whether a value is a NumPy scalar."""
-    numpy = _numpy()
-    return numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject
-
-
-def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """Return how the state of a random generator is read and written; None for other objects."""
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and type(value) is numpy.Generator:
-        bits = value.bit_generator
-        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
-    for module, name, read, write in _RANDOM:
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None and type(value) is kind:
-            return getattr(value, read), getattr(value, write)
-    return None
+    return is_known(value)
 
 
 def is_single(value: Any) -> bool:
     """Return whether a value is one that never changes and holds no others."""
     kind = type(value)
-    if kind in SIMPLE or kind in atoms or kind is slice:
+    if kind in SIMPLE:
+        return True
+    if kind is slice:
+        return all(is_single(each) for each in (value.start, value.stop, value.step))
+    if kind in (datetime, time):
+        return value.tzinfo is None or is_single(value.tzinfo)
+    if kind is ZoneInfo:
+        return value.key is not None
+    if kind in atoms:
         return True
     if isinstance(value, enum.Enum):
-        return looked_up(kind.__module__, kind.__qualname__) is kind
+        is_member = isinstance(value, enum.Flag) or kind.__members__.get(value.name) is value
+        return is_member and is_known(kind)
     return is_scalar(value) or is_referred(value)
+
+
+def has_part_of(kind: type) -> bool:
+    """Return whether objects of a class are kept by parts of their own."""
+    return callable(getattr(kind, "state_dict", None)) and callable(
+        getattr(kind, "load_state_dict", None)
+    )
 
 
 def has_part(value: Any) -> bool:
@@ -389,17 +413,40 @@ class TensorSpec(NamedTuple):
         if self[:2] != TensorSpec.of(tensor)[:2] or tensor.layout != torch.strided:
             return False
         has_memory = not (tensor.is_meta or shares_memory(tensor) or tensor.is_inference())
-        return has_memory and tensor.grad_fn is None
+        is_plain = not (tensor.is_conj() or tensor.is_neg())
+        return has_memory and is_plain and tensor.grad_fn is None
 
 
 def require_kept(tensor: Tensor, path: str) -> None:
-    """Raise `UnkeptError` for a tensor that cannot be kept."""
+    """Raise `UnkeptError` for a tensor that cannot be kept as a plain value."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise UnkeptError(
+            path,
+            f"it is a tensor of the class {type(tensor).__qualname__}, and would arrive as a "
+            "plain one",
+            "keep a plain tensor: tensor.as_subclass(torch.Tensor)",
+        )
+    require_sent(tensor, path)
+
+
+def require_sent(tensor: Tensor, path: str) -> None:
+    """Raise `UnkeptError` for a tensor that cannot be sent: its content is not all there is."""
     if tensor.grad_fn is not None:
         raise UnkeptError(
             path,
             "it is a tensor on an autograd graph, whose history cannot be kept",
             "store tensor.detach() or tensor.item()",
         )
+    require_dense(tensor, path)
+
+
+def require_dense(tensor: Tensor, path: str) -> None:
+    """Raise `UnkeptError` for a tensor without elements one behind the other in memory."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnkeptError(path, "it has no shape yet (it is lazy)", "give it its first values")
+    if tensor.is_meta or tensor.is_quantized:
+        kind = "a quantized tensor" if tensor.is_quantized else "on the meta device, without memory"
+        raise UnkeptError(path, f"it is {kind}", "keep dense tensors of numbers in the state")
     if tensor.is_nested or (tensor.layout != torch.strided and not tensor.is_sparse):
         raise UnkeptError(
             path, f"it is a tensor of layout {tensor.layout}", "keep dense tensors in the state"
@@ -426,6 +473,14 @@ def fill_tensor(target: Tensor, content: Tensor) -> None:
             target.detach().copy_(content)
         elif not torch.equal(target, content):
             target.data = content.to(target.device, copy=True)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the content of a tensor as a row of bytes: its own memory where it is contiguous."""
+    flat = tensor.detach().contiguous()
+    # `reshape(-1)` would keep the step of a single element, which no view as bytes takes.
+    flat = flat.as_strided((flat.numel(),), (1,)) if flat.numel() else flat.reshape(-1)
+    return flat.view(torch.uint8)
 
 
 def child_names(value: Any, items: Sequence[Any]) -> list[str]:

@@ -24,6 +24,7 @@ from elastic_driver.worker import accelerator, context, current
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.state_sync.sharing import UnfitError
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import companions, groups
 from elastic_driver.worker.world.backend import BackendChoice
@@ -105,11 +106,15 @@ class JobMembership:
             error: what has ended the script.
         """
         round_id = self.progress.round
+        if script_is_over and error is None and round_id:
+            self.progress.on_end()
         self.leave()
         if self._driver is not None:
             lost = isinstance(error, WorldBrokenError) or looks_like_peer_loss(str(error))
             over_in = round_id if script_is_over else None
-            self._driver.stop(over_in=over_in, failed=error is not None and not lost)
+            unfit = str(error) if isinstance(error, UnfitError) else ""
+            failed = error is not None and not lost
+            self._driver.stop(over_in=over_in, failed=failed, unfit=unfit)
         self._end_left_groups()
         until = time.monotonic() + END_S
         for ending in self._endings:

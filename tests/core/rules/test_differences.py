@@ -240,6 +240,33 @@ def test_when_a_rank_has_finished_its_script_there_is_no_repair_any_more(
     assert "as a rank has finished its script" in s.end.reason
 
 
+def test_a_job_whose_ranks_finish_before_they_are_repaired_does_not_succeed(
+    scenario: MakeScenario,
+) -> None:
+    s = after_a_kill(scenario)
+    differ(s)
+    assert actions(s) == ["repair"]
+    for worker in s.members:
+        s.send(ev.WorkerEnding(worker, 3))
+    for worker in s.members:
+        s.exit(worker, 0)
+    assert s.end is not None
+    assert s.end.exit_code == 65
+    assert "a rank has finished its script before the repair" in s.end.reason
+
+
+def test_ranks_that_finish_once_they_are_repaired_succeed(scenario: MakeScenario) -> None:
+    s = after_a_kill(scenario)
+    differ(s)
+    s.wait(0.1)
+    s.ready(*s.in_state("running"), version=130)
+    assert s.world.repair
+    for worker in s.members:  # their loops had nothing left
+        s.exit(worker, 0)
+    assert s.end is not None
+    assert s.end.exit_code == 0
+
+
 def test_a_job_that_has_to_go_is_not_repaired_and_writes_no_such_state(
     scenario: MakeScenario,
 ) -> None:

@@ -1,7 +1,8 @@
 """An elastic job of which a rank goes wrong.
 
 STEPS steps of 20 ms. WRONG_RANK changes its learning rate in round WRONG_ROUND, at its step
-WRONG_STEP there. FORGETS: this rank never commits.
+WRONG_STEP there. FORGETS: this rank never commits. AFTER_RANK changes its state behind the last
+commit.
 """
 
 import os
@@ -19,6 +20,7 @@ WRONG_RANK = int(os.environ.get("WRONG_RANK", "-1"))
 WRONG_ROUND = int(os.environ.get("WRONG_ROUND", "1"))
 WRONG_STEP = int(os.environ.get("WRONG_STEP", "3"))
 FORGETS = int(os.environ.get("FORGETS", "-1"))
+AFTER_RANK = int(os.environ.get("AFTER_RANK", "-1"))
 torch.manual_seed(1)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -39,6 +41,10 @@ def train(state: elastic.TorchState) -> None:
             optimizer.param_groups[0]["lr"] = 0.5
         if elastic.rank() != FORGETS:
             state.commit()
+    if elastic.rank() == AFTER_RANK:
+        optimizer.param_groups[0]["lr"] = 0.7
+        state.step = STEPS  # as it is, in another write
+        model.eval()
 
 
 train(state)

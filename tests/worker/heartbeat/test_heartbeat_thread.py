@@ -311,4 +311,4 @@ def test_the_end_of_a_script_brings_the_last_marks_of_its_round(
     connection.stop(over_in=4)
     while (event := events.get(timeout=10.0))["type"] != "worker_ending":
         pass
-    assert event["marks"] == [[1, "ab"]]
+    assert event["marks"] == [[1, "ab", ""]]

@@ -28,6 +28,10 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def alike(gradients: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(gradients) == len(others) and all(map(torch.equal, gradients, others))
+
+
 def kept(state: TorchState) -> int:
     return len(state._tree.gradients.kept)
 
@@ -49,13 +53,14 @@ def test_a_plain_loop_keeps_no_gradient_whatever_it_leaves_behind() -> None:
 def test_an_accumulation_over_several_commits_is_put_back_at_each() -> None:
     model = nn.Linear(3, 1)
     state = TorchState(model=model, optimizer=sgd(model))
+    state.commit()
     for number in range(4):
         model(batch(number)).sum().backward()
         state.commit()
         committed = gradients_of(model)
         model(batch(99)).sum().backward()
         state.restore()
-        assert all(map(torch.equal, gradients_of(model), committed))
+        assert alike(gradients_of(model), committed)
 
 
 def test_two_optimizers_that_step_at_different_commits_keep_their_gradients() -> None:
@@ -74,51 +79,31 @@ def test_two_optimizers_that_step_at_different_commits_keep_their_gradients() ->
         assert len(committed) == (0 if number % 3 == 0 else 2)
         slow(batch(99)).sum().backward()
         state.restore()
-        assert all(map(torch.equal, gradients_of(slow), committed))
+        assert alike(gradients_of(slow), committed)
         assert len(gradients_of(slow)) == len(committed)
 
 
-class Hand:
-    """An optimizer of a script's own."""
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        self.groups = groups
-
-    def step(self) -> None:
-        for parameter in self.groups[0]["params"]:
-            parameter.data.sub_(parameter.grad, alpha=0.1)
-            parameter.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"lr": 0.1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """There is nothing to load."""
-
-
-def test_gradients_for_an_optimizer_of_the_scripts_own_are_kept_beside_those_of_torchs() -> None:
-    model, idle = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), nn.Linear(3, 1)
-    state = TorchState(
-        model=model,
-        idle=idle,  # nobody trains it
-        optimizer=sgd(model[0]),
-        hand=Hand([{"params": list(model[1].parameters())}]),
-    )
+def test_gradients_of_what_is_stepped_by_hand_beside_an_optimizer_are_put_back() -> None:
+    own, hand = nn.Linear(3, 1), nn.Linear(3, 1)
+    state = TorchState(own=own, hand=hand, optimizer=sgd(own))
     state.commit()
-    for number in range(7):
-        (model(batch(number)).sum() + idle(batch(number)).sum()).backward()
-        if number % 3 == 2:
+    for number in range(1, 9):
+        (own(batch(number)) * hand(batch(number))).sum().backward()
+        if number % 2 == 0:
             state.optimizer.step()
-            state.optimizer.zero_grad()
-            state.hand.step()
+            with torch.no_grad():
+                for parameter in hand.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.1)
+            own.zero_grad()
+            hand.zero_grad()
         state.commit()
-        committed = gradients_of(model)
-        assert len(committed) == (0 if number % 3 == 2 else 4)
-        assert kept(state) == len(committed)
-        model(batch(99)).sum().backward()
-        state.restore()
-        assert all(map(torch.equal, gradients_of(model), committed))
-        assert len(gradients_of(model)) == len(committed)
+        committed = gradients_of(own), gradients_of(hand)
+        assert len(committed[1]) == 2 * (number % 2)
+        for _ in range(2):
+            hand(batch(99)).sum().backward()
+            state.restore()
+            assert alike(gradients_of(own), committed[0])
+            assert alike(gradients_of(hand), committed[1])
 
 
 def test_gradients_that_a_generator_leaves_in_its_discriminator_are_soon_not_copied() -> None:
@@ -162,7 +147,7 @@ def test_gradients_that_are_never_zeroed_are_kept() -> None:
     committed = gradients_of(model)
     model(batch(99)).sum().backward()
     state.restore()
-    assert all(map(torch.equal, gradients_of(model), committed))
+    assert alike(gradients_of(model), committed)
     assert len(gradients_of(model)) == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
@@ -155,7 +156,7 @@ def test_a_default_dictionary_keeps_the_factory_of_the_receiver() -> None:
 
 
 def test_a_default_dictionary_whose_factory_has_no_name_is_not_made_without_it() -> None:
-    with pytest.raises(UsageError, match=r"a defaultdict in the state.*use one of"):
+    with pytest.raises(UsageError, match=r"a defaultdict in the state.*without a name"):
         sent({"table": defaultdict(lambda: [7])}, {})
 
 
@@ -198,9 +199,27 @@ def test_random_generators_go_on_where_the_senders_are() -> None:
     assert torch.equal(*draws)
 
 
-def test_a_random_generator_that_the_receiver_lacks_is_named() -> None:
-    with pytest.raises(UsageError, match="the value is a random generator, Random"):
-        sent([random.Random(1)], [])
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        random.Random(1),
+        np.random.default_rng(3),
+        np.random.Generator(np.random.MT19937(3)),
+        np.random.RandomState(4),
+        torch.Generator().manual_seed(2),
+    ],
+)
+def test_a_random_generator_that_the_receiver_lacks_is_made(theirs: Any) -> None:
+    for live in (None, [], [random.Random(9)], [np.random.default_rng(9)]):
+        (found,) = sent([theirs], live)
+        assert type(found) is type(theirs)
+        assert Writer().write(found, "v")[:2] == Writer().write(theirs, "v")[:2]
+        if not isinstance(theirs, torch.Generator):
+            draw = "normal" if hasattr(theirs, "normal") else "random"
+            again = copy.deepcopy(theirs)
+            assert getattr(found, draw)() == getattr(again, draw)()
+        else:
+            assert torch.equal(found.get_state(), theirs.get_state())
 
 
 def test_a_class_of_a_function_is_refused_where_it_is_kept() -> None:

@@ -84,6 +84,22 @@ def test_a_buffer_that_shares_its_memory_with_itself_is_received() -> None:
     assert ours.wide.tolist() == [7.0] * 4
 
 
+@pytest.mark.parametrize("ours_shared", [True, False])
+def test_a_buffer_that_is_registered_twice_arrives_in_both_places(ours_shared: bool) -> None:
+    def make(shared: bool) -> nn.Sequential:
+        model, table = net(), torch.rand(3)
+        model[0].register_buffer("table", table)
+        model[2].register_buffer("table", table if shared else torch.rand(3), persistent=False)
+        return model
+
+    ours, theirs = make(ours_shared), make(shared=True)
+    carry(live_state(net=theirs), live_state(net=ours))
+    assert torch.equal(ours[0].table, theirs[0].table)
+    assert ours[2].table is ours[0].table
+    carry(live_state(net=make(shared=False)), live_state(net=ours))
+    assert not torch.equal(ours[2].table, ours[0].table)
+
+
 def test_tied_weights_stay_tied() -> None:
     def make() -> nn.Module:
         found = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
