@@ -251,7 +251,7 @@ class OptimizerPart(StatePart):
 
     def values(self) -> list[tuple[str, Any]]:
         """See `StatePart.values`."""
-        shape, settings, others = self.kept
+        shape, settings, others, _ = self.kept
         found: list[tuple[str, Any]] = []
         done: dict[int, Any] = {}
         for number, (parameters, kept) in enumerate(zip(shape.parameters, settings, strict=True)):
