@@ -25,6 +25,7 @@ from elastic_driver.core.progress import BUFFERS_DIGEST_CHARS, BUFFERS_OF, MAX_B
 from elastic_driver.worker.heartbeat.described import Leaf
 from elastic_driver.worker.heartbeat.progress import TrainingProgress, usual_pause
 from elastic_driver.worker.state_sync.fingerprint import contents
+from elastic_driver.worker.state_sync.message import Reader
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import UnkeptError
 
@@ -194,6 +195,8 @@ def _plainly(data: Any) -> Any:
         return dict(zip(map(str, keys), map(_plainly, items[half:]), strict=True))
     if tag in _NAMED:
         return _NAMED[tag]
+    if tag == "scalar":
+        return Reader(()).read(data).item()
     if tag == "str":
         return bytes(rest[0]).decode("utf-8", "backslashreplace")
     return rest[0] if len(rest) == 1 else f"{tag} {rest}"

@@ -258,6 +258,14 @@ def test_a_large_state_is_described_by_its_objects_in_short() -> None:
     assert changed == {"model", "optimizer", "state.step"}
 
 
+def test_numbers_of_numpy_are_told_as_numbers() -> None:
+    rank = Rank()
+    rank.state.best = {"loss": np.float32(1.5), "count": np.int64(3)}
+    rank.train(4)
+    told = {name: text for name, _, text in rank.marks.leaves(4) or ()}
+    assert (told["state.best.loss"], told["state.best.count"]) == ("1.5", "3")
+
+
 class Shadow(nn.Module):
     """Averages of weights, kept as buffers."""
 

@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.fingerprint import is_capturing
+from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
 from elastic_driver.worker.state_sync.part import require_tensor
 from elastic_driver.worker.state_sync.steps import collectives, trained_by
 
 BY_HAND = 0  # in place of an optimizer's identity
+IDLE = 64  # commits with gradients, after which a parameter that did not change is not stepped
 DROPPED = 3  # times in a row; then the gradients of this optimizer belong to no commit
 
 
@@ -48,7 +49,10 @@ class Gradients:
         self._hooks: list[Any] = []
         self._hooked: list[tuple[int, int]] = []
         self._watched: set[int] = set()  # the optimizers of the state
-        self._others: list[Tensor] = []  # parameters that are stepped by hand
+        self._others: list[Tensor] = []  # parameters that may be stepped by hand
+        self._commits = 0  # with a look at these
+        self._contents: list[int] = []  # of these, at the first one
+        self._idle: dict[int, int] = {}  # those of them that nothing steps, with their versions
         # Of each optimizer: the first gradient that its last step found; those that found it again.
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._lasting: set[int] = set()
@@ -73,7 +77,8 @@ class Gradients:
         it has used their gradients is not known: they belong to each commit.
         """
         chosen: dict[tuple[int, int], tuple[Tensor, int]] = {}
-        self._others = list(others)
+        if list(map(id, others)) != list(map(id, self._others)):
+            self._others, self._commits, self._idle = list(others), 0, {}
         for parameter in (*self._others[:1], *self._others[-1:]):
             if parameter.is_leaf:
                 chosen[BY_HAND, id(parameter)] = parameter, BY_HAND
@@ -154,8 +159,9 @@ class Gradients:
         """
         if not self._pending and not self._lasting:
             return []
-        stepped = self._has_stepped or BY_HAND in self._pending
-        found = {id(p): p for p in self._others if p.grad is not None}
+        by_hand = self._stepped_by_hand()
+        stepped = self._has_stepped or (bool(by_hand) and BY_HAND in self._pending)
+        found = {id(p): p for p in by_hand if p.grad is not None}
         for optimizer in optimizers:
             if id(optimizer) in self._lasting:
                 stepped = stepped or id(optimizer) not in self._pending
@@ -174,6 +180,22 @@ class Gradients:
         for _, gradient in kept:
             require_tensor("a gradient that no step has used", gradient)
         return [Kept(p, each, each.detach().clone(), not stepped) for p, each in kept]
+
+    def _stepped_by_hand(self) -> list[Tensor]:
+        """Return the parameters that the script may step by itself.
+
+        Beside optimizers of torch, those count no longer that had gradients and did not change for
+        `IDLE` commits, until something writes to them: a body whose head alone is trained.
+        """
+        if not self._others or not self._watched or is_capturing():
+            return self._others
+        self._commits += 1
+        if self._commits == 1:
+            self._contents = contents(self._others)
+        elif self._commits == IDLE + 1:
+            pairs = zip(self._others, contents(self._others), self._contents, strict=True)
+            self._idle = {id(p): p._version for p, now, before in pairs if now == before}
+        return [p for p in self._others if self._idle.get(id(p)) != p._version]
 
     def committed(self, kept: list[Kept], now: int) -> None:
         """Note the result of `take` as that of a commit, until which `now` collectives came."""

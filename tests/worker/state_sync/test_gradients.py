@@ -106,6 +106,23 @@ def test_gradients_of_what_is_stepped_by_hand_beside_an_optimizer_are_put_back()
             assert alike(gradients_of(hand), committed[1])
 
 
+def test_gradients_of_what_nothing_ever_steps_are_soon_not_copied() -> None:
+    body, head = nn.Linear(3, 2), nn.Linear(2, 1)
+    state = TorchState(body=body, head=head, optimizer=sgd(head))
+    state.commit()
+    for number in range(module.IDLE + 2):
+        assert kept(state) == (2 if 0 < number <= module.IDLE else 0)
+        head(body(batch(number))).sum().backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.commit()
+    with torch.no_grad():
+        body.weight.sub_(body.weight.grad)
+    head(body(batch(0))).sum().backward()
+    state.commit()
+    assert [each.parameter for each in state._tree.gradients.kept if each.parameter is body.weight]
+
+
 def test_gradients_that_a_generator_leaves_in_its_discriminator_are_soon_not_copied() -> None:
     generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
     state = TorchState(generator=generator, critic=critic, g=sgd(generator), c=sgd(critic))
