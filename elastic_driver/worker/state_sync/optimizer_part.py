@@ -289,10 +289,16 @@ class OptimizerPart(StatePart):
     def _state_by_number(
         self, parameters: Sequence[Tensor]
     ) -> tuple[dict[int, Any], dict[Any, Any]]:
-        """Return what is remembered of each of these parameters, and all else."""
-        state = self.thing.state
-        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        return {n: state[p] for n, p in enumerate(parameters) if p in state}, others
+        """Return what is remembered of each of these parameters, by number, and all else."""
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        numbered: dict[int, Any] = {}
+        others: dict[Any, Any] = {}
+        for key, values in self.thing.state.items():  # in its order
+            if key in numbers:
+                numbered[numbers[key]] = values
+            elif not isinstance(key, Tensor):
+                others[key] = values
+        return numbered, others
 
     def _theirs(self, groups: Any) -> list[list[Tensor]]:
         """Return this process's parameters of the sender's groups.
