@@ -194,6 +194,7 @@ class HeartbeatThread:
         if worker not in asked.workers or asked.round != progress.round:
             return
         try:
+            progress.on_difference()
             found = progress.leaves(asked.step)
         except Exception as error:  # of any kind: heartbeats must go on
             say(f"could not describe the state after step {asked.step}: {error!r}")

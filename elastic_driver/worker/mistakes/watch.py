@@ -83,13 +83,7 @@ class Mistakes:
         self._alone, self._swallowed, self._steps, self._size = 0, 0, 0, size
         self._due = LOOKED_AT
         self._made_late.entered()
-        describe = progress.leaves
-
-        def asked(step: int) -> list[tuple[str, str, str]] | None:
-            self.on_difference()
-            return describe(step)
-
-        progress.leaves = asked
+        progress.on_difference = self.on_difference
 
     def on_difference(self) -> None:
         """Tell, where the ranks were found to differ, that nothing averages their gradients.

@@ -287,3 +287,17 @@ def test_commits_pay_for_the_looks_at_the_beginning_only(
     first, later = costs[: watch.LOOKED_AT], costs[watch.LOOKED_AT :]
     assert statistics.median(first) < 0.005, first
     assert statistics.median(later) < 0.0001, later
+
+
+def test_that_ranks_differ_is_told_when_the_driver_asks_and_not_at_the_end(
+    state: Any, lines: Told
+) -> None:
+    progress = TrainingProgress()
+    state._marks.entered(progress, 2)
+    state._mistakes.entered(progress, 2)
+    state._mistakes._averages = False
+    progress.leaves(1)  # as at the end of each script
+    assert lines() == []
+    progress.on_difference()
+    (line,) = lines()
+    assert line.startswith("the ranks hold different states, and nothing was found that averages")
