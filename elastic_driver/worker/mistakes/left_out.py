@@ -2,7 +2,8 @@
 
 It looks at a few commits at the beginning of the training, on one rank. A module, or a container of
 tensors, counts as left out if it changes from commit to commit and no optimizer trains it, unless
-it is a copy that is made anew from what the state has. Of each, a few small pieces are compared, so
+it is a copy that is made anew from what the state has at each of them; a copy that is made now and
+then holds older weights, which the state has no more. Of each, a few small pieces are compared, so
 that a look takes less than a millisecond (`tests/worker/mistakes/test_left_out.py`).
 """
 
@@ -89,6 +90,10 @@ class Weights:
         """Return whether a parameter has this content, or had it at the last look."""
         return piece.mark in self._marks or piece.mark in self._marks_before
 
+    def has_now(self, piece: Piece) -> bool:
+        """Return whether a parameter has this content."""
+        return piece.mark in self._marks
+
     def likeness(self, piece: Piece) -> float:
         """Return the largest cosine between a piece and a parameter's of the same shape."""
         cosines = [
@@ -106,6 +111,8 @@ class _Watched:
         self.kind = type(variable.thing).__name__
         self.changes = self.own_changes = 0  # own: not to what the state has
         self.is_alike = False  # has been like the weights
+        self.copies = 0  # changes to what the state has, after having held what it has no more
+        self.is_old = False  # holds what the state has no more
         self.last: dict[Any, Any] = {}
 
     def tensors(self) -> dict[Any, Tensor] | None:
@@ -129,6 +136,8 @@ class _Watched:
         before, self.last = self.last, {place: piece.mark for place, piece in pieces.items()}
         changed = [p for place, p in pieces.items() if before.get(place, p.mark) != p.mark]
         own = [piece for piece in changed if not weights.has(piece)]
+        self.copies += bool(changed) and not own and self.is_old
+        self.is_old = not changed and not all(map(weights.has_now, pieces.values()))
         self.changes += bool(changed)
         if own:
             self.is_alike = _alike(own, weights)
@@ -138,7 +147,8 @@ class _Watched:
     @property
     def is_proven(self) -> bool:
         """Return whether it is sure that this thing goes on changing by itself."""
-        return self.changes >= CHANGES and self.own_changes >= (1 if self.is_alike else CHANGES)
+        least = 1 if self.is_alike else CHANGES
+        return self.changes >= CHANGES and (self.own_changes >= least or self.copies >= CHANGES)
 
 
 def _alike(pieces: Sequence[Piece], weights: Weights) -> bool:

@@ -81,6 +81,22 @@ def test_an_averaged_module_is_named_however_often_it_changes(lines: Told, every
     assert line.startswith("'swa' (AveragedModel) changes from commit to commit")
 
 
+@pytest.mark.parametrize("every", [2, 3, 6])
+def test_a_target_that_is_copied_from_the_weights_now_and_then_is_named(
+    lines: Told, every: int
+) -> None:
+    state = state_of()
+    target = copy.deepcopy(state.model)
+
+    def update() -> None:
+        if state.step % every == 0:
+            target.load_state_dict(state.model.state_dict())
+
+    train(state, update)
+    (line,) = lines()
+    assert line.startswith("'target' (Sequential) changes from commit to commit")
+
+
 def test_a_module_that_no_version_counter_shows_to_change_is_named(lines: Told) -> None:
     state = state_of()
     teacher = copy.deepcopy(state.model)
