@@ -20,7 +20,7 @@ MAX_DIGEST_CHARS = 32
 MAX_BUFFERS = 64  # groups of buffers that are compared
 BUFFERS_DIGEST_CHARS = 8
 BUFFERS_OF = "buffers of "  # begins the names of their leaves
-ODD_STEPS = 20  # of an optimizer without a commit, before anything is said
+ODD_STEPS = 8  # of an optimizer without a commit, before anything is said
 Share = Annotated[int, Meta(ge=0, le=2**31)]
 
 
