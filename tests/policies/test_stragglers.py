@@ -354,5 +354,5 @@ def test_a_rank_that_never_commits_is_announced_once_a_round() -> None:
     (announced,) = bench.look()
     assert (announced.event, announced.round) == ("commits_differ", 1)
     assert announced.detail == {"kind": "no_commits", "ranks": "2"}
-    assert announced.reason.startswith("rank 2 has trained at least 20 steps")
+    assert announced.reason.startswith("rank 2 has trained at least 8 steps")
     assert bench.look() == []
