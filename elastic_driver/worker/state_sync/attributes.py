@@ -52,6 +52,17 @@ class KeptAttribute(NamedTuple):
     copy: Any
 
 
+class KnownAttributes(NamedTuple):
+    """An object, and the names of all its attributes at a commit that has looked at them."""
+
+    thing: Any
+    names: frozenset[str]
+    copy: Any = None
+
+
+Attribute = KeptAttribute | KnownAttributes
+
+
 class Attributes:
     """The plain attributes of some objects, as far as they change.
 
@@ -80,8 +91,9 @@ class Attributes:
         self._looks = {key: look for key, look in self._looks.items() if key in now}
         self._moving = {key: None for key in self._moving if key[0] in now}
 
-    def take(self) -> list[KeptAttribute]:
+    def take(self) -> list[Attribute]:
         """Return copies of the attributes that change, for a commit."""
+        found: list[Attribute] = []
         began = self._clock()
         is_learning = self._left > 0
         if is_learning or began >= self._look_at:
@@ -90,12 +102,14 @@ class Attributes:
             self._look_at = began + (self._clock() - began) / SHARE
         if not is_learning and not self._moving:
             return []
-        taker, found = Taker(alone=True), []
+        taker = Taker(alone=True)
         changing = {number for number, _ in self._moving}
         for path, each in self._objects:
             if not is_learning and id(each) not in changing:
                 continue
             own = vars(each)
+            if is_learning:
+                found.append(KnownAttributes(each, frozenset(own)))
             for key in self._chosen(each, everything=is_learning):
                 if key not in own:
                     found.append(KeptAttribute(own, key, _MISSING))
@@ -104,14 +118,22 @@ class Attributes:
                     found.append(KeptAttribute(own, key, copy))
         return found
 
-    def put_back(self, kept: Sequence[KeptAttribute]) -> None:
-        """Make the attributes what they were at the commit."""
+    def put_back(self, kept: Sequence[Attribute]) -> None:
+        """Make the attributes what they were at the commit.
+
+        One that has come since then goes, as far as the commit knew all that there were.
+        """
         done: dict[int, Any] = {}
-        for owner, key, copy in kept:
-            if copy is _MISSING:
-                owner.pop(key, None)
+        for each in kept:
+            if isinstance(each, KnownAttributes):
+                own = vars(each.thing)
+                new = [key for key in _names(each.thing) if key not in each.names]
+                for key in [key for key in new if _can_be_kept(own[key])]:
+                    del own[key]
+            elif each.copy is _MISSING:
+                each.owner.pop(each.key, None)
             else:
-                owner[key] = put_back(copy, done)
+                each.owner[each.key] = put_back(each.copy, done)
 
     def outgoing(self, tensors: list[tuple[str, Tensor]]) -> Any:
         """Return a document of the attributes that have changed, and of all others with tensors.

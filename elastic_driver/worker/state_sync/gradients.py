@@ -112,9 +112,10 @@ class Gradients:
 
     def before(self, optimizer: Optimizer) -> None:
         """Before a step: find out whether the gradients of the last commit are still there."""
-        first = next((p for p in trained_by(optimizer) if p.grad is not None), None)
-        if first is not None and id(optimizer) in self._watched:
-            self._look_at(first, id(optimizer))
+        if id(optimizer) in self._watched:
+            trained = (p for p in trained_by(optimizer) if p.grad is not None and p.requires_grad)
+            if (first := next(trained, None)) is not None:  # one that is frozen takes no hook
+                self._look_at(first, id(optimizer))
         if not self.kept:
             return
         own = set(map(id, trained_by(optimizer)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.attributes import Attributes, KeptAttribute, looks_of
+from elastic_driver.worker.state_sync.attributes import Attribute, Attributes, looks_of
 from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.part import (
@@ -71,7 +71,7 @@ class _Kept(NamedTuple):
     training: list[bool]  # of each module
     flags: list[bool]  # `requires_grad` of each parameter
     extra: list[Any]
-    own: list[KeptAttribute]
+    own: list[Attribute]
 
 
 def _is_inexact(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.attributes import Attributes, KeptAttribute
+from elastic_driver.worker.state_sync.attributes import Attribute, Attributes
 from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.part import (
@@ -39,7 +39,7 @@ class _Kept(NamedTuple):
     shape: _Shape
     settings: list[Any]  # of each group
     others: Any  # copies of what is remembered and is no tensor
-    own: list[KeptAttribute]
+    own: list[Attribute]
 
 
 class _Parameters:

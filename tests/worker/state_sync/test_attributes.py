@@ -216,3 +216,34 @@ def test_an_older_document_has_no_attributes() -> None:
     count = len(dict(sender.values["net"].state_dict()))
     mine.accept(document[:5], [tensor for _, tensor in tensors][:count])
     assert receiver.values["net"].told() == Net().told()
+
+
+class Memo(nn.Module):
+    """A model that computes something once, in its third pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.passes = nn.Linear(2, 2), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        if self.passes == 3:
+            self.first = x.detach().clone()
+        return self.layer(x)
+
+
+def test_an_attribute_that_comes_in_a_lost_step_goes_again() -> None:
+    model = Memo()
+    state = TorchState(model=model, step=0)
+    for _ in range(2):
+        model(torch.ones(1, 2))
+        state.commit()
+    model(torch.full((1, 2), 5.0))
+    assert hasattr(model, "first")
+    state.restore()
+    assert not hasattr(model, "first")
+    model(torch.full((1, 2), 7.0))
+    state.commit()
+    model(torch.ones(1, 2))
+    state.restore()
+    assert model.first.tolist() == [[7.0, 7.0]]

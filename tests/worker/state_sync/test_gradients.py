@@ -261,3 +261,17 @@ def test_no_gradient_is_held_back_from_being_freed() -> None:
     gc.collect()
     assert seen() is None
     assert module.DROPPED > 0
+
+
+def test_a_layer_that_is_frozen_between_its_gradient_and_a_step_harms_nothing() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    state = TorchState(model=model, optimizer=sgd(model))
+    state.commit()
+    for number in range(6):
+        state.optimizer.zero_grad(set_to_none=False)
+        model(batch(number)).sum().backward()
+        model[0].requires_grad_(number % 2 == 0)
+        state.optimizer.step()
+        model[0].requires_grad_(True)
+        state.commit()
+    assert len(gradients_of(model)) == 4
