@@ -115,7 +115,7 @@ class Reader:
             argv, env=self._environ, capture_output=True, text=True, timeout=60, check=False
         )
         with contextlib.suppress(ValueError):
-            return dict(json.loads(ran.stdout))
+            return dict(json.loads(ran.stdout) or {})  # null: the job has not begun
         return {}
 
     def _training(self) -> list[int]:
