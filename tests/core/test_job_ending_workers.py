@@ -72,8 +72,8 @@ def test_no_worker_is_started_again_where_one_cannot_take_over_the_state(
     assert s.starting == ["c.0.1"], "another host may have another script"
 
 
-def test_another_size_that_is_asked_for_tries_the_host_again(scenario: MakeScenario) -> None:
-    s = scenario(start_np=2, max_np=3).training(a=2)
+def replace_by_one_that_does_not_fit(s: Scenario) -> None:
+    """Lose one of two workers on one host; the next one there cannot take over the state."""
     s.exit("a.1.1", -9)
     s.ready("a.0.1", version=9)
     s.step("a.0.1")
@@ -81,6 +81,11 @@ def test_another_size_that_is_asked_for_tries_the_host_again(scenario: MakeScena
     s.wait(0.1)
     s.ready("a.0.1", version=10)
     unfit(s, "a.1.2")
+
+
+def test_another_size_that_is_asked_for_tries_the_host_again(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, max_np=3).training(a=2)
+    replace_by_one_that_does_not_fit(s)
     assert s.starting == []
     s.send(ev.ScaleRequested(2))
     assert s.starting == ["a.1.3"]
@@ -118,13 +123,7 @@ def test_ranks_that_build_different_states_at_the_start_end_the_job(
 
 def test_when_no_worker_lives_any_more_all_are_started_anew(scenario: MakeScenario) -> None:
     s = scenario(start_np=2, max_np=2).training(a=2)
-    s.exit("a.1.1", -9)
-    s.ready("a.0.1", version=9)
-    s.step("a.0.1")
-    s.ready("a.1.2")
-    s.wait(0.1)
-    s.ready("a.0.1", version=10)
-    unfit(s, "a.1.2")
+    replace_by_one_that_does_not_fit(s)
     s.exit("a.0.1", -9)
     assert len(s.starting) == 2
 

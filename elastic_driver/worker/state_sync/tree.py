@@ -40,7 +40,6 @@ from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_par
 
 MOST_ENTRIES = 64  # of a table whose entries are compared one by one
 SMALL_BYTES = 1024 * 1024  # of a buffer that is copied at each commit
-DEEPEST = 4  # containers inside of an object that are looked into for parameters
 PartMaker = Callable[[str, Any], StatePart | None]
 
 
@@ -69,9 +68,8 @@ class Tree:
         steps.on_begin = self.gradients.before
         self._objects: dict[str, Any] = {}  # that have parts, as they were at the last walk
         self._given: dict[str, Any] = {}  # those of them that are no optimizers of optimizers
-        self._usual: dict[str, Any] | None = (
-            None  # attributes that have parts, if all else is simple
-        )
+        # The attributes that have parts; None: not all others are numbers and the like.
+        self._usual: dict[str, Any] | None = None
         self._glance: Glance | None = None  # at what they are made of
         self._optimizers: list[Optimizer] | None = None
         self._kept: dict[str, Any] | None = None  # of the attributes: values, copies, objects
