@@ -251,6 +251,25 @@ def test_lbfgs_goes_on_with_all_that_it_remembers() -> None:
     assert found[0] == found[1]
 
 
+def test_what_an_optimizer_remembers_comes_in_the_senders_order() -> None:
+    def make() -> LiveState:
+        model = net()
+        return live_state(net=model, opt=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    def order(state: LiveState) -> list[int]:
+        numbers = {p: n for n, p in enumerate(of(state, "net").parameters())}
+        return [numbers[p] for p in of(state, "opt").state]
+
+    sender, receiver = make(), make()
+    model, optimizer = of(sender, "net"), of(sender, "opt")
+    for parameter in reversed(list(model.parameters())):
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    sender.tree.keep()
+    carry(sender, receiver)
+    assert order(sender) == sorted(order(sender), reverse=True) != []
+    assert order(receiver) == order(sender)
+
+
 def test_groups_that_the_sender_has_no_more_go() -> None:
     def make() -> LiveState:
         model = net()
