@@ -2,8 +2,9 @@
 
 A mark is made right after a commit, of every leaf that the ranks are to have alike, at the same
 commits on every rank: the second of a round, the fourth, eighth and sixteenth, and then each so
-many that the marks take at most a thousandth of the training time. This number is a power of two,
-so ranks that choose different ones have commits in common. The marks travel with the heartbeats.
+many that the marks take at most a thousandth of the training time, but for the first few
+milliseconds of them in a round. This number is a power of two, so ranks that choose different ones
+have commits in common. The marks travel with the heartbeats.
 Where they differ, the driver asks for the leaves of a mark, and names the first one that differs.
 
 When a script ends, its last commit is marked as well, and the leaves of that mark go along in
@@ -31,6 +32,8 @@ from elastic_driver.worker.state_sync.values import UnkeptError
 
 FIRST = frozenset({2, 4, 8, 16})  # commits of a round
 SHARE = 0.0008  # of the training time
+EARLY_S = 0.02  # of marks in a round that may take more than this share: each `EARLY`th commit
+EARLY = 16
 LONGEST = 1 << 20  # commits between two marks
 MARKS_IN_A_PAUSE = 8  # of heartbeats, at most
 LAST_S = 0.05  # that the last mark may take, however short the training was
@@ -48,6 +51,7 @@ class Marks:
         self._kept: OrderedDict[int, list[tuple[str, str, Any]]] = OrderedDict()
         self._every = LONGEST
         self._cost = 0.0  # seconds of the last mark
+        self._spent = 0.0  # seconds of all marks of this round
         self._commits = 0  # in this round
         self._began = time.monotonic()
 
@@ -55,7 +59,7 @@ class Marks:
         """Begin a round of so many workers; alone, a rank is compared with nobody."""
         wanted = size > 1 and os.environ.get(contract.VERIFY_STATE) != "0"
         self._progress = progress if wanted else None
-        self._commits = 0
+        self._commits, self._spent = 0, 0.0
         self._kept.clear()
         progress.leaves = self.leaves
 
@@ -107,9 +111,12 @@ class Marks:
         times = sorted(progress.step_times)
         usual = times[len(times) // 2] if times else 0.0
         pause = usual_pause(progress.size)  # a heartbeat carries the newest marks only
+        self._spent += self._cost
+        least = EARLY if self._spent < EARLY_S else LONGEST  # whatever its share
         every = 2
         while every < LONGEST and (
-            every * usual * SHARE < self._cost or every * usual * MARKS_IN_A_PAUSE < pause
+            (every < least and every * usual * SHARE < self._cost)
+            or every * usual * MARKS_IN_A_PAUSE < pause
         ):
             every *= 2
         self._every = every

@@ -19,6 +19,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,6 +137,15 @@ class _GoingBack(NamedTuple):
     draws_again: bool = True  # the random numbers are those of this state's commit
 
 
+@dataclass(slots=True)
+class _Last:
+    """The last commit of a state."""
+
+    at: int = 0  # its place among the commits of all states
+    before: int = 0  # that of the commit before it
+    random: dict[str, Any] | None = None  # the random generators; None: there was no commit
+
+
 class State:
     """The base of all states: attributes, a version, and their synchronisation between ranks.
 
@@ -178,10 +188,8 @@ class State:
         self._tree.gradients.is_local = passes_are_local
         self._tree.leaves.copy_all = snapshot
         self._counter.on_step = lambda optimizer: _stepped(me, optimizer)
-        self._kept_random: dict[str, Any] | None = None
         self._going: _GoingBack | None = None  # all states go back
-        self._kept_at = 0  # the place of the last commit among those of all states
-        self._kept_before = 0  # and that of the one before
+        self._last = _Last()
         self._random = RandomStates()
         self._clock = ComputeClock()
         self._callbacks: list[Callable[[], None]] = []
@@ -335,7 +343,7 @@ class State:
         alike = [
             s
             for s in all_states()
-            if s is not self and s._round == self._round and s._kept_at > self._kept_before
+            if s is not self and s._round == self._round and s._last.at > self._last.before
         ]
         return [(each._tree, each._local) for each in (self, *alike)]
 
@@ -402,7 +410,7 @@ class State:
         Samplers and batches move here: what the loop has received until now counts as trained.
         Raises `UsageError`, with its name, for what cannot be kept.
         """
-        if self._tree.leaves.copy_all or not self._counter.steps:
+        if self._tree.leaves.copy_all or not self._counter.has_stepped:
             self._counter.settle()  # no optimizer's step has waited for what the ranks exchanged
         advance_all(self._positions)
         self._keep()
@@ -413,8 +421,8 @@ class State:
         if tree.changes != self._arranged:
             self._arranged = tree.changes
             self._arrange()
-        self._kept_before, self._kept_at = self._kept_at, next(_commits)
-        self._kept_random = self._random.take()
+        last = self._last
+        last.before, last.at, last.random = last.at, next(_commits), self._random.take()
 
     def restore(self) -> None:
         """Go back to the last commit; gradients that do not belong to it are dropped.
@@ -422,21 +430,21 @@ class State:
         If something has changed since then that was not copied, nothing is put back: the next
         `sync()` brings a clean state from another rank.
         """
-        going = self._going or _GoingBack(self.clean)
-        if self._kept_random is not None and going.is_clean:
+        going, random = self._going or _GoingBack(self.clean), self._last.random
+        if random is not None and going.is_clean:
             self._tree.roll_back(going.newer)
             self._arrange()
         else:
             self._tree.drop_gradients()
-        if self._kept_random is not None and going.draws_again:
-            self._random.put(self._kept_random)
+        if random is not None and going.draws_again:
+            self._random.put(random)
 
     def _restore_all(self) -> None:
         """Go back to the last commit of each state of this process.
 
         What several states have goes back to the newest commit.
         """
-        states = sorted(all_states(), key=lambda state: -state._kept_at)
+        states = sorted(all_states(), key=lambda state: -state._last.at)
         clean = [state for state in states if state.clean]
         newer: set[int] = set()
         for each in states:

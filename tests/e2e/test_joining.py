@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -214,9 +215,10 @@ def test_a_node_that_is_killed_takes_its_workers_along_and_the_others_train_on(
         join = ("--join", at, "--run-id", nodes.mark)
         job = nodes.serve("--serve", "--nnodes", "1:2", "--rdzv-endpoint", at, *FAST, TRAIN)
         both = [nodes.start(*join), nodes.start(*join)]
-        job.until_size(2, 90)
+        trained = job.until_size(2, 90)
         both[1].process.kill()
-        job.until_size(1, 90)
+        left = job.until_size(1, 90)
+        job.killed |= dict.fromkeys(trained.keys() - left, time.time())
         eventually(
             lambda: len({p.pid for p in job.processes()} & set(job.agents())) == 1,
             within=30,
@@ -225,6 +227,7 @@ def test_a_node_that_is_killed_takes_its_workers_along_and_the_others_train_on(
         )
         still = left_in(temporary)
         assert len(still) == 1, f"the killed node's folder went with its agent: {still}"
+        job.until(lambda: job.steps()[-1].step >= 5, "the others have trained on")
         assert_no_step_lost_or_repeated(job, 5)
         both[0].signal(signal.SIGINT)
         both[0].signal(signal.SIGTERM)  # no grace the second time

@@ -187,7 +187,7 @@ class Mistakes:
         if self._size == 1:
             return
         steps, before = self._tree.steps, self._tree.gradients.collectives_before
-        if steps.steps:
+        if steps.has_stepped:
             self._alone = self._alone + 1 if collectives() == before else 0
         verified = os.environ.get(contract.VERIFY_STATE) != "0"
         if self._alone == ALONE_AFTER and not verified and is_speaker():

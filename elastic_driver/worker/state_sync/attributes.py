@@ -35,7 +35,7 @@ from elastic_driver.worker.state_sync.values import (
 from elastic_driver.worker.worker_log import say
 
 LOOKS = 4  # commits at which everything is looked at
-SHARE = 0.0008  # of the time, for the looks of later
+SHARE = 0.0002  # of the time, for the looks of later
 LARGEST = 16 * 1024 * 1024  # bytes of an attribute that is copied at each commit
 SMALL = 64 * 1024  # bytes of one that is copied before it is known to change
 DEEPEST = 4  # containers inside of containers that are looked into
@@ -90,6 +90,10 @@ class Attributes:
         self._objects, self._left = objects, max(self._left, 1)
         self._looks = {key: look for key, look in self._looks.items() if key in now}
         self._moving = {key: None for key in self._moving if key[0] in now}
+
+    def is_due(self, now: float) -> bool:
+        """Return whether `take` has something to do; `now`: seconds, of its clock."""
+        return bool(self._left > 0 or self._moving or now >= self._look_at)
 
     def take(self) -> list[Attribute]:
         """Return copies of the attributes that change, for a commit."""

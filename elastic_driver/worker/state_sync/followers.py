@@ -68,6 +68,8 @@ class Followers:
 
     def passes(self) -> bool:
         """Count a step in which the leaders have grown as before; False: all have to be read."""
+        if not self.tensors:
+            return True
         versions, _, steps = self.last
         if not self._is_usual or self._seen is None or steps + 1 >= EVERY:
             return False

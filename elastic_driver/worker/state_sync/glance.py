@@ -6,7 +6,7 @@ containers in which it would show, and a `Glance` compares all that is in them, 
 state together. Only where something differs is each part looked at by itself.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ class Structure(NamedTuple):
 
     tables: Sequence[dict[Any, Any]]  # whose values count
     members: Sequence[Iterable[Any]]  # whose items count: lists, and dictionaries for their keys
+    # Functions, and the objects of which their results count: flags, or an object inside.
+    results: Sequence[tuple[Callable[[Any], Any], Sequence[Any]]] = ()
 
 
 class Glance:
@@ -27,11 +29,13 @@ class Glance:
     def __init__(self, structures: Sequence[Structure]) -> None:
         self._tables = [table for each in structures for table in each.tables]
         self._members = [members for each in structures for members in each.members]
+        self._results = [results for each in structures for results in each.results]
         self._seen = [*self._now(), _END]
 
     def _now(self) -> Iterable[Any]:
         values = map(dict.values, self._tables)
-        return chain(chain.from_iterable(values), chain.from_iterable(self._members))
+        results = [map(*each) for each in self._results]
+        return chain.from_iterable(chain(values, self._members, results))
 
     def is_same(self) -> bool:
         """Return whether the containers hold the same objects, in the same order."""

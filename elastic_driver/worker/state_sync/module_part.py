@@ -102,7 +102,8 @@ class ModulePart(StatePart):
 
     def structure(self) -> Structure:
         """See `StatePart.structure`."""
-        return Structure(self._walk.owners, ())
+        walk = self._walk
+        return Structure(walk.owners, (), ((_training, walk.modules), (_flags, walk.trained)))
 
     def tensors(self) -> Named:
         """Return parameters and buffers by name. Raises `UnkeptError` for one of another kind."""
@@ -136,7 +137,7 @@ class ModulePart(StatePart):
         """Return the structure, flags, and a copy of the extra state."""
         walk = self._walk
         before: _Kept | None = self.kept
-        if not (walk.parameters or walk.buffers or walk.extra):
+        if self._keeps_nothing():
             self._unchanging.require_unchanged()
         own = self._attributes.take()
         training, flags = list(map(_training, walk.modules)), list(map(_flags, walk.trained))
@@ -145,6 +146,17 @@ class ModulePart(StatePart):
             return known
         extra = [copied(module.get_extra_state()) for _, module in walk.extra]
         return _Kept(walk, training, flags, extra, own)
+
+    def is_settled(self, now: float, /) -> bool:
+        """See `StatePart.is_settled`: there is nothing but tensors and flags."""
+        kept: _Kept | None = self.kept
+        if kept is None or kept.walk is not self._walk or kept.extra or kept.own:
+            return False
+        return not self._keeps_nothing() and not self._attributes.is_due(now)
+
+    def _keeps_nothing(self) -> bool:
+        walk = self._walk
+        return not (walk.parameters or walk.buffers or walk.extra)
 
     def copies(self) -> Any:
         """See `StatePart.copies`."""

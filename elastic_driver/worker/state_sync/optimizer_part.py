@@ -1,8 +1,8 @@
 """The part of an optimizer: its parameter groups, and what it remembers of each parameter."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.attributes import Attribute, Attributes
-from elastic_driver.worker.state_sync.glance import Structure
+from elastic_driver.worker.state_sync.glance import Glance, Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.part import (
     Named,
@@ -22,6 +22,7 @@ from elastic_driver.worker.state_sync.taking import Taker, as_kept, put_back
 from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec, require_sent
 
 _END = object()
+_lists = itemgetter("params")
 ATTRIBUTES = 5  # the place of plain attributes in a document
 
 
@@ -42,16 +43,6 @@ class _Kept(NamedTuple):
     own: list[Attribute]
 
 
-class _Parameters:
-    """The parameters that are in some groups whenever one looks."""
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        self._groups = groups
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return chain.from_iterable([group["params"] for group in self._groups])
-
-
 class OptimizerPart(StatePart):
     """An optimizer: parameter groups, and what it remembers of each parameter.
 
@@ -67,7 +58,8 @@ class OptimizerPart(StatePart):
         self._plain: list[int] = []  # places in there of what is no tensor
         self._shape: _Shape | None = None  # of these, once it is kept
         self._settings: list[tuple[list[Any], Any]] = []  # of each group: values, and their copy
-        self._taken: _Kept | None = None  # at the last commit
+        self._set = Glance(())  # at the groups, as `take` saw them
+        self._is_fixed = False  # all settings are values that stay what they are
         self._known: dict[str, Tensor] = {}  # the state's parameters, trained here or not
         self._named: dict[int, str] = {}  # names of these and of its own, by identity
         self._own: Named = []  # parameters that are in no module of the state
@@ -96,7 +88,8 @@ class OptimizerPart(StatePart):
         groups, state = self.thing.param_groups, self.thing.state
         if self._plain or not all(isinstance(values, dict) for values in state.values()):
             return None
-        return Structure([state, *state.values()], [groups, _Parameters(groups), state])
+        lists = [group["params"] for group in groups]
+        return Structure([state, *state.values()], [groups, *lists, state], ((_lists, groups),))
 
     def _is_current(self) -> bool:
         """Return whether nothing was added, removed or replaced since."""
@@ -176,10 +169,7 @@ class OptimizerPart(StatePart):
 
     def take(self) -> _Kept:
         """Return groups and memory as they are, and copies of settings and what is no tensor."""
-        groups, taken, attributes = self.thing.param_groups, self._taken, self._attributes.take()
-        is_same = taken is not None and taken.shape is self._shape and not (attributes or taken.own)
-        if taken is not None and is_same and self._are_set(groups):
-            return taken
+        groups, attributes = self.thing.param_groups, self._attributes.take()
         if self._shape is None:
             memory = [
                 (parameter, values, dict(values) if isinstance(values, dict) else values)
@@ -196,14 +186,16 @@ class OptimizerPart(StatePart):
         ]
         others = Taker(alone=True).take(self._others(), self.name) if self._plain else None
         settings = [copy for _, copy in self._settings]
-        self._taken = _Kept(self._shape, settings, others, attributes)
-        return self._taken
+        self._set = Glance([Structure(groups, groups)])
+        self._is_fixed = all(values[0] is not _END for values, _ in self._settings)
+        return _Kept(self._shape, settings, others, attributes)
 
-    def _are_set(self, groups: list[dict[str, Any]]) -> bool:
-        """Return whether all settings are those of the last commit, and nothing else can differ."""
-        now = chain.from_iterable([(*group, *group.values()) for group in groups])
-        before = chain.from_iterable([values for values, _ in self._settings])
-        return not self._plain and all(map(is_, chain(now, (_END,)), chain(before, (_END,))))
+    def is_settled(self, now: float, /) -> bool:
+        """See `StatePart.is_settled`: the groups have their settings, and nothing else changes."""
+        kept: _Kept | None = self.kept
+        if kept is None or kept.shape is not self._shape or kept.own or self._plain:
+            return False
+        return self._is_fixed and self._set.is_same() and not self._attributes.is_due(now)
 
     def _settings_of(
         self, group: dict[str, Any], number: int, values: list[Any], copy: Any

@@ -70,6 +70,14 @@ class StatePart:
         except RecursionError:
             raise too_deep(self.name) from None
 
+    def is_settled(self, now: float, /) -> bool:  # noqa: ARG002 - some parts ask a clock
+        """Return whether `take` would return `kept` again, so that a commit can spare it.
+
+        It is asked only while a glance at `structure()` shows nothing new; `now`: seconds, of the
+        clock of `attributes`.
+        """
+        return False
+
     def copies(self) -> Any:
         """Return what is a copy in `kept`."""
         return self.kept

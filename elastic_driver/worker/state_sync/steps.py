@@ -8,7 +8,7 @@ before the commit: this rank may learn of a lost peer there, with the step alrea
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,46 +21,54 @@ from torch.optim.optimizer import (
 
 def collectives() -> int:
     """Return a number that grows with each collective of this process."""
-    if not dist.is_initialized():
-        return 0
-    return sum(map(_sequence, list(dist.distributed_c10d._world.pg_map)))
+    if list(map(id, _groups)) != _counting.groups:
+        _counting.follow(list(_groups))
+    return sum([count() for count in _counting.counts])
 
 
 def collectives_of_world() -> int:
     """Return how many collectives of the whole world this process has begun; for any thread."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    return 0 if group is None else _sequence(group)
+    return 0 if group is None else sum([count() for count in _counts_of(group)[0]])
 
 
-def _sequence(group: Any) -> int:
-    """Return how many collectives a group has begun; of each half, where it has two."""
-    found = _counting.get(id(group))
-    if found is not None and found.group() is group:
-        return sum([count() for count in found.counts])
+def _counts_of(group: Any) -> tuple[list[Callable[[], int]], bool]:
+    """Return what counts the collectives that a group has begun; whether that is all of them.
+
+    A group of ours does not count by itself, its halves do.
+    """
     counts: list[Callable[[], int]] = []
-    numbers: list[int] = []
-    for device in group._device_types:  # a group of ours does not count by itself, its halves do
+    for device in group._device_types:
         count = group._get_backend(device)._get_sequence_number_for_group
         try:
-            numbers.append(count())
+            count()
         except RuntimeError:  # a backend that counts nothing, or not yet
             continue
         counts.append(count)
-    if len(counts) == len(group._device_types):
-        identity = id(group)
-        forget = weakref.ref(group, lambda _: _counting.pop(identity, None))
-        _counting[identity] = _Counting(forget, counts)
-    return sum(numbers)
+    return counts, len(counts) == len(group._device_types)
 
 
-class _Counting(NamedTuple):
-    """A process group, and how its collectives are counted: to find its backends takes longer."""
+class _Counting:
+    """How the collectives of the groups of now are counted: to find their backends takes longer."""
 
-    group: "weakref.ref[Any]"
-    counts: list[Callable[[], int]]  # of its backends, which live as long as it does
+    def __init__(self) -> None:
+        self.groups: list[int] | None = []  # identities; None: not all of them count yet
+        self.counts: list[Callable[[], int]] = []  # of their backends, which live as long as they
+        self._lives: list[weakref.ref[Any]] = []
+
+    def follow(self, groups: list[Any]) -> None:
+        """Count for these groups from now on, until one of them is gone."""
+        found = [_counts_of(group) for group in groups]
+        self._lives = [weakref.ref(group, self._forget) for group in groups]
+        self.counts = [count for counts, _ in found for count in counts]
+        self.groups = list(map(id, groups)) if all(whole for _, whole in found) else None
+
+    def _forget(self, _: object) -> None:
+        self.groups, self.counts = None, []
 
 
-_counting: dict[int, _Counting] = {}  # by the identity of the group
+_groups = dist.distributed_c10d._world.pg_map  # the same dictionary as long as torch is loaded
+_counting = _Counting()
 
 
 class _Step:
@@ -88,19 +96,15 @@ class Steps:
         self.on_begin: Callable[[Optimizer], None] = lambda _: None
         self.on_step: Callable[[Optimizer], None] = lambda _: None
         self.known: set[int] = set()  # identities of the state's tensors
+        self.has_stepped = False  # an optimizer has finished a step of the state since the commit
         self._since: dict[int, _Step] = {}
         self._any: dict[int, weakref.ref[Optimizer]] = {}
         _watch(self)
 
     def restart(self) -> None:
         """Count from zero: the tensors are those of a commit."""
-        self._since = {}
+        self._since, self.has_stepped = {}, False
         self._any.clear()
-
-    @property
-    def steps(self) -> int:
-        """The finished steps since the commit, of all optimizers."""
-        return sum(step.finished for step in self._since.values())
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that have begun to change tensors since the commit."""
@@ -157,6 +161,7 @@ class Steps:
             return
         step.running -= 1
         step.finished += 1
+        self.has_stepped = True
         if step.finished == 1:
             now = collectives()
             # A collective inside of a step (a closure's backward pass) exposes it.

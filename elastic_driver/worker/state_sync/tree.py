@@ -8,9 +8,10 @@ inside of lists and dictionaries. Their tensors are `leaves`. Everything else is
 The same walk serves to roll back, to send and receive, to write checkpoints, and to compare ranks.
 """
 
+import time
 from collections.abc import Callable, Collection
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -43,6 +44,19 @@ SMALL_BYTES = 1024 * 1024  # of a buffer that is copied at each commit
 PartMaker = Callable[[str, Any], StatePart | None]
 
 
+class _Usual(NamedTuple):
+    """Attributes that are numbers and the like, but for some objects that have parts."""
+
+    kinds: list[type[Any]]  # of all
+    things: dict[str, Any]  # those that have parts
+
+    def is_like(self, values: dict[str, Any]) -> bool:
+        """Return whether these attributes need no walk."""
+        things = map(values.get, self.things)
+        is_like = self.kinds == list(map(type, values.values()))
+        return is_like and all(map(is_, things, self.things.values()))
+
+
 class Tree:
     """The attributes of one state, and what they held at its last commit.
 
@@ -51,6 +65,7 @@ class Tree:
         steps: of the optimizers.
         make_part: returns the part of an object, None for a plain value.
         needs_part: whether an attribute has a part.
+        clock: seconds.
     """
 
     def __init__(
@@ -59,18 +74,20 @@ class Tree:
         steps: Steps,
         make_part: PartMaker = part_for,
         needs_part: Callable[[Any], bool] = has_part,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.values, self.steps = values, steps
-        self._make_part, self._needs_part = make_part, needs_part
+        self._make_part, self._needs_part, self._clock = make_part, needs_part, clock
         self.parts: dict[str, StatePart] = {}
         self.leaves = Leaves(steps)
         self.gradients = Gradients()
         steps.on_begin = self.gradients.before
         self._objects: dict[str, Any] = {}  # that have parts, as they were at the last walk
         self._given: dict[str, Any] = {}  # those of them that are no optimizers of optimizers
-        # The attributes that have parts; None: not all others are numbers and the like.
-        self._usual: dict[str, Any] | None = None
+        self._usual: _Usual | None = None  # None: each of them has to be looked at
         self._glance: Glance | None = None  # at what they are made of
+        self._is_seen = False  # the last walk has found this to be the same
+        self._settled: Glance | None = None  # at what they were made of at the last commit
         self._optimizers: list[Optimizer] | None = None
         self._kept: dict[str, Any] | None = None  # of the attributes: values, copies, objects
         self._kept_parts: dict[str, StatePart] = {}
@@ -111,7 +128,8 @@ class Tree:
         self._arrange(taker.parts, taker.tensors)
         things = {name: value for name, value in kept.items() if type(value) not in SIMPLE}
         has_plain = list(taker.parts) != list(things)
-        self._usual = None if has_plain or self._glance is None else things
+        is_usual = not has_plain and self._glance is not None
+        self._usual = _Usual(list(map(type, kept.values())), things) if is_usual else None
         return kept
 
     def _walk_as_usual(self) -> dict[str, Any] | None:
@@ -120,13 +138,11 @@ class Tree:
         They need no walk where all are numbers and the like, but for objects that have parts, which
         are those of the last walk, made of the same things.
         """
-        things, glance = self._usual, self._glance
-        if things is None or glance is None:
+        usual, glance, kept = self._usual, self._glance, self.values.copy()
+        if usual is None or glance is None or not usual.is_like(kept) or not glance.is_same():
             return None
-        kept = self.values.copy()
-        others = [value for name, value in kept.items() if things.get(name) is not value]
-        is_usual = len(others) + len(things) == len(kept) and SIMPLE.issuperset(map(type, others))
-        return kept if is_usual and glance.is_same() else None
+        self._is_seen = True
+        return kept
 
     def _taken(self, taker: Taker, name: str, value: Any) -> Any:
         try:
@@ -141,7 +157,8 @@ class Tree:
         if attributes != self._trained_attributes:
             self._is_named = False
         glance = self._glance if self._is_named and _are_alike(objects, self._given) else None
-        if glance is not None and glance.is_same():
+        self._is_seen = glance is not None and glance.is_same()
+        if self._is_seen:
             return
         self._given, self._optimizers = dict(objects), None
         self._usual = self._glance = None
@@ -243,13 +260,18 @@ class Tree:
         """
         kept, now = self.walk(), self.steps.now()
         gradients = self.gradients.take(self.optimizers(), from_others=from_others)
-        taken = [(part, part.take()) for part in self.parts.values()]
+        parts: Collection[StatePart] = self.parts.values()
+        if self._is_seen and self._settled is self._glance:
+            at = self._clock()
+            parts = [part for part in parts if not part.is_settled(at)]
+        self._settled = None
+        taken = [(part, part.take()) for part in parts]
         self.leaves.keep(now, from_others=from_others)
         # Nothing fails from here on: a commit counts as a whole, or the last one still does.
         for part, each in taken:
             part.kept = each
         self.gradients.committed(gradients, now)
-        self._kept, self._kept_parts = kept, self.parts
+        self._kept, self._kept_parts, self._settled = kept, self.parts, self._glance
         self._is_torn = False
         self.steps.restart()
 

@@ -4,15 +4,21 @@ After some commits of the usual kind a script changes something. The tree has to
 tensors then as one that is made anew of the same values.
 """
 
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.attributes import LOOKS
 from elastic_driver.worker.state_sync.steps import Steps
 from elastic_driver.worker.state_sync.tree import Tree
+
+SETTLED = LOOKS + 2  # commits, after which a usual one takes no part
 
 
 class Sam(torch.optim.Optimizer):
@@ -77,6 +83,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a group is added": lambda v: v["adam"].add_param_group(
         {"params": [nn.Parameter(torch.ones(2))]}
     ),
+    "the list of a group's parameters is replaced": lambda v: (
+        v["adam"].param_groups[0].update(params=v["adam"].param_groups[0]["params"][:2])
+    ),
     "a group is replaced": lambda v: v["adam"].param_groups.__setitem__(
         0, v["adam"].param_groups[0] | {"params": [nn.Parameter(torch.ones(2))]}
     ),
@@ -116,7 +125,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_what_changes_is_seen_at_the_next_commit(change: str) -> None:
     given = values()
     tree = Tree(given, Steps())
-    for _ in range(3):
+    for _ in range(SETTLED):
         given["epoch"] += 1
         tree.keep()
     before = tensors(tree)
@@ -133,7 +142,7 @@ def test_settings_that_change_are_copied_at_the_next_commit() -> None:
     given = values()
     tree = Tree(given, Steps())
     group = given["adam"].param_groups[0]
-    for _ in range(3):
+    for _ in range(SETTLED):
         tree.keep()
     for change in ({"lr": 0.5}, {"betas": (0.5, 0.6)}, {"more": [1]}):
         group.update(change)
@@ -153,7 +162,7 @@ def test_settings_that_change_are_copied_at_the_next_commit() -> None:
 def test_flags_that_change_are_kept_at_the_next_commit() -> None:
     given = values()
     tree = Tree(given, Steps())
-    for _ in range(3):
+    for _ in range(SETTLED):
         tree.keep()
     given["model"][1].eval()
     given["model"][2].weight.requires_grad_(False)
@@ -178,3 +187,63 @@ def test_a_usual_commit_does_not_look_at_each_part(monkeypatch: pytest.MonkeyPat
     given["model"].register_buffer("more", torch.ones(1))
     tree.keep()
     assert looked == ["model", "adam", "sam"]
+
+
+def noted(names: list[str], name: str, take: Callable[[], Any]) -> Any:
+    names.append(name)
+    return take()
+
+
+def test_a_usual_commit_takes_no_part_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = values()
+    tree = Tree(given, Steps(), clock=lambda: 0.0)
+    for _ in range(SETTLED):
+        tree.keep()
+    taken: list[str] = []
+    for part in tree.parts.values():
+        monkeypatch.setattr(part, "take", partial(noted, taken, part.name, part.take))
+    given["epoch"] += 1
+    tree.keep()
+    assert taken == []
+    given["adam"].param_groups[0]["lr"] = 0.5
+    tree.keep()
+    assert taken == ["adam"], "the groups of this one have changed"
+    given["model"].eval()
+    tree.keep()
+    assert taken == ["adam", "model", "adam", "sam"]
+
+
+def test_after_a_commit_that_was_refused_all_parts_are_taken_again() -> None:
+    given = values()
+    tree = Tree(given, Steps())
+    for _ in range(SETTLED):
+        tree.keep()
+    group, first = given["adam"].param_groups[0], given["model"][0]
+    group["lr"] = 0.5
+    first.eval()
+    given["sam"].param_groups[0]["what"] = lambda: None
+    with pytest.raises(UsageError, match="what"):
+        tree.keep()
+    del given["sam"].param_groups[0]["what"]
+    tree.keep()
+    group["lr"] = 9.0
+    first.train()
+    tree.roll_back()
+    assert group["lr"] == 0.5
+    assert not first.training
+
+
+def test_a_plain_attribute_that_begins_to_change_late_is_found() -> None:
+    given = values()
+    tree = Tree(given, Steps())
+    layer = given["model"][2]
+    layer.temperature = 1.0
+    for _ in range(SETTLED):
+        tree.keep()
+    layer.temperature = 0.5
+    until = time.monotonic() + 30
+    while not tree.parts["model"].kept.own and time.monotonic() < until:
+        tree.keep()
+    layer.temperature = 0.1
+    tree.roll_back()
+    assert layer.temperature == 0.5
