@@ -27,7 +27,9 @@ class Glance:
     """All that was in the containers of some structures, when this was made."""
 
     def __init__(self, structures: Sequence[Structure]) -> None:
-        self._tables = [table for each in structures for table in each.tables]
+        tables = [table for each in structures for table in each.tables]
+        self._tables = [table for table in tables if table]
+        self._empty = [table for table in tables if not table]  # most of a module's are
         self._members = [members for each in structures for members in each.members]
         self._results = [results for each in structures for results in each.results]
         self._seen = [*self._now(), _END]
@@ -39,4 +41,6 @@ class Glance:
 
     def is_same(self) -> bool:
         """Return whether the containers hold the same objects, in the same order."""
+        if any(map(len, self._empty)):
+            return False
         return all(map(is_, chain(self._now(), (_END,)), self._seen))
