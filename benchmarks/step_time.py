@@ -5,7 +5,8 @@ both kinds run at the same moments of a busy machine. Blocks without commits tra
 same shape that is not in the state. (With the state's own model, collectives would follow on steps
 that are not committed; a state has to copy what such steps change, and would do so at each commit
 from then on.) torchrun runs the same steps between two such jobs. A ratio of 1.01 is one percent;
-the time of `commit()` alone is measured as well.
+the time of `commit()` alone is measured as well. What the comparison of the ranks costs is too
+little for a ratio of step times: it is the time that the training spends in making marks.
 
     python -m benchmarks.step_time [--blocks N] [--step-ms 10]
 """
@@ -13,6 +14,7 @@ the time of `commit()` alone is measured as well.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -30,6 +32,7 @@ from benchmarks.common import OURS, Figure, report
 from benchmarks.peers.floor import make_model
 from benchmarks.systems import running
 from benchmarks.train import one_step
+from elastic_driver.worker.marks import Marks
 
 STEPS = 50  # in a block
 TURNS = 3
@@ -45,6 +48,7 @@ def elastic_worker(blocks: int) -> list[Block]:
     other, others_optimizer = make_model()
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
     done: list[Block] = []
+    marking = timed(Marks, "committed")
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:
@@ -66,10 +70,28 @@ def elastic_worker(blocks: int) -> list[Block]:
                 costs.append(after - before)
             if number >= 2:  # the first two warm up
                 cost = statistics.median(costs)
-                done.append({"commits": commits, "step": statistics.median(steps), "cost": cost})
+                block = {"commits": commits, "step": statistics.median(steps), "cost": cost}
+                done.append(block | {"marking": sum(marking), "whole": sum(steps)})
+            marking.clear()
 
     train(state)
     return done
+
+
+def timed(owner: type[Any], name: str) -> list[float]:
+    """Measure each call of a method from now on; return the list that gets the seconds."""
+    method, took = getattr(owner, name), list[float]()
+
+    @functools.wraps(method)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            took.append(time.perf_counter() - began)
+
+    setattr(owner, name, measured)
+    return took
 
 
 def plain_worker(blocks: int) -> list[Block]:
@@ -131,11 +153,14 @@ def main() -> None:
     costs: list[float] = []
     ours: list[float] = []
     plain: list[float] = []
+    marked: list[float] = []
     for _ in range(TURNS):
         blocks = blocks_of("elastic", options.step_ms, options.blocks)
         pairs = list(zip(blocks[::2], blocks[1::2], strict=True))
         ratios += [with_["step"] / without["step"] for with_, without in pairs]
         costs += [with_["cost"] * 1e6 for with_, _ in pairs]
+        part = sum(with_["marking"] for with_, _ in pairs)
+        marked.append(100 * part / (sum(with_["whole"] for with_, _ in pairs) - part))
         ours += [with_["step"] * 1e3 for with_, _ in pairs]
         plain += [b["step"] * 1e3 for b in blocks_of("plain", options.step_ms, options.blocks)]
     name, turns = OURS, tuple(turn for turn in range(TURNS) for _ in range(options.blocks))
@@ -147,6 +172,7 @@ def main() -> None:
             Figure(name, step, "ms", tuple(ours), turns=turns),
             Figure(name, "with commit / without, same job", "x", tuple(ratios)),
             Figure(name, "commit()", "µs", tuple(costs)),
+            Figure(name, "comparison of the ranks, of all else", "%", tuple(marked)),
         ],
     )
 

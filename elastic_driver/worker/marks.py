@@ -30,9 +30,9 @@ from elastic_driver.worker.state_sync.message import Reader
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import UnkeptError
 
-FIRST = frozenset({2, 4, 8, 16})  # commits of a round
-SHARE = 0.0008  # of the training time
-EARLY_S = 0.02  # of marks in a round that may take more than this share: each `EARLY`th commit
+FIRST = (2, 4, 8, 16)  # commits of a round
+SHARE = 0.0006  # of the training time
+EARLY_S = 0.01  # of marks in a round that may take more than this share: each `EARLY`th commit
 EARLY = 16
 LONGEST = 1 << 20  # commits between two marks
 MARKS_IN_A_PAUSE = 8  # of heartbeats, at most
@@ -51,32 +51,32 @@ class Marks:
         self._kept: OrderedDict[int, list[tuple[str, str, Any]]] = OrderedDict()
         self._every = LONGEST
         self._cost = 0.0  # seconds of the last mark
-        self._spent = 0.0  # seconds of all marks of this round
+        self._spent = 0.0  # seconds of the marks of this round, but for the `FIRST`
         self._commits = 0  # in this round
+        self._due = min(FIRST)  # the commit of the next mark
         self._began = time.monotonic()
 
     def entered(self, progress: TrainingProgress, size: int) -> None:
         """Begin a round of so many workers; alone, a rank is compared with nobody."""
         wanted = size > 1 and os.environ.get(contract.VERIFY_STATE) != "0"
         self._progress = progress if wanted else None
-        self._commits, self._spent = 0, 0.0
+        self._commits, self._due, self._spent = 0, min(FIRST), 0.0
         self._kept.clear()
         progress.leaves = self.leaves
 
     def committed(self, step: int, states: Callable[[], Sequence[Compared]]) -> None:
         """Make a mark of a committed step where one is due; `states` are those to compare."""
-        progress = self._progress
-        if progress is None:
-            return
         self._commits += 1
-        count = self._commits
-        if count not in FIRST and (count < max(FIRST) or count % self._every):
+        progress = self._progress
+        if self._commits < self._due or progress is None:
             return
         began, marked = time.perf_counter(), states()
         buffers = [leaf for tree, local in marked for leaf in _buffers_of(tree, local)]
         found = [leaf for tree, local in marked for leaf in _leaves_of(tree, local)]
         self._mark(step, found, buffers[:MAX_BUFFERS])
         self._choose(time.perf_counter() - began, progress)
+        count, every = self._commits, self._every
+        self._due = min((n for n in FIRST if n > count), default=count - count % every + every)
 
     def end(self, step: int, states: Callable[[], Sequence[Compared]]) -> None:
         """Mark the last commit of a script, as far as that is still known and takes no time."""
@@ -111,7 +111,7 @@ class Marks:
         times = sorted(progress.step_times)
         usual = times[len(times) // 2] if times else 0.0
         pause = usual_pause(progress.size)  # a heartbeat carries the newest marks only
-        self._spent += self._cost
+        self._spent += self._cost if self._commits > max(FIRST) else 0.0
         least = EARLY if self._spent < EARLY_S else LONGEST  # whatever its share
         every = 2
         while every < LONGEST and (

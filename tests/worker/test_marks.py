@@ -117,7 +117,7 @@ def test_what_is_local_and_running_statistics_are_left_out() -> None:
 def test_leaves_of_old_marks_are_gone_and_those_of_the_last_rounds_too() -> None:
     rank = Rank()
     rank.train(16)
-    rank.marks._commits = 1
+    rank.marks._due = 0
     rank.train(1)
     steps = [step for step, _ in rank.progress.marks]
     assert rank.marks.leaves(steps[0]) is None
@@ -142,13 +142,13 @@ def test_marks_are_so_far_apart_that_they_take_a_thousandth_of_the_time() -> Non
     rank.train(2)
     rank.progress.step_times.clear()
     rank.progress.step_times.extend([0.010] * 20)
-    rank.marks._cost = rank.marks._spent = 0.0
-    early = int(EARLY_S / 0.004) - 1
+    rank.marks._cost, rank.marks._commits = 0.0, max(FIRST) + 1
+    early = int(EARLY_S / 0.004)
     for _ in range(early):
         rank.marks._choose(0.004, rank.progress)
         assert rank.marks._every == EARLY, "the first ones of a round may take more"
     rank.marks._choose(0.004, rank.progress)
-    assert rank.marks._every == 512, "4 ms each 5.12 s"
+    assert rank.marks._every == 1024, "4 ms each 10.24 s"
     rank.marks._choose(0.000_01, rank.progress)
     assert rank.marks._every * 0.010 * 8 >= 0.25, "a heartbeat carries the newest marks only"
 
@@ -162,7 +162,7 @@ def test_a_copy_of_a_state_is_the_same_whatever_the_memory_it_lies_in() -> None:
     other.state.step = 1
     for rank in (one, other):
         rank.state.save()
-        rank.marks._commits = 1
+        rank.marks._due = 0
         rank.marks.committed(2, rank.state._compared)
     assert one.progress.marks == other.progress.marks
 
@@ -192,7 +192,7 @@ def test_the_last_commit_is_marked_as_it_was_whatever_has_changed_since() -> Non
     one, other = Rank(**knotted()), Rank(**knotted())
     one.train(5)
     other.train(5)
-    one.marks._commits = 1
+    one.marks._due = 0
     one.marks.committed(5, one.state._compared)
     values = other.state._values
     values["table"]["a"].clear()
