@@ -33,7 +33,7 @@ _OPTIONAL = {"size measured", "slowdown", "time passed", "job back"}  # others m
 def fair(view: View) -> Plan:
     """Return the plan with fair shares for all jobs."""
     space = _usable(view)
-    sizes = _sizes(view, space)
+    sizes, whys = _sizes(view, space)
     now = {job.name: job.at for job in view.jobs}
     if all(sizes[job.name] == _size(job, space) == job.size for job in view.jobs):
         placement: Mapping[str, Mapping[str, int]] = now
@@ -42,17 +42,39 @@ def fair(view: View) -> Plan:
         placement = (place if exact else place_quickly)(sizes, space, now)
     workers = {job: dict(at) for job, at in placement.items() if at}
     shares = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-    reasons = {job.name: _reason(job, sizes[job.name]) for job in view.jobs}
+    reasons = {j.name: _reason(j, sizes[j.name], whys.get(j.name, "")) for j in view.jobs}
     return Plan(workers=workers, reason=f"fair shares ({view.event}): {shares}", reasons=reasons)
 
 
-def _reason(job: JobView, size: int) -> str:
+def _reason(job: JobView, size: int, why: str) -> str:
     if not size:
         memory = "" if not job.room else " on hosts with the memory for its workers"
-        return f"it waits for {job.least} free slots{memory}"
+        slots = "slot" if job.least == 1 else "slots"
+        return f"it waits for {job.least} free {slots}{memory}"
     if job.held is not None:
-        return f"a user asked for {job.held} workers"
-    return f"its fair share is {size} workers"
+        return f"a user asked for {_workers(job.held)}"
+    return why
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker" if count == 1 else f"{count} workers"
+
+
+def _why_shares(jobs: Sequence[SharedJob], found: Mapping[str, int], slots: int) -> dict[str, str]:
+    """Return why each job has got its share: its figure in the sum, and those beside it."""
+    sharing = [job for job in jobs if found[job.name]]
+    total = sum(job.weight for job in sharing)
+    whys = {}
+    for job, costs in zip(sharing, share_costs(sharing, slots), strict=True):
+        size = found[job.name]
+        part = f"its part of {slots} slots (weight {job.weight:g} of {total:g})"
+        near = [max((n for n in costs if n < size), default=None)]
+        near.append(min((n for n in costs if n > size), default=None))
+        others = [f"with {n} {costs[n]:.3g}" for n in near if n is not None]
+        counts = ", ".join([f"with {_workers(size)} it counts {costs[size]:.3g}", *others])
+        share = f"{part} is {slots * job.weight / total:.3g}"
+        whys[job.name] = f"{share}; {counts}; the sum over all jobs is the smallest that fits"
+    return whys
 
 
 def _usable(view: View) -> Space:
@@ -73,8 +95,8 @@ def _size(job: JobView, space: Space) -> int:
 # ---- how many workers --------------------------------------------------------------------
 
 
-def _sizes(view: View, space: Space) -> dict[str, int]:
-    """Return the number of workers of each job."""
+def _sizes(view: View, space: Space) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the number of workers of each job, and why, of those that have some."""
     possible = [job for job in view.jobs if _can_train(job, space)]
     measured = _being_measured(view, space)
     fixed = measured | _held(possible, measured, space)
@@ -91,8 +113,14 @@ def _sizes(view: View, space: Space) -> dict[str, int]:
         jobs.append(_shared(job, speeds))
     found = dict.fromkeys((job.name for job in view.jobs), 0) | fair_shares(jobs, slots, space)
     kept = {job.name: job.size for job in view.jobs}
+    whys = _why_shares(jobs, found, slots)
     if _is_as_good(jobs, kept, found, space):
+        for name in [name for name in whys if found[name] != kept[name]]:
+            gain = f"{found[name]} would make the sum less than {GAIN:.0%} smaller"
+            whys[name] = f"it stays at {_workers(kept[name])}: {gain}"
         found = kept
+    for name, size in measured.items():
+        whys[name] = f"its speed with {_workers(size)} is measured, for {MEASURE_S:g} s at most"
     settled, left = fixed.keys() | space.given_up, slots - sum(found.values())
     for job in possible:
         share, layout = found[job.name], layouts[job.name]
@@ -100,7 +128,16 @@ def _sizes(view: View, space: Space) -> dict[str, int]:
             most = space.most(job.name, found, share, min(share + left, len(layout)))
             found[job.name] = size = _searched(job, layout, share, most)
             left -= max(0, size - share)
-    return found
+            if size != share:
+                whys[job.name] = _why_searched(job, size)
+    return found, whys
+
+
+def _why_searched(job: JobView, size: int) -> str:
+    if all(each.size != size for each in job.speeds):
+        return f"no other job wants its slots, and {_workers(size)} may be faster: that is tried"
+    best = f"{_workers(size)} are the fewest that are within {1 - CLOSE:.0%} of its fastest size"
+    return f"of the sizes that it has tried, {best}"
 
 
 def _can_train(job: JobView, space: Space) -> bool:

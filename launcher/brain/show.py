@@ -60,11 +60,33 @@ def render(document: dict[str, Any]) -> str:
         (
             job["job"],
             job["state"],
+            f"{job['weight']:g}",
+            _limits(job),
             str(sum(job["granted"].values())),
             " ".join(f"{host}:{slots}" for host, slots in job["granted"].items()) or "waits",
+            _step_times(job["speeds"]),
             job["reason"],
         )
         for job in document["jobs"]
     ]
     parts = [table(("HOST", "SLOTS", "GRANTED"), hosts)]
-    return "\n\n".join([*parts, table(("JOB", "STATE", "SLOTS", "WHERE", "WHY"), jobs)])
+    head = ("JOB", "STATE", "WEIGHT", "LIMITS", "SLOTS", "WHERE", "STEP TIMES", "WHY")
+    return "\n\n".join([*parts, table(head, jobs)])
+
+
+def _limits(job: dict[str, Any]) -> str:
+    """Return the numbers of workers that a job may have: "2 to 8", "2 or more", "4 (held)"."""
+    if job["held"] is not None:
+        return f"{job['held']} (held)"
+    return f"{job['min']} or more" if job["max"] is None else f"{job['min']} to {job['max']}"
+
+
+def _step_times(speeds: list[dict[str, Any]]) -> str:
+    """Return the measured seconds of a step with each number of workers: "2: 0.51, 4: 0.3 s".
+
+    A number that was measured on different numbers of hosts has them, too.
+    """
+    sizes = [each["size"] for each in speeds]
+    where = [f" on {e['hosts']}" if sizes.count(e["size"]) > 1 else "" for e in speeds]
+    times = [f"{e['size']}{on}: {e['step_time']:.3g}" for e, on in zip(speeds, where, strict=True)]
+    return f"{', '.join(times)} s" if times else "-"

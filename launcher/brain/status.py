@@ -34,6 +34,7 @@ def status_document(url: str, started: float, cluster: Cluster) -> bytes:
             "holding": job.report.holding,
             "grant": job.grants[-1].number if job.grants else 0,
             "carried_out": job.report.carried_out,
+            "speeds": [job.speeds.at[key] for key in sorted(job.speeds.at)],
             "reason": job.reason,
         }
         for job in cluster.runs()

@@ -58,6 +58,26 @@ def test_three_jobs_with_known_speeds_get_what_makes_them_fast_together() -> Non
     assert sizes(view(*jobs[:2])) == {"A": 6, "B": 2}
 
 
+def test_reasons_have_the_figures_by_which_they_can_be_checked() -> None:
+    """A counts weight · X(8/3) / X(n) = 2.67 / n; B is as fast with 2 as with 8/3 or 3 workers."""
+    a = job("A", {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
+    b = job("B", {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0})
+    reasons = fair(view(a, b, job("C", FALLING))).reasons
+    part = "its part of 8 slots (weight 1 of 3) is 2.67"
+    least = "the sum over all jobs is the smallest that fits"
+    assert (
+        reasons["A"]
+        == f"{part}; with 3 workers it counts 0.889, with 2 1.33, with 4 0.667; {least}"
+    )
+    assert reasons["B"] == f"{part}; with 2 workers it counts 1, with 1 2, with 3 1; {least}"
+    tried = fair(view(job("A", FALLING, size=2, at={"n1": 2}, measured=True))).reasons["A"]
+    assert tried.endswith("3 workers are the fewest that are within 5% of its fastest size")
+    new = fair(view(job("A", size=1, at={"n1": 1}), event="size measured")).reasons["A"]
+    assert new == "its speed with 1 worker is measured, for 60 s at most"
+    grows = job("A", {1: 1.0, 2: 2.0}, size=2, at={"n1": 2}, measured=True)
+    assert "with 4 workers it counts" in fair(view(grows, event="size measured")).reasons["A"]
+
+
 def test_a_size_between_measured_ones_is_tried_if_it_may_be_a_peak() -> None:
     jobs = (
         job("A", {1: 1.0, 2: 2.0, 4: 4.0}),

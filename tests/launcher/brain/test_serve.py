@@ -305,7 +305,9 @@ def test_the_status_shows_hosts_jobs_and_reasons_and_says_where_no_brain_is(tmp_
         Job(brain, "night").until(lambda g: g.hosts, report(most=1))
         shown = run("status", "--state-dir", str(brain.folder)).stdout
         assert "HOST  SLOTS  GRANTED" in shown
-        assert "night" in shown
+        assert "JOB    STATE  WEIGHT  LIMITS  SLOTS  WHERE  STEP TIMES  WHY" in shown
+        assert "night  live   1       1 to 1  1" in shown
+        assert "its part of 3 slots (weight 1 of 1) is 3; with 1 worker it counts 1;" in shown
         document = json.loads(run("status", "--json", "--state-dir", str(brain.folder)).stdout)
         assert [host["slots"] for host in document["hosts"]] == [1, 2]
     away = run("status", "--state-dir", str(tmp_path / "none"))
