@@ -80,6 +80,31 @@ def test_survivors_of_a_loss_go_on_from_the_last_commit(tmp_path: Path) -> None:
     assert len({facts[-1]["step"] for facts in ends.values()}) == 1
 
 
+@pytest.mark.parametrize(
+    ("lost", "late"),
+    [
+        pytest.param((1, 2, 3), "0,1,0.5,0", id="all but one, the last comes first"),
+        pytest.param((0, 1, 2, 3), "0.5,0,1,0", id="all"),
+    ],
+)
+def test_newcomers_have_the_ranks_that_they_were_told(
+    tmp_path: Path, lost: tuple[int, ...], late: str
+) -> None:
+    command = ["-np", "4", "--min-np", "1", "--", str(JOBS / "elastic.py"), str(tmp_path), "0.02"]
+    with elasticrun(*command, env={"LATE": late}) as job:
+        start(tmp_path, job, 10)
+        ranks = {facts[-1]["rank"]: pid for pid, facts in written(tmp_path, "entered").items()}
+        for rank in lost:
+            os.kill(ranks[rank], signal.SIGKILL)
+        job.until(lambda: len(written(tmp_path, "entered")) == 4 + len(lost), "all are back", 90)
+        (tmp_path / "stop").touch()
+        assert job.wait(within=60) == 0, job.describe()
+    entered = written(tmp_path, "entered")
+    newcomers = [facts[0] for pid, facts in entered.items() if pid not in ranks.values()]
+    assert sorted(each["told"][0] for each in newcomers) == [*lost]
+    assert [each["rank"] for each in newcomers] == [each["told"][0] for each in newcomers]
+
+
 def test_a_newcomer_with_another_place_than_told_runs_its_reset_callbacks(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, "localhost:1")
     options = ["--host-discovery-script", str(hosts.script), "-np", "1", "--max-np", "3"]

@@ -269,7 +269,8 @@ class Placement(Rule):
             return []
         staying = [worker for worker in self.workers.having(*ACTIVE) if not worker.leaving]
         started = [self.workers.add(*slot, founder=founder, awaited=awaited) for slot in slots]
-        seats = [worker.seat for worker in staying + started]
+        seats = [w.expected_seat if self.outcome.elastic else w.seat for w in staying]
+        seats += [worker.seat for worker in started]
         places = dict(assign(seats))
         tf_configs = self._tf_configs([(seat.host, seat.slot) for seat in seats])
         rank0 = next(iter(places.values())).host

@@ -74,9 +74,11 @@ def start(backend: str | None = None) -> JobMembership:
     `backend` counts in the first call only; see `init`.
     """
     if _Session.membership is None:
+        told = current.rank() if current.is_initialized() else -1  # in a world without the driver
         leave_initial()
         born = _context()
         member = JobMembership(born, choose_backend(backend, born.slot if born else 0))
+        member.told = told
         member.start()
         _Session.membership = member
     return _Session.membership
