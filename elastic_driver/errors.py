@@ -55,8 +55,8 @@ class TakenOverError(ClusterError):
 class HostsUpdatedInterrupt(ElasticError, RuntimeError):
     """The membership changes at this step boundary; `run` catches it and rejoins.
 
-    Raised by `State.commit()` and `State.check_host_updates()` after the same step on every
-    rank (name and role as in Horovod elastic).
+    Raised by `State.commit()` and `State.check_host_updates()`, at the same place on every rank
+    (name and role as in Horovod elastic).
     """
 
 

@@ -389,12 +389,17 @@ class State:
             )
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` if the world changes at this step boundary.
+        """Commit, and raise `HostsUpdatedInterrupt`, if the world changes now; else do nothing.
 
-        `commit()` does the same. Every rank must call it after the same commits.
+        Costs next to nothing, so a script may check after each batch and commit less often. Every
+        rank must call it at the same places.
         """
-        if self._leads and self._version >= self._progress.leave_after:
-            raise HostsUpdatedInterrupt(self._progress.leave_reason)
+        if self._leads and self._progress.checked() and self._is_between_steps():
+            self.commit()
+
+    def _is_between_steps(self) -> bool:
+        """Return whether the state can be committed now."""
+        return True
 
     def save(self) -> None:
         """Copy all that `restore()` puts back; `commit()` calls this.

@@ -120,6 +120,25 @@ def test_a_newcomer_with_another_place_than_told_runs_its_reset_callbacks(tmp_pa
         assert first["resets"] == int(moved), (pid, first)
 
 
+@pytest.mark.parametrize("mode", ["check", "commit"])
+def test_a_change_is_followed_at_the_next_check_or_commit(tmp_path: Path, mode: str) -> None:
+    hosts = Hosts(tmp_path, "localhost:2")
+    options = ["--host-discovery-script", str(hosts.script), "-np", "2", "--max-np", "3"]
+    with elasticrun(*options, "--", str(JOBS / "follows.py"), str(tmp_path), mode) as job:
+        job.until(lambda: job.rounds() == [2], "two train", within=90)
+        hosts.set("localhost:3")
+        job.until(lambda: len(job.events("worker_ready")) == 3, "a newcomer is ready", within=90)
+        (tmp_path / "ready").touch()
+        assert job.wait(within=60) == 0, job.describe()
+        assert job.rounds() == [2, 3]
+        assert all(each.get("undone") is None for each in job.events("worker_ready"))
+    left = [path.read_text() for path in tmp_path.glob("*.left")]
+    entered = [path.read_text() for path in tmp_path.glob("*.entered")]
+    assert len(left) == 2
+    assert len(entered) == 3
+    assert len({*left, *entered}) == 1
+
+
 def test_a_script_that_waits_for_a_change_is_in_the_next_world_after_one_commit(
     tmp_path: Path,
 ) -> None:

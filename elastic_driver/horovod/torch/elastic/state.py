@@ -119,6 +119,9 @@ class TorchState(ObjectState):
                 )
         super().save()
 
+    def _is_between_steps(self) -> bool:
+        return not any(unfinished(each) for each in self._all(torch.optim.Optimizer))
+
     def restore(self) -> None:
         """Go back to exactly the last commit, and drop gradients."""
         for optimizer in self._all(torch.optim.Optimizer):
