@@ -128,6 +128,11 @@ def worker_progress(worker: str) -> str:
     return f"workers/{worker}/progress"
 
 
+def worker_place(worker: str) -> str:
+    """Return the key of the place that a worker is to have, if that is not the one of its start."""
+    return f"workers/{worker}/place"
+
+
 def round_prefix(round_id: int) -> str:
     """Return the prefix of one round's keys; sealed and deleted when the round is over."""
     return f"rounds/{round_id}/"

@@ -56,8 +56,7 @@ def _world(job: JobParts, world: World) -> Iterator[str]:
     members = [worker for m in world.members if (worker := job.workers.workers.get(m.worker))]
     complete = len(members) == world.size  # a member that ended at once may be forgotten already
     oldest = min(members, key=lambda worker: worker.age) if members and complete else None
-    told = any(worker.told == worker.place.rank for worker in members)  # others made room
-    if oldest is not None and oldest.place.rank != 0 and not told:
+    if oldest is not None and oldest.place.rank != 0:
         yield f"the oldest member of {name}, {oldest.id}, is rank {oldest.place.rank}"
     least = min(settings.min_np, settings.start_min_np or settings.min_np)
     if world.size < least and job.outcome.first_success is None:

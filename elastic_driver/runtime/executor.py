@@ -114,6 +114,8 @@ class Executor:
             case do.PublishNotice():
                 notice = decision.round, decision.after_step, decision.reason, decision.silent
                 self._set(contract.JOB_NOTICE, doc.encode(doc.Notice(*notice)))
+            case do.PublishPlace(worker=worker, place=place):
+                self._set(contract.worker_place(worker), doc.encode(place))
             case do.PublishSave(request=request):
                 self._set(contract.JOB_SAVE, doc.encode(request))
             case do.SealRound(round=round_id):

@@ -21,6 +21,7 @@ from elastic_driver.core.decisions import (
     GiveOrder,
     ProbeHosts,
     PublishNotice,
+    PublishPlace,
     PublishWorld,
     StartAgent,
 )
@@ -165,9 +166,10 @@ class Scenario:
         return [d.order for d in self.all(GiveOrder) if isinstance(d.order, kind)]
 
     def told(self, worker: str) -> int:
-        """The rank in the variables of a worker."""
-        orders = self.orders(msg.StartWorkerOrder)
-        return next(o.place.rank for o in orders if o.worker == worker)
+        """The rank that a worker was told last: in its variables, or later."""
+        orders = [o for o in self.orders(msg.StartWorkerOrder) if o.worker == worker]
+        later = [d.place for d in self.all(PublishPlace) if d.worker == worker]
+        return [*(order.place for order in orders), *later][-1].rank
 
     def announced(self, event: str) -> list[Announce]:
         return [a for a in self.all(Announce) if a.event == event]

@@ -76,15 +76,17 @@ def test_where_all_were_lost_ranks_are_those_of_the_variables(scenario: MakeScen
     assert {m.worker: m.place.rank for m in s.world.members} == ranks
 
 
-def test_a_survivor_makes_room_for_a_newcomer_that_was_told_rank_0(scenario: MakeScenario) -> None:
+def test_newcomers_are_told_anew_when_the_survivors_of_another_host_come_first(
+    scenario: MakeScenario,
+) -> None:
     s = scenario(start_np=4, min_np=1).training(a=2, b=2)
     newcomers = lose(s, "a.1.1", "a.0.1")
     ranks = told(s, *newcomers)
-    assert ranks == {"a.1.2": 1, "a.0.2": 0}
+    assert ranks == {"a.1.2": 2, "a.0.2": 3}
     s.ready("b.0.1", "b.1.1", version=2)
     assert s.members == ["b.0.1", "b.1.1"]
     arrive(s, *newcomers)
-    assert s.members == ["a.0.2", "a.1.2", "b.0.1", "b.1.1"]
+    assert s.members == ["b.0.1", "b.1.1", "a.1.2", "a.0.2"]
 
 
 def test_a_loss_while_newcomers_boot(scenario: MakeScenario) -> None:

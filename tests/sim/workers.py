@@ -162,7 +162,8 @@ class ElasticWorker(SimWorker):
     def become_ready(self, reason: str) -> None:
         self.ready = True
         self.group = None
-        rank = self.order.place.rank if self.cluster.horovod and not self.left else -1
+        place = self.cluster.places.get(self.id, self.order.place)
+        rank = place.rank if self.cluster.horovod and not self.left else -1
         about = (self.left, self.version, self.clean, reason)
         self.told = WorkerReady(self.id, *about, told=rank)
         self.cluster.post(self.agent, self.told)

@@ -219,6 +219,7 @@ class Membership(Rule):
         free = self.placement.free_slots(self.placement.room_left())
         where = self.spares.promote(free, founder=founders)
         self.placement.place(where, reason, founder=founders, awaited=awaited)
+        self.placement.tell_places()
 
     def _watch_forming(self, now: float) -> None:
         awaited = (w for host in self.fleet.awaited for w in self.workers.on_host(host))

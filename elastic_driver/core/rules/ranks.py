@@ -6,7 +6,7 @@ newcomers follow the survivors of their host. The meaning of the local and cross
 Horovod's: https://horovod.readthedocs.io/en/stable/concepts_include.html
 
 A newcomer of Horovod's API is told a rank before it is in a world. It gets that one wherever the
-ranks of a host stay contiguous: survivors make room for it.
+ranks of a host stay contiguous and the oldest member stays rank 0: other survivors make room.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ def assign(seats: Iterable[Seat], *, by_age: bool = False) -> list[tuple[str, Sl
     for seat in in_order:
         hosts.setdefault(seat.host, []).append(seat)
     if any(seat.told != NOT_TOLD for seat in in_order):
-        hosts = _as_told(hosts, len(in_order), by_age=by_age)
+        hosts = _as_told(hosts, in_order[0], len(in_order), by_age=by_age)
     size = sum(map(len, hosts.values()))
     hosts_with = Counter(n for members in hosts.values() for n in range(len(members)))
     places: list[tuple[str, SlotInfo]] = []
@@ -57,9 +57,15 @@ def assign(seats: Iterable[Seat], *, by_age: bool = False) -> list[tuple[str, Sl
     return places
 
 
-def _as_told(hosts: dict[str, list[Seat]], size: int, *, by_age: bool) -> dict[str, list[Seat]]:
-    """Return the hosts, and the seats of each, in an order that gives seats the ranks told."""
-    by_oldest = _seated(list(hosts), hosts)
+def _as_told(
+    hosts: dict[str, list[Seat]], oldest: Seat, size: int, *, by_age: bool
+) -> dict[str, list[Seat]]:
+    """Return the hosts, and the seats of each, in an order that gives seats the ranks told.
+
+    A member that was in a world before stays first: scripts broadcast from rank 0.
+    """
+    first = None if oldest.age[0] else oldest
+    by_oldest = _seated(list(hosts), hosts, first)
     if by_age:
         return by_oldest
     told = {
@@ -68,17 +74,19 @@ def _as_told(hosts: dict[str, list[Seat]], size: int, *, by_age: bool) -> dict[s
     }
     left, order, start = dict(hosts), list[str](), 0
     while left:
-        order.append(_next_host(left, told, start))
+        order.append(first.host if first and not order else _next_host(left, told, start))
         start += len(left.pop(order[-1]))
-    making_room = _seated(order, hosts)
+    making_room = _seated(order, hosts, first)
     return making_room if _kept(making_room) > _kept(by_oldest) else by_oldest
 
 
-def _seated(order: Iterable[str], hosts: dict[str, list[Seat]]) -> dict[str, list[Seat]]:
+def _seated(
+    order: Iterable[str], hosts: dict[str, list[Seat]], first: Seat | None
+) -> dict[str, list[Seat]]:
     """Return the hosts in this order, each with its seats in order."""
     seated, start = dict[str, list[Seat]](), 0
     for name in order:
-        seated[name] = _in_host(hosts[name], start)
+        seated[name] = _in_host(hosts[name], start, first)
         start += len(hosts[name])
     return seated
 
@@ -100,11 +108,11 @@ def _next_host(left: dict[str, list[Seat]], told: dict[str, list[int]], start: i
     return min(due, key=lambda name: min(told[name]), default=first)
 
 
-def _in_host(there: list[Seat], start: int) -> list[Seat]:
-    """Return the seats of a host, whose ranks begin at `start`."""
-    placed: dict[int, Seat] = {}
+def _in_host(there: list[Seat], start: int, first: Seat | None) -> list[Seat]:
+    """Return the seats of a host, whose ranks begin at `start`; `first` keeps its place there."""
+    placed: dict[int, Seat] = {0: first} if first in there else {}
     for seat in there:
-        if 0 <= (at := seat.told - start) < len(there):
+        if seat is not first and 0 <= (at := seat.told - start) < len(there):
             placed.setdefault(at, seat)
     seated = {seat.worker for seat in placed.values()}
     others = (seat for seat in there if seat.worker not in seated)

@@ -117,9 +117,10 @@ class Worker:
 
     @property
     def expected_seat(self) -> Seat:
-        """The same, with the rank of its start in the variables of a worker that is in no round."""
-        expected = self.place.rank if self.admitted is None else NOT_TOLD
-        return self.seat._replace(told=expected)
+        """The same; what a worker that was in no round yet is told counts, if it has not said."""
+        if self.admitted is not None or self.told != NOT_TOLD:
+            return self.seat
+        return self.seat._replace(told=self.place.rank)
 
     @property
     def stepped(self) -> bool:
@@ -203,6 +204,10 @@ class WorkerStateRegistry:
     def ordered(self, worker: Worker, order: StartWorkerOrder) -> None:
         """Record the order that starts the worker, and the place that it gets."""
         worker.place, worker.order = order.place, order
+
+    def expect(self, worker: Worker, place: SlotInfo) -> None:
+        """Record the place that a worker, which boots, is told in place of that of its order."""
+        worker.place = place
 
     def apply(self, worker: Worker, news: WorkerNews) -> bool:
         """Change the worker's state by the table; return False if it does not list `news`."""
