@@ -57,7 +57,14 @@ class HostsUpdatedInterrupt(ElasticError, RuntimeError):
 
     Raised by `State.commit()` and `State.check_host_updates()`, at the same place on every rank
     (name and role as in Horovod elastic).
+
+    `skip_sync`: Horovod's mark that hosts were only removed; here the states are compared anyway.
     """
+
+    def __init__(self, reason: object = "", *, skip_sync: bool = False) -> None:
+        only = isinstance(reason, bool)  # Horovod's one argument
+        super().__init__("" if only else reason)
+        self.skip_sync = bool(reason) if only else skip_sync
 
 
 class WorldBrokenError(ElasticError):

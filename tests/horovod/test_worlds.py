@@ -120,6 +120,33 @@ def test_a_newcomer_with_another_place_than_told_runs_its_reset_callbacks(tmp_pa
         assert first["resets"] == int(moved), (pid, first)
 
 
+@pytest.mark.parametrize("kind", ["alone", "more"])
+def test_states_of_the_script_s_own_follow_every_change(tmp_path: Path, kind: str) -> None:
+    hosts = Hosts(tmp_path, "localhost:2")
+    options = ["--host-discovery-script", str(hosts.script), "-np", "2", "--max-np", "3"]
+    command = [*options, "--min-np", "1", "--", str(JOBS / "own_states.py"), str(tmp_path), kind]
+    with elasticrun(*command) as job:
+        job.until(lambda: len(written(tmp_path, "entered")) == 2, "two train", within=90)
+        hosts.set("localhost:3")
+        job.until(lambda: job.rounds()[-1:] == [3], "three train", within=90)
+        job.until(lambda: len(written(tmp_path, "entered")) == 3, "a newcomer trains", within=30)
+        ranks = {facts[-1]["rank"]: pid for pid, facts in written(tmp_path, "entered").items()}
+        os.kill(ranks[0], signal.SIGKILL)
+        job.until(lambda: job.rounds()[-2:] == [2, 3], "a newcomer has its place", within=90)
+        job.until(lambda: len(written(tmp_path, "entered")) == 4, "it trains", within=30)
+        (tmp_path / "stop").touch()
+        assert job.wait(within=60) == 0, job.describe()
+    by_world: dict[int, set[int]] = {}
+    entered = written(tmp_path, "entered")
+    del entered[ranks[0]]
+    for facts in entered.values():
+        for number, each in enumerate(reversed(facts)):
+            by_world.setdefault(-number, set()).add(each["step"])
+    assert all(len(steps) == 1 for steps in by_world.values()), by_world
+    assert min(by_world[0]) > 0
+    assert len({facts[0]["step"] for facts in written(tmp_path, "done").values()}) == 1
+
+
 @pytest.mark.parametrize("mode", ["check", "commit"])
 def test_a_change_is_followed_at_the_next_check_or_commit(tmp_path: Path, mode: str) -> None:
     hosts = Hosts(tmp_path, "localhost:2")
