@@ -22,6 +22,17 @@ S = TypeVar("S")
 _KEPT = "_kept_by_elastic_driver"  # the one name of a state that is not Horovod's
 
 
+class _Framework:
+    """The mutable field of this module: `broadcast_object` of the framework that is used."""
+
+    broadcast_object: Callable[..., Any] | None = None
+
+
+def broadcast_with(broadcast_object: Callable[..., Any]) -> None:
+    """Use this function for states that were given none."""
+    _Framework.broadcast_object = staticmethod(broadcast_object)
+
+
 class HostUpdateResult:
     """The kinds of changes that `on_hosts_updated` gets, with Horovod's numbers."""
 
@@ -62,13 +73,12 @@ class _FromNewest:
 
     def __call__(self, obj: Any, root_rank: int = 0, *args: Any, **kwargs: Any) -> Any:
         root = root_rank or self._kept.newest
-        if self._given is None:
-            from elastic_driver.horovod.torch.functions import broadcast_object  # noqa: PLC0415
-
-            return broadcast_object(obj, root, *args, **kwargs)
+        broadcast = self._given or _Framework.broadcast_object
+        if broadcast is None:
+            raise UsageError("State(bcast_object=…) is needed: hvd.broadcast_object")
         if root or args or kwargs:
-            return self._given(obj, root, *args, **kwargs)
-        return self._given(obj)
+            return broadcast(obj, root, *args, **kwargs)
+        return broadcast(obj)
 
 
 def kept_of(owner: "State") -> Kept:
