@@ -34,7 +34,7 @@ STOP_MARK = "SIGURG"
 # ---- variables of a worker (torchrun's) --------------------------------------------------
 TORCHRUN_NAMES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
 )
 # Each names the accelerators that a process may use; the first one also counts for AMD's.
@@ -126,6 +126,11 @@ def worker_half_lease(worker: str) -> str:
 def worker_progress(worker: str) -> str:
     """Return the key of a worker's `Progress`, which it writes with each heartbeat."""
     return f"workers/{worker}/progress"
+
+
+def worker_place(worker: str) -> str:
+    """Return the key of the place that a worker is to have, if that is not the one of its start."""
+    return f"workers/{worker}/place"
 
 
 def round_prefix(round_id: int) -> str:

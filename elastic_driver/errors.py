@@ -55,9 +55,16 @@ class TakenOverError(ClusterError):
 class HostsUpdatedInterrupt(ElasticError, RuntimeError):
     """The membership changes at this step boundary; `run` catches it and rejoins.
 
-    Raised by `State.commit()` and `State.check_host_updates()` after the same step on every
-    rank (name and role as in Horovod elastic).
+    Raised by `State.commit()` and `State.check_host_updates()`, at the same place on every rank
+    (name and role as in Horovod elastic).
+
+    `skip_sync`: Horovod's mark that hosts were only removed; here the states are compared anyway.
     """
+
+    def __init__(self, reason: object = "", *, skip_sync: bool = False) -> None:
+        only = isinstance(reason, bool)  # Horovod's one argument
+        super().__init__("" if only else reason)
+        self.skip_sync = bool(reason) if only else skip_sync
 
 
 class WorldBrokenError(ElasticError):

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from elastic_driver.core.documents import Failure, Order, SaveRequest, World
 from elastic_driver.core.events import StateValue
+from elastic_driver.core.members import SlotInfo
 
 
 class CausedDecision(Struct, frozen=True, kw_only=True):
@@ -119,6 +120,14 @@ class PublishNotice(CausedDecision, frozen=True, tag="publish_notice"):
     silent: bool = False  # see `documents.Notice`
 
 
+class PublishPlace(CausedDecision, frozen=True, tag="publish_place"):
+    """Tell a worker that boots another place than that of its order; `hvd.init()` reads it."""
+
+    worker: str
+    place: SlotInfo
+    reason: str
+
+
 class PublishSave(CausedDecision, frozen=True, tag="publish_save"):
     """Ask the workers that leave last to write the state to disk; the answer is `WorkerSaved`."""
 
@@ -185,5 +194,6 @@ class EndJob(CausedDecision, frozen=True, tag="end_job"):
 Decision: TypeAlias = (
     StartAgent | StopAgent | KillAgent | ProbeAgent | ProbeHosts | GiveOrder | CheckHosts
     | AwaitHeartbeats | PublishWorld
-    | PublishNotice | PublishSave | SealRound | AskProgress | AskStacks | Announce | EndJob
+    | PublishNotice | PublishPlace | PublishSave | SealRound | AskProgress | AskStacks
+    | Announce | EndJob
 )  # fmt: skip

@@ -72,6 +72,14 @@ def decode_world(data: bytes) -> World:
     return World(document.round, members, document.reason, document.repair)
 
 
+_decode_place = msgspec.json.Decoder(SlotInfo).decode
+
+
+def decode_place(data: bytes) -> SlotInfo:
+    """Return the place in these bytes; raises `ValueError` if they hold none."""
+    return _decode_place(data)
+
+
 class Notice(Struct, frozen=True):
     """Leave round `round`: at once (`after_step` None) or after committed step `after_step`.
 

@@ -158,14 +158,16 @@ class LeaseExpired(Event, frozen=True, tag="lease_expired"):
 
 
 class ProgressReading(Struct, frozen=True):
-    """A worker's last progress: the number of its committed steps, and the seconds for one.
+    """A worker's last progress: the number of its last commit or check, and the seconds for one.
 
-    `step_time` 0: not known yet. `answered`: it was written after the question.
+    `step_time` 0: not known yet. `answered`: it was written after the question. `since`: seconds
+    since that commit or check, or since the start of the round.
     """
 
     step: int
     step_time: float
     answered: bool
+    since: float = 0.0
 
 
 class ProgressReported(Event, frozen=True, tag="progress_reported"):

@@ -127,7 +127,7 @@ class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_
     that its tensors are exactly those. `reason` says why it left. `bound`: it uses the device of
     the slot that it was started for, so a spare can take no other one. `undone`: seconds since
     its last commit, if it goes back to that. `phase`: the number of the training function's call
-    in its script.
+    in its script. `told`: the rank that its script was told before it is in a round; −1: none.
     """
 
     round: Count
@@ -137,6 +137,7 @@ class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_
     bound: bool = False
     undone: Seconds = 0.0
     phase: Count = 0
+    told: Annotated[int, Meta(ge=-1, le=2**53)] = -1
 
 
 class WorkerStepped(WorkerReport, frozen=True, tag="worker_stepped", forbid_unknown_fields=True):

@@ -101,6 +101,9 @@ class Progress(Struct, frozen=True):
     it named last, or the steps of its optimizers, in a round without commits. `micro_batches`:
     those of a step of a `FixedBatch`, and `batch` its samples. `parameters`: of the models of the
     state. `gradients`: measured in the last steps, where `--auto-scale` needs them.
+
+    `checks`: of changes of the hosts, in this round. `boundary_time`: seconds from a commit or
+    check to the next one, 0 if that is not known yet; `since`: seconds since the last one.
     """
 
     round: Count
@@ -123,6 +126,9 @@ class Progress(Struct, frozen=True):
     marks: Marks = ()
     commits: Count = 0
     optimizer_steps: Count = 0
+    checks: Count = 0
+    boundary_time: Seconds = 0.0
+    since: Seconds = 0.0
 
 
 _decode_progress = msgspec.json.Decoder(Progress).decode

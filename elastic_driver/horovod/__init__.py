@@ -5,9 +5,16 @@ meanings are those of Horovod 0.28.1; `docs/horovod.md` lists where they differ.
 imported before a script asks for it.
 """
 
+import sys
 from typing import Any, NoReturn
 
+from elastic_driver.horovod.absent import AbsentParts
+
 __version__ = "0.28.1"  # of the API
+
+
+if not any(isinstance(finder, AbsentParts) for finder in sys.meta_path):
+    sys.meta_path.append(AbsentParts(sys.modules[__name__]))
 
 
 def run(*_args: Any, **_kwargs: Any) -> NoReturn:

@@ -114,6 +114,8 @@ class Executor:
             case do.PublishNotice():
                 notice = decision.round, decision.after_step, decision.reason, decision.silent
                 self._set(contract.JOB_NOTICE, doc.encode(doc.Notice(*notice)))
+            case do.PublishPlace(worker=worker, place=place):
+                self._set(contract.worker_place(worker), doc.encode(place))
             case do.PublishSave(request=request):
                 self._set(contract.JOB_SAVE, doc.encode(request))
             case do.SealRound(round=round_id):
@@ -248,11 +250,13 @@ class Executor:
         readings = []
         for entry in _entries_in(results).values():
             progress = decode_progress(entry.value)
-            if progress is None or progress.reported is not None:
-                continue  # it has not committed a step in this round
-            if progress.round == question.round:
-                answered = entry.revision > revision
-                readings.append(ProgressReading(progress.step, progress.step_time, answered))
+            if progress is not None and progress.round == question.round:
+                at, answered = max(progress.step, 0) + progress.checks, entry.revision > revision
+                seconds = progress.boundary_time
+                if not seconds and progress.reported is None:
+                    seconds = progress.step_time
+                reading = ProgressReading(at, seconds, answered, progress.since)
+                readings.append(reading)
         if results is not None:
             self.post(ProgressReported(question.number, tuple(readings)))
 

@@ -33,6 +33,16 @@ _TRACEBACK = re.compile(
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
+_NO_HOROVOD = re.compile(r"^ModuleNotFoundError: No module named 'horovod['.]")
+
+
+def advice_on(words: list[str]) -> str:
+    """Return what to try after a failure with these last words; "" where nothing is known."""
+    if any(_NO_HOROVOD.match(_RANK_PREFIX.sub("", line)) for line in words):
+        return "the script imports horovod, which is not installed: start it with --horovod"
+    return ""
+
+
 @dataclass
 class HeldTails:
     """Tracebacks of failed workers that were not shown yet."""

@@ -24,7 +24,7 @@ from elastic_driver.line_writer import LineWriter
 from elastic_driver.policies.story import Story
 from elastic_driver.runtime.event_words import ALARMS, WORDS, describe_world
 from elastic_driver.runtime.event_words import Level as Level  # noqa: PLC0414 - for importers
-from elastic_driver.runtime.failures import describe_failure, last_words
+from elastic_driver.runtime.failures import advice_on, describe_failure, last_words
 
 NAME = "elasticrun"
 MAX_EXITS_SHOWN = 8  # of workers that failed in one round; the event log has them all
@@ -147,6 +147,8 @@ class Reporter:
                 lines += (
                     [f"{NAME}: {heading} see above"] if shown else [f"{NAME}: {heading}", *words]
                 )
+            if advice := advice_on(words):
+                lines.append(f"{NAME}: {advice}")
             lines.append(f"{NAME}: first failure: {describe_failure(failure)}")
         lines.append(f"{NAME}: job {'stopped' if exit_code in _STOPPED else 'failed'}: {reason}")
         facts = {"reason": reason, "exit_code": exit_code, "first_failure": failure}

@@ -437,5 +437,5 @@ class ShardedDataset(IterableDataset[Any]):  # type: ignore[misc]  # mypy does n
     def _leave_if_requested(self) -> None:
         """Raise `HostsUpdatedInterrupt` at once: without data, no step boundary would come."""
         member = session.membership()
-        if member is not None and member.progress.version >= member.progress.leave_after:
+        if member is not None and member.progress.must_leave:
             raise HostsUpdatedInterrupt(member.progress.leave_reason)

@@ -305,6 +305,12 @@ class State:
         same step on every rank, when the world is about to change, and `UsageError` for what cannot
         be kept, with its name.
         """
+        if self._commit():
+            reason = HostsUpdatedInterrupt(self._progress.leave_reason)
+            raise self._mistakes.leaving(reason, self._progress)
+
+    def _commit(self) -> bool:
+        """Mark a step boundary; return whether the round has to be left here."""
         if self._version == UNTRAINED and current.is_initialized() and current.size() > 1:
             raise UsageError(
                 "this state is committed, but was never made the same on all ranks: make it before "
@@ -322,7 +328,7 @@ class State:
         if self._checkpoints is not None:
             self._checkpoints.take_if_due(self._live(), self._version)
         if not self._leads:
-            return
+            return False
         progress, committing = self._progress, time.perf_counter() - began
         if (computed := self._clock.finish_step()) is not None:
             progress.samples.record(self._version, computed)
@@ -330,8 +336,7 @@ class State:
         leaves = progress.committed(self._version)
         self._marks.committed(self._version, self._compared)
         self._say_copies()
-        if leaves:
-            raise self._mistakes.leaving(HostsUpdatedInterrupt(progress.leave_reason), progress)
+        return leaves
 
     def _compared(self) -> list[tuple[Tree, frozenset[str]]]:
         """Return what a mark is made of: this state, and the others that all ranks have.
@@ -397,12 +402,17 @@ class State:
             )
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` if the world changes at this step boundary.
+        """Commit, and raise `HostsUpdatedInterrupt`, if the world changes now; else do nothing.
 
-        `commit()` does the same. Every rank must call it after the same commits.
+        Costs next to nothing, so a script may check after each batch and commit less often. Every
+        rank must call it at the same places.
         """
-        if self._leads and self._version >= self._progress.leave_after:
-            raise HostsUpdatedInterrupt(self._progress.leave_reason)
+        if self._leads and self._progress.checked() and self._is_between_steps():
+            self.commit()
+
+    def _is_between_steps(self) -> bool:
+        """Return whether the state can be committed now."""
+        return True
 
     def save(self) -> None:
         """Copy all that `restore()` puts back; `commit()` calls this.

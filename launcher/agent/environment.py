@@ -66,6 +66,7 @@ def worker_environment(
         "LOCAL_WORLD_SIZE": place.local_size,
         "GROUP_RANK": place.node_rank,
         "GROUP_WORLD_SIZE": place.node_count,
+        "ROLE_NAME": "default",  # torchrun's, where no role is named
         "ROLE_RANK": place.rank,
         "ROLE_WORLD_SIZE": place.size,
         "MASTER_ADDR": order.master_addr,

@@ -21,6 +21,7 @@ from elastic_driver.core.decisions import (
     GiveOrder,
     ProbeHosts,
     PublishNotice,
+    PublishPlace,
     PublishWorld,
     StartAgent,
 )
@@ -105,13 +106,20 @@ class Scenario:
         self._pid += 1
         return self.send(ev.WorkerStarted(worker, self._pid))
 
-    def ready(self, *workers: str, version: int = -1, clean: bool = True) -> list[Decision]:
-        """These workers say READY, each naming the round it is in (0: it was in none)."""
+    def ready(
+        self, *workers: str, version: int = -1, clean: bool = True, told: bool = False
+    ) -> list[Decision]:
+        """These workers say READY, each naming the round it is in (0: it was in none).
+
+        `told`: their scripts know the ranks of their variables, as those of Horovod's API do.
+        """
         decided: list[Decision] = []
         for name in workers:
             worker = self.job.workers.workers[name]
             left = self.job.rounds.current.number if worker.state.value == "running" else 0
-            decided += self.send(ev.WorkerReady(name, left, version, clean, "a test says so"))
+            rank = self.told(name) if told else -1
+            report = ev.WorkerReady(name, left, version, clean, "a test says so", told=rank)
+            decided += self.send(report)
         return decided
 
     def step(self, *workers: str, step: int = 1) -> None:
@@ -156,6 +164,12 @@ class Scenario:
     def orders(self, kind: type[D]) -> list[D]:
         """Every order of this kind so far."""
         return [d.order for d in self.all(GiveOrder) if isinstance(d.order, kind)]
+
+    def told(self, worker: str) -> int:
+        """The rank that a worker was told last: in its variables, or later."""
+        orders = [o for o in self.orders(msg.StartWorkerOrder) if o.worker == worker]
+        later = [d.place for d in self.all(PublishPlace) if d.worker == worker]
+        return [*(order.place for order in orders), *later][-1].rank
 
     def announced(self, event: str) -> list[Announce]:
         return [a for a in self.all(Announce) if a.event == event]

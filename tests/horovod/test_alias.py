@@ -38,14 +38,22 @@ def test_each_of_its_modules_is_ours_and_no_copy() -> None:
 def test_a_module_that_is_not_there_is_not_found() -> None:
     script = (
         "import importlib.util as util\n"
-        "names = 'horovod.torch', 'horovod.tensorflow', 'horovod.torch.nothing'\n"
+        "names = 'horovod.torch', 'horovod.paddle', 'horovod.torch.nothing'\n"
         "print([util.find_spec(name) is not None for name in names])\n"
-        "try: import horovod.spark\n"
+        "try: import horovod.paddle\n"
         "except ModuleNotFoundError as error: print(error)"
     )
     found, error = answer(script, HOROVOD_ALIAS).splitlines()
     assert found == "[True, False, False]"
-    assert error == "No module named 'horovod.spark'"
+    assert error == "No module named 'horovod.paddle'"
+
+
+@pytest.mark.parametrize("package", ["horovod", "elastic_driver.horovod"])
+@pytest.mark.parametrize("part", ["tensorflow", "keras", "spark", "ray", "mxnet"])
+def test_a_part_that_only_horovod_has_is_answered_by_a_sentence(package: str, part: str) -> None:
+    for statement in (f"import {package}.{part} as hvd", f"import {package}.{part}.keras"):
+        script = f"try: {statement}\nexcept ImportError as error: print(error)"
+        assert answer(script, HOROVOD_ALIAS).startswith(f"horovod.{part} is not here: ")
 
 
 def test_a_real_horovod_is_found_where_the_alias_is_not_asked_for(tmp_path: Path) -> None:

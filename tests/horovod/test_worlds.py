@@ -80,6 +80,31 @@ def test_survivors_of_a_loss_go_on_from_the_last_commit(tmp_path: Path) -> None:
     assert len({facts[-1]["step"] for facts in ends.values()}) == 1
 
 
+@pytest.mark.parametrize(
+    ("lost", "late"),
+    [
+        pytest.param((1, 2, 3), "0,1,0.5,0", id="all but one, the last comes first"),
+        pytest.param((0, 1, 2, 3), "0.5,0,1,0", id="all"),
+    ],
+)
+def test_newcomers_have_the_ranks_that_they_were_told(
+    tmp_path: Path, lost: tuple[int, ...], late: str
+) -> None:
+    command = ["-np", "4", "--min-np", "1", "--", str(JOBS / "elastic.py"), str(tmp_path), "0.02"]
+    with elasticrun(*command, env={"LATE": late}) as job:
+        start(tmp_path, job, 10)
+        ranks = {facts[-1]["rank"]: pid for pid, facts in written(tmp_path, "entered").items()}
+        for rank in lost:
+            os.kill(ranks[rank], signal.SIGKILL)
+        job.until(lambda: len(written(tmp_path, "entered")) == 4 + len(lost), "all are back", 90)
+        (tmp_path / "stop").touch()
+        assert job.wait(within=60) == 0, job.describe()
+    entered = written(tmp_path, "entered")
+    newcomers = [facts[0] for pid, facts in entered.items() if pid not in ranks.values()]
+    assert sorted(each["told"][0] for each in newcomers) == [*lost]
+    assert [each["rank"] for each in newcomers] == [each["told"][0] for each in newcomers]
+
+
 def test_a_newcomer_with_another_place_than_told_runs_its_reset_callbacks(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, "localhost:1")
     options = ["--host-discovery-script", str(hosts.script), "-np", "1", "--max-np", "3"]
@@ -93,6 +118,52 @@ def test_a_newcomer_with_another_place_than_told_runs_its_reset_callbacks(tmp_pa
         first = entered[0]
         moved = first["told"] != [first["rank"], first["size"]]
         assert first["resets"] == int(moved), (pid, first)
+
+
+@pytest.mark.parametrize("kind", ["alone", "more"])
+def test_states_of_the_script_s_own_follow_every_change(tmp_path: Path, kind: str) -> None:
+    hosts = Hosts(tmp_path, "localhost:2")
+    options = ["--host-discovery-script", str(hosts.script), "-np", "2", "--max-np", "3"]
+    command = [*options, "--min-np", "1", "--", str(JOBS / "own_states.py"), str(tmp_path), kind]
+    with elasticrun(*command) as job:
+        job.until(lambda: len(written(tmp_path, "entered")) == 2, "two train", within=90)
+        hosts.set("localhost:3")
+        job.until(lambda: job.rounds()[-1:] == [3], "three train", within=90)
+        job.until(lambda: len(written(tmp_path, "entered")) == 3, "a newcomer trains", within=30)
+        ranks = {facts[-1]["rank"]: pid for pid, facts in written(tmp_path, "entered").items()}
+        os.kill(ranks[0], signal.SIGKILL)
+        job.until(lambda: job.rounds()[-2:] == [2, 3], "a newcomer has its place", within=90)
+        job.until(lambda: len(written(tmp_path, "entered")) == 4, "it trains", within=30)
+        (tmp_path / "stop").touch()
+        assert job.wait(within=60) == 0, job.describe()
+    by_world: dict[int, set[int]] = {}
+    entered = written(tmp_path, "entered")
+    del entered[ranks[0]]
+    for facts in entered.values():
+        for number, each in enumerate(reversed(facts)):
+            by_world.setdefault(-number, set()).add(each["step"])
+    assert all(len(steps) == 1 for steps in by_world.values()), by_world
+    assert min(by_world[0]) > 0
+    assert len({facts[0]["step"] for facts in written(tmp_path, "done").values()}) == 1
+
+
+@pytest.mark.parametrize("mode", ["check", "commit"])
+def test_a_change_is_followed_at_the_next_check_or_commit(tmp_path: Path, mode: str) -> None:
+    hosts = Hosts(tmp_path, "localhost:2")
+    options = ["--host-discovery-script", str(hosts.script), "-np", "2", "--max-np", "3"]
+    with elasticrun(*options, "--", str(JOBS / "follows.py"), str(tmp_path), mode) as job:
+        job.until(lambda: job.rounds() == [2], "two train", within=90)
+        hosts.set("localhost:3")
+        job.until(lambda: len(job.events("worker_ready")) == 3, "a newcomer is ready", within=90)
+        (tmp_path / "ready").touch()
+        assert job.wait(within=60) == 0, job.describe()
+        assert job.rounds() == [2, 3]
+        assert all(each.get("undone") is None for each in job.events("worker_ready"))
+    left = [path.read_text() for path in tmp_path.glob("*.left")]
+    entered = [path.read_text() for path in tmp_path.glob("*.entered")]
+    assert len(left) == 2
+    assert len(entered) == 3
+    assert len({*left, *entered}) == 1
 
 
 def test_a_script_that_waits_for_a_change_is_in_the_next_world_after_one_commit(

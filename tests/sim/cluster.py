@@ -26,6 +26,7 @@ from elastic_driver.core.decisions import (
     ProbeAgent,
     ProbeHosts,
     PublishNotice,
+    PublishPlace,
     PublishSave,
     PublishWorld,
     StartAgent,
@@ -40,6 +41,7 @@ from elastic_driver.core.driver_events import (
 )
 from elastic_driver.core.job import Job
 from elastic_driver.core.job_events import JobEvent
+from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.rules.fleet import NAMES_OF_A_DRIVER
 from elastic_driver.core.rules.rounds import PUBLISHED_AGAIN
 from elastic_driver.core.rules.workers import ACTIVE
@@ -60,6 +62,7 @@ class Cluster:
         self.random = Random(seed)
         self.clock = Clock()
         self.settings, self.elastic = settings, elastic
+        self.horovod = elastic and seed % 3 == 0  # scripts know the ranks of their variables
         self.driver = Driver(self, Job(settings), seed, mortal=mortal)
         self.agents: dict[str, SimAgent] = {}  # the newest of each host
         self._all_agents: dict[tuple[str, int], SimAgent] = {}
@@ -68,6 +71,7 @@ class Cluster:
         self.world: msg.World | None = None  # in the store of the present driver
         self.notice: msg.Notice | None = None
         self.save: msg.SaveRequest | None = None
+        self.places: dict[str, SlotInfo] = {}  # of workers, other than those of their orders
         self.leases: set[str] = set()  # of workers, begun by a driver that resumed
         self.spares: set[str] = set()  # workers that were ordered as spares
         self.calm = False  # agents find the next driver in time
@@ -173,6 +177,8 @@ class Cluster:
             self._ask_progress(decision)
         elif isinstance(decision, PublishNotice):
             self._publish_notice(decision)
+        elif isinstance(decision, PublishPlace):
+            self.places[decision.worker] = decision.place
         elif isinstance(decision, PublishSave):
             self._publish_save(decision.request)
         elif isinstance(decision, EndJob):

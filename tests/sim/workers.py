@@ -162,7 +162,10 @@ class ElasticWorker(SimWorker):
     def become_ready(self, reason: str) -> None:
         self.ready = True
         self.group = None
-        self.told = WorkerReady(self.id, self.left, self.version, self.clean, reason)
+        place = self.cluster.places.get(self.id, self.order.place)
+        rank = place.rank if self.cluster.horovod and not self.left else -1
+        about = (self.left, self.version, self.clean, reason)
+        self.told = WorkerReady(self.id, *about, told=rank)
         self.cluster.post(self.agent, self.told)
         if self.cluster.world is not None:
             term, world = self.cluster.driver.term, self.cluster.world

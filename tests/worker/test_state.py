@@ -438,12 +438,27 @@ def test_a_commit_interrupts_at_the_named_step_and_not_before() -> None:
     state.commit()
     state._progress.leave_reason, state._progress.leave_after = "a host joins", 2
     state.commit()
-    state.check_host_updates()
     with pytest.raises(HostsUpdatedInterrupt, match="a host joins"):
         state.commit()
     assert (state.version, state.clean) == (2, True)
     with pytest.raises(HostsUpdatedInterrupt):
         state.check_host_updates()
+
+
+def test_a_check_counts_as_a_commit_does_and_commits_where_the_world_is_left() -> None:
+    state = ObjectState(step=0)
+    state.commit()
+    state._progress.leave_reason, state._progress.leave_after = "a host joins", 3
+    state.commit()
+    state.step = 5
+    state.check_host_updates()
+    assert state.version == 1
+    with pytest.raises(HostsUpdatedInterrupt, match="a host joins"):
+        state.check_host_updates()
+    assert (state.version, state.clean) == (2, True)
+    state.step = 6
+    state.restore()
+    assert state.step == 5  # nothing that was trained until then is lost
 
 
 def test_told_to_leave_at_once_any_commit_interrupts() -> None:

@@ -5,6 +5,8 @@ lie far enough ahead that each worker's heartbeat thread knows of it before `com
 there, and no further, because newcomers wait for it. A rank that learns of it too late breaks the
 process group for the others; no step is lost then, but all have to recover.
 
+A step here is a commit or a check for changes of the hosts: both are counted.
+
 The executor asks the members how far they are (`AskProgress`) and reports what they said
 (`ProgressReported`). Pure; times are seconds.
 """
@@ -34,12 +36,13 @@ STALE_S = 2.0  # the greatest age of the last progress of a worker that did not 
 class Reading(NamedTuple):
     """A worker's progress, `age` seconds ago: its committed steps, and the seconds for one.
 
-    `step_time` 0: not known yet.
+    `step_time` 0: not known yet. `since`: how long the step under way took by then.
     """
 
     step: int
     step_time: float
     age: float
+    since: float = 0.0
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class Boundary(Rule):
             raise ev.StaleEvent("progress was reported for a question that is not open")
         self._asked_at, waited = None, now - asked_at
         ages = {True: waited, False: waited + min(self.settings.heartbeat_timeout / 3, STALE_S)}
-        readings = [Reading(r.step, r.step_time, ages[r.answered]) for r in event.readings]
+        readings = [Reading(r.step, r.step_time, ages[r.answered], r.since) for r in event.readings]
         versions = [worker.version for worker in self.workers.having(RUNNING)]
         if len(readings) < len(versions) and now < self._all_until:
             self._ask_at = now + AGAIN_S
@@ -132,12 +135,16 @@ def leave_after(readings: Iterable[Reading], *, base: int, margin: float) -> int
         base: the committed steps the round began with; no worker is behind it.
         margin: seconds after which every worker has received the notice.
     """
-    furthest, fastest = float(base), math.inf
+    furthest, fastest, shortest = float(base), math.inf, math.inf
     for reading in readings:
         step_time = reading.step_time if 0.0 < reading.step_time < math.inf else math.inf
         ahead = min(max(reading.age, 0.0) / step_time, LONGEST_AHEAD)
         furthest, fastest = max(furthest, reading.step + ahead), min(fastest, step_time)
-    # No step time yet: the first step is still under way, so it is either slow (and one step of
-    # margin is plenty) or has only just begun.
-    margin_steps = 1.0 if math.isinf(fastest) else min(margin / fastest, LONGEST_AHEAD)
+        shortest = min(shortest, reading.since)
+    if math.isinf(fastest):
+        # The first step is still under way on all ranks. One that has taken long is not expected to
+        # end just now; one that has only just begun may be short, and one more is plenty.
+        margin_steps = 0.0 if margin < shortest < math.inf else 1.0
+    else:
+        margin_steps = min(margin / fastest, LONGEST_AHEAD)
     return math.floor(furthest + margin_steps) + 1

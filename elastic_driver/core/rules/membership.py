@@ -13,6 +13,7 @@ from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import FinalSaves, Preemption
+from elastic_driver.core.rules.ranks import NOT_TOLD, assign
 from elastic_driver.core.rules.reports import FIT_HINT, Reports
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.spares import Spares
@@ -27,6 +28,7 @@ from elastic_driver.core.rules.workers import (
 )
 
 TOGETHER_S = 1.0  # a newcomer that is ready waits no longer for others that boot
+TOLD_RANK_S = 30.0  # nor for those that are to have the ranks before its own
 
 
 class EndedFirst(NamedTuple):
@@ -51,6 +53,7 @@ class Membership(Rule):
     final_checkpoint: FinalSaves
     preemption: Preemption
     ended_first: EndedFirst | None = None
+    _held_since: float | None = None  # newcomers wait for the rank that they were told
 
     def advance(self, now: float) -> None:
         """Form, complete or close the round as the present state requires."""
@@ -78,7 +81,8 @@ class Membership(Rule):
         """Collect growth and removal for `last_call`, then have the members leave at a boundary."""
         current, settings = self.rounds.current, self.settings
         staying = [w for w in self.workers.having(RUNNING, READY) if not w.leaving]
-        newcomers = [w for w in units.fit(staying, settings) if w.state is READY]
+        fitting = self._without_held(units.fit(staying, settings), now)
+        newcomers = [w for w in fitting if w.state is READY]
         if not self.workers.count(RUNNING):
             return  # the scripts of all members are over; their exit statuses say what follows
         leavers = [w for w in self.workers.having(RUNNING) if w.leaving]
@@ -103,6 +107,24 @@ class Membership(Rule):
             at, reason = max(at, min(until)), f"{reason}; its replacements are booting"
         if self.effects.due_or_set_alarm(at, now, f"change is coming: {reason}"):
             self.boundary.leave(now, reason)
+
+    def _without_held(self, ready: list[Worker], now: float) -> list[Worker]:
+        """Return the workers without newcomers that would get another rank than they were told.
+
+        A script of Horovod's API knows its rank before it is in a round. Where several are started
+        together, the later ones wait for those before them, as long as any are coming. Only then
+        do the hosts of survivors make room.
+        """
+        kept = ready if self.rounds.repair else _as_told(ready)
+        if len(kept) == len(ready) or not self._newcomers_in_sight(wanted_only=True):
+            self._held_since = None
+            return ready
+        if self._held_since is None:
+            self._held_since = now
+        held = ", ".join(worker.id for worker in ready if worker not in kept)
+        waiting = f"workers boot whose ranks come before those of {held}"
+        over = self.effects.due_or_set_alarm(self._held_since + TOLD_RANK_S, now, waiting)
+        return ready if over else kept
 
     def _newcomers_in_sight(self, *, wanted_only: bool = False) -> bool:
         """Return whether workers boot, or may be started soon (only as many as are wanted)."""
@@ -197,6 +219,7 @@ class Membership(Rule):
         free = self.placement.free_slots(self.placement.room_left())
         where = self.spares.promote(free, founder=founders)
         self.placement.place(where, reason, founder=founders, awaited=awaited)
+        self.placement.tell_places()
 
     def _watch_forming(self, now: float) -> None:
         awaited = (w for host in self.fleet.awaited for w in self.workers.on_host(host))
@@ -215,6 +238,7 @@ class Membership(Rule):
             self.preemption.end_after_all_left(self.outcome.departure)
             return
         self._release_leavers(ready)
+        ready = self._without_held(ready, now)
         fitting, least = units.fit(ready, self.settings), self.capacity.least
         if not any(worker.admitted is not None for worker in ready):
             self._form_fresh(ready, fitting, now)
@@ -304,7 +328,11 @@ class Membership(Rule):
             self._give_up_below(need, ready, now)
             return
         due, least = self._fresh_is_due(now), self.settings.start_min_np
-        if not due and any(worker.awaited for worker in self.workers.having(STARTING)):
+        # All were lost, and their newcomers were started one after the other.
+        holders = any(w.admitted is not None for w in self.workers.having(READY))
+        anew = current.number > 1 and not holders
+        booting = (w for w in self.workers.having(STARTING) if not w.leaving)
+        if not due and any(worker.awaited or anew for worker in booting):
             return
         if due and current.number == 1:
             need = need if least is None else min(need, least)
@@ -371,3 +399,14 @@ class Membership(Rule):
         for worker in self.workers.having(READY):
             if worker.leaving and worker not in needed:
                 self.effects.stop(worker, worker.leaving)
+
+
+def _as_told(workers: list[Worker]) -> list[Worker]:
+    """Return the workers of the largest world found in which all get the rank they were told."""
+    while any(worker.seat.told != NOT_TOLD for worker in workers):
+        places = dict(assign((worker.seat for worker in workers), by_age=True))
+        kept = [w for w in workers if w.seat.told in (NOT_TOLD, places[w.id].rank)]
+        if len(kept) == len(workers):
+            break
+        workers = kept
+    return workers

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from elastic_driver.core.decisions import StartAgent, StopAgent
+from elastic_driver.core.decisions import PublishPlace, StartAgent, StopAgent
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.rules import units
@@ -19,7 +19,7 @@ from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.outcome import ScriptKind
 from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.rounds import COMPLETE, FORMING, Rule
-from elastic_driver.core.rules.workers import ACTIVE, ENDING, Worker
+from elastic_driver.core.rules.workers import ACTIVE, ENDING, STARTING, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
 
 
@@ -269,14 +269,29 @@ class Placement(Rule):
             return []
         staying = [worker for worker in self.workers.having(*ACTIVE) if not worker.leaving]
         started = [self.workers.add(*slot, founder=founder, awaited=awaited) for slot in slots]
-        seats = [worker.seat for worker in staying + started]
+        seats = [w.expected_seat if self.outcome.elastic else w.seat for w in staying]
+        seats += [worker.seat for worker in started]
         places = dict(assign(seats))
+        self._tell(staying, places)
         tf_configs = self._tf_configs([(seat.host, seat.slot) for seat in seats])
         rank0 = next(iter(places.values())).host
         for worker in started:
             tf_config = tf_configs.get((worker.host, worker.slot))
             self.start(worker, places[worker.id], rank0, why, tf_config)
         return started
+
+    def tell_places(self) -> None:
+        """Tell workers that boot the places that they are to have now, where these are others."""
+        if self.workers.count(STARTING):
+            staying = [worker for worker in self.workers.having(*ACTIVE) if not worker.leaving]
+            self._tell(staying, dict(assign(worker.expected_seat for worker in staying)))
+
+    def _tell(self, workers: list[Worker], places: dict[str, SlotInfo]) -> None:
+        for worker in workers:
+            place = places[worker.id]
+            if self.outcome.elastic and worker.state is STARTING and place != worker.place:
+                self.workers.expect(worker, place)
+                self.effects.decide(PublishPlace(worker.id, place, "others come or go"))
 
     def start(
         self, worker: Worker, place: SlotInfo, rank0: str, why: str, tf_config: str | None = None

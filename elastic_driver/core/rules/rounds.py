@@ -21,7 +21,7 @@ from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.outcome import JobOutcome
-from elastic_driver.core.rules.ranks import Seat, assign
+from elastic_driver.core.rules.ranks import NOT_TOLD, Seat, assign
 from elastic_driver.core.rules.workers import RUNNING, Worker, WorkerStateRegistry
 from elastic_driver.settings import Settings
 
@@ -134,13 +134,18 @@ class Rounds:
     def complete(self, workers: Iterable[Worker], now: float, reason: str) -> None:
         """Make these workers the round's members, and publish its world."""
         by_id = {worker.id: worker for worker in workers}
-        places = assign(worker.seat for worker in by_id.values())
+        anew = all(worker.admitted is None for worker in by_id.values())
+        seats = (w.expected_seat if anew else w.seat for w in by_id.values())
+        if self.repair:  # rank 0 has the state that all take over
+            seats = (seat._replace(told=NOT_TOLD) for seat in seats)
+        places = assign(seats)
         members, ranks = [], dict[str, dict[str, int]]()
         for worker_id, place in places:
             worker = by_id[worker_id]
             self.workers.admit(worker, place)
             members.append(Member(worker_id, place, worker.version, worker.clean, worker.phase))
             ranks.setdefault(place.host, {})[worker_id] = place.rank
+        self.workers.age_by_rank(list(by_id.values()))
         self.workers.forget_founders()
         current = self.current
         current.members = tuple(worker_id for worker_id, _ in places)

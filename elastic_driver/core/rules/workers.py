@@ -14,7 +14,7 @@ from elastic_driver.contract import worker_id
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.members import SlotInfo
-from elastic_driver.core.rules.ranks import Seat, assign
+from elastic_driver.core.rules.ranks import NOT_TOLD, Seat, assign
 
 
 class WorkerState(str, Enum):
@@ -94,6 +94,7 @@ class Worker:
     version: int = -1  # committed steps it reported with its last READY
     clean: bool = True
     phase: int = 0  # the number of the training function's call that it is in
+    told: int = NOT_TOLD  # the rank that its script knew before its first round
     left: int = 0  # the round it reported to have left with its last READY
     blamed: bool = False  # its failure was counted against its host
     left_behind: bool = False  # it is ending, and a round was formed without it
@@ -111,7 +112,15 @@ class Worker:
     @property
     def seat(self) -> Seat:
         """The worker's part in the assignment of ranks."""
-        return Seat(self.id, self.host, self.slot, self.age)
+        told = self.told if self.admitted is None else NOT_TOLD
+        return Seat(self.id, self.host, self.slot, self.age, told)
+
+    @property
+    def expected_seat(self) -> Seat:
+        """The same; what a worker that was in no round yet is told counts, if it has not said."""
+        if self.admitted is not None or self.told != NOT_TOLD:
+            return self.seat
+        return self.seat._replace(told=self.place.rank)
 
     @property
     def stepped(self) -> bool:
@@ -196,6 +205,10 @@ class WorkerStateRegistry:
         """Record the order that starts the worker, and the place that it gets."""
         worker.place, worker.order = order.place, order
 
+    def expect(self, worker: Worker, place: SlotInfo) -> None:
+        """Record the place that a worker, which boots, is told in place of that of its order."""
+        worker.place = place
+
     def apply(self, worker: Worker, news: WorkerNews) -> bool:
         """Change the worker's state by the table; return False if it does not list `news`."""
         after = TRANSITIONS[worker.state].get(news)
@@ -231,6 +244,19 @@ class WorkerStateRegistry:
             self._admissions += 1
             worker.admitted = self._admissions
 
+    def age_by_rank(self, members: list[Worker]) -> None:
+        """Let the members of a host keep their order in later rounds.
+
+        A newcomer that was told a rank may have come between two that are older.
+        """
+        by_host: dict[str, list[Worker]] = {}
+        for worker in sorted(members, key=lambda worker: worker.place.rank):
+            by_host.setdefault(worker.host, []).append(worker)
+        for there in by_host.values():
+            ages = sorted(worker.admitted or 0 for worker in there)
+            for worker, age in zip(there, ages, strict=True):
+                worker.admitted = age
+
     def with_process(self, event: ev.Event, name: str) -> Worker:
         """Return the worker that an event is about; raise `ev.StaleEvent` if it has no process."""
         worker = self.workers.get(name)
@@ -251,6 +277,8 @@ class WorkerStateRegistry:
         if event.round:
             self._note_member(worker)  # perhaps of a round that is not in the books
         worker.bound = event.bound
+        if worker.admitted is None:
+            worker.told = event.told
 
     def ending(self, worker: Worker) -> None:
         """Record that the worker's script is over; raise `ev.StaleEvent` if it cannot be."""

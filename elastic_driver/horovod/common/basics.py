@@ -165,6 +165,9 @@ def rocm_built() -> bool:
     return util.rocm_built()
 
 
+_get_process_set_ids_and_ranks = sets.get_process_set_ids_and_ranks  # as in Horovod
+
+
 def _check() -> None:
     if not is_initialized():
         raise NotInYetError("Horovod is not initialized; call hvd.init() first")

@@ -4,23 +4,45 @@ A survivor of a change keeps its process. `restore()` goes back to exactly the l
 because each commit copies the tensors, too, into memory that it keeps.
 """
 
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+import functools
+from collections.abc import Callable, Iterable
+from queue import Queue
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
+from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.horovod.common import basics
-from elastic_driver.horovod.common.exceptions import NotInYetError
+from elastic_driver.horovod.common.kept import Kept
 from elastic_driver.worker import current, state
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER
 from elastic_driver.worker.run import enter, training_loop
-from elastic_driver.worker.state_sync.sharing import Agreement
-from elastic_driver.worker.world import session
 
 P = ParamSpec("P")
 R = TypeVar("R")
-S = TypeVar("S", bound=state.State)
+S = TypeVar("S")
+_KEPT = "_kept_by_elastic_driver"  # the one name of a state that is not Horovod's
 
 
-class _HostMessages:
+class _Framework:
+    """The mutable field of this module: `broadcast_object` of the framework that is used."""
+
+    broadcast_object: Callable[..., Any] | None = None
+
+
+def broadcast_with(broadcast_object: Callable[..., Any]) -> None:
+    """Use this function for states that were given none."""
+    _Framework.broadcast_object = staticmethod(broadcast_object)
+
+
+class HostUpdateResult:
+    """The kinds of changes that `on_hosts_updated` gets, with Horovod's numbers."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class _HostMessages(Queue[tuple[float, int]]):
     """Answers whether the driver has announced a change that this process has not followed yet.
 
     A script that asks stands still until there is one, and expects that its next commit follows
@@ -28,41 +50,123 @@ class _HostMessages:
     others cannot finish a step without this rank, so they go on from the same commit.
     """
 
-    def __init__(self, owner: "ObjectState") -> None:
-        self._owner = owner
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()
+        self._kept = kept
 
     def empty(self) -> bool:
         """Return whether no change is announced."""
-        progress = self._owner._progress
-        if progress.leave_after == NEVER:
-            return True
-        progress.leave_after = AT_ONCE
+        if self._kept.leave_after == NEVER:
+            return super().empty()
+        self._kept.leave_at_next(AT_ONCE)
         return False
 
 
-class ObjectState(state.State):
-    """Plain values by name: each keyword argument becomes an attribute, which is copied.
+class _FromNewest:
+    """`bcast_object` of a state: while a world begins, it sends what the newest state has.
+
+    Horovod sends from rank 0 what another rank may have trained further.
+    """
+
+    def __init__(self, kept: Kept, bcast_object: Callable[..., Any] | None) -> None:
+        self._kept, self._given = kept, bcast_object
+
+    def __call__(self, obj: Any, root_rank: int = 0, *args: Any, **kwargs: Any) -> Any:
+        root = root_rank or self._kept.newest
+        broadcast = self._given or _Framework.broadcast_object
+        if broadcast is None:
+            raise UsageError("State(bcast_object=…) is needed: hvd.broadcast_object")
+        if root or args or kwargs:
+            return broadcast(obj, root, *args, **kwargs)
+        return broadcast(obj)
+
+
+def kept_of(owner: "State") -> Kept:
+    """Return what the workers hold of a state."""
+    found = owner.__dict__.get(_KEPT)
+    if found is None:  # before `__init__`: a class of the script may have attributes first
+        found = owner._kind_of_kept(owner)
+        object.__setattr__(owner, _KEPT, found)
+    return found
+
+
+class State:
+    """The base of Horovod's states: a script derives its own, with `save`, `restore` and `sync`.
+
+    An attribute of any name is the script's own, and travels only if `sync` sends it. Changes of
+    the hosts are followed all the same.
 
     Args:
-        bcast_object: not needed; Horovod's states take it.
-        get_rank: not needed either.
-        snapshot: copy all tensors at each commit; False makes a commit free, and `restore()`
-            leaves tensors that a step has changed to the next `sync()`.
-        attributes: the values and objects to keep.
+        bcast_object: of rank 0 to all; `_bcast_object` is this one, from the rank with the newest
+            commit where a world begins. None: `hvd.broadcast_object`.
+        get_rank: None: `hvd.rank`.
     """
+
+    _kind_of_kept: ClassVar[type[Kept]] = Kept
 
     def __init__(
         self,
-        bcast_object: Callable[..., Any] | None = None,  # noqa: ARG002 - Horovod's
-        get_rank: Callable[[], int] | None = None,  # noqa: ARG002 - Horovod's
-        *,
-        snapshot: bool = True,
-        **attributes: Any,
+        bcast_object: Callable[..., Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
     ) -> None:
-        super().__init__(snapshot=snapshot, **attributes)
-        self._host_messages = _HostMessages(self)
-        self._last_updated_timestamp = 0
-        self.save()
+        kept = kept_of(self)
+        self._bcast_object = _FromNewest(kept, bcast_object)
+        self._rank = get_rank or current.rank
+        self._host_messages = _HostMessages(kept)
+        self._last_updated_timestamp: float = 0
+        self._reset_callbacks: list[Callable[[], None]] = []
+        self.__dict__.setdefault("_saved_state", {})
+
+    # ---- called by users ------------------------------------------------------------------
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Call these, in order, after every change of the world."""
+        self._reset_callbacks.extend(callbacks)
+
+    def commit(self) -> None:
+        """Save; raise `HostsUpdatedInterrupt`, on all ranks, when the world is about to change."""
+        kept_of(self).commit()
+        self._raise_if_told()
+
+    def check_host_updates(self) -> None:
+        """Commit, and raise `HostsUpdatedInterrupt`, if the world changes now; else do nothing.
+
+        Sends no message. Every rank has to call it at the same places.
+        """
+        kept_of(self).check_host_updates()
+        self._raise_if_told()
+
+    def _raise_if_told(self) -> None:
+        """Raise `HostsUpdatedInterrupt` for a change that the script itself has announced."""
+        before, seen = self._last_updated_timestamp, HostUpdateResult.no_update
+        while self._host_messages.qsize():
+            timestamp, result = self._host_messages.get()
+            self._last_updated_timestamp = max(self._last_updated_timestamp, timestamp)
+            seen |= result
+        if self._last_updated_timestamp > before:
+            removed = seen == HostUpdateResult.removed
+            raise HostsUpdatedInterrupt("on_hosts_updated() was called", skip_sync=removed)
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Have the next commit or check raise `HostsUpdatedInterrupt`.
+
+        The driver names its own changes without this.
+        """
+        self._host_messages.put((timestamp, update_res))
+
+    def local(self, *names: str) -> None:
+        """Leave attributes out of the comparison between ranks; see `elastic.State.local`."""
+        kept_of(self).local(*names)
+
+    # ---- for classes of the script ---------------------------------------------------------
+
+    def save(self) -> None:
+        """Keep what `restore` puts back."""
+        kept_of(self).saved_by_owner()
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
+        kept_of(self).restored_by_owner()
 
     def sync(self) -> None:
         """Make this state the same on every rank.
@@ -70,26 +174,74 @@ class ObjectState(state.State):
         In a new world of a running job the newest commit is sent. Any other call sends the state
         of rank 0, as Horovod does. Collective.
         """
-        member = session.membership()
-        if member is None or member.world is None:
-            raise NotInYetError("state.sync() needs a world; call hvd.init() first")
-        world = member.world
-        if session.is_in_job() and world.round != self._round:
-            super().sync()
-            return
-        others = frozenset(range(1, world.size))
-        self._carry_out(Agreement(0, others, max(self._version, 0), fresh=True), world)
+        kept_of(self).synced_by_owner()
 
     def reset(self) -> None:
         """Do nothing; a script's own state may adapt itself here to a new world."""
 
     def on_reset(self) -> None:
         """Call `reset` and the callbacks: the world has changed."""
+        self._host_messages = _HostMessages(kept_of(self))
         self.reset()
-        super().on_reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    # ---- attributes ----------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        kept = self.__dict__.get(_KEPT)
+        if kept is not None and kept.holds(name):
+            return kept.value(name)
+        raise AttributeError(f"the state {type(self).__name__} has no {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kept = self.__dict__.get(_KEPT)
+        if kept is not None and kept.holds(name):
+            kept.put(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        kept = self.__dict__.get(_KEPT)
+        if kept is not None and kept.holds(name):
+            kept.drop(name)
+        else:
+            super().__delattr__(name)
 
 
-State = ObjectState
+_METHODS = frozenset(
+    name for name in vars(State) if callable(getattr(State, name)) and name != "local"
+)
+
+
+class ObjectState(State):
+    """Plain values by name: each keyword argument becomes an attribute, which is copied.
+
+    Attributes that are set later are the script's own, as in Horovod: no commit keeps them.
+
+    Args:
+        bcast_object: as for `State`.
+        get_rank: as for `State`.
+        snapshot: copy all tensors at each commit; False makes a commit free, and `restore()`
+            leaves tensors that a step has changed to the next `sync()`.
+        attributes: the values and objects to keep.
+
+    Raises `UsageError` for an attribute that is named like a method of `State`.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+        *,
+        snapshot: bool = True,
+        **attributes: Any,
+    ) -> None:
+        for name in attributes:
+            if name in _METHODS:
+                raise UsageError(f"a state has a method {name!r}; choose another name")
+        super().__init__(bcast_object, get_rank)
+        kept_of(self).hold(attributes, snapshot=snapshot)
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -98,7 +250,32 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     A newcomer joins the job here, not in `hvd.init()`. If its rank or the size of the world are
     not those that `hvd.init()` has told, its reset callbacks run before the function.
     """
-    return training_loop(func, _join)
+
+    @functools.wraps(func)
+    def train(state_: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def of_owner(_kept: state.State, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            return func(state_, *args, **kwargs)
+
+        return training_loop(of_owner, _join)(_held(state_), *args, **kwargs)
+
+    return train
+
+
+def run_fn(
+    func: Callable[Concatenate[S, P], R], _reset: Callable[[], None], /
+) -> Callable[Concatenate[S, P], R]:
+    """Return `run(func)`; Horovod's `reset` forms the next world, which is done here already."""
+    return run(func)
+
+
+def _held(given: object) -> state.State:
+    if isinstance(given, state.State):
+        return given
+    if isinstance(given, State):
+        return kept_of(given)
+    raise UsageError(
+        f"hvd.elastic.run() needs a state as its first argument, not a {type(given).__name__}"
+    )
 
 
 def _join(kept: state.State, phase: int) -> bool | None:

@@ -83,6 +83,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """Return the ranks of each process set of this world, by its number; 0 is the global one."""
+    return {number: list(place.ranks) for number, place in _engine().sets.items()}
+
+
 def added_at_start(process_sets: Sequence[ProcessSet] | str) -> None:
     """Add the sets that `init` was given, in a new world."""
     engine = _engine()

@@ -1,6 +1,9 @@
 """Answers about this installation, and small helpers of Horovod's API."""
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +54,32 @@ def rocm_built() -> bool:
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether torch sees a CUDA device; the name of the framework is not needed."""
     return bool(torch.cuda.is_available())
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return whether this API is there for a framework: for "torch" alone."""
+    return ext_base_name == "torch"
+
+
+def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is carried out once for each set of arguments."""
+    return cache(f)
+
+
+@contextmanager
+def env(**kwargs: str | None) -> Iterator[None]:
+    """Set variables of the environment inside; those that are None stay as they are."""
+    values = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:

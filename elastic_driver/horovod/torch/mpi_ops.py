@@ -6,6 +6,7 @@ through the forms that wait and do not work in place.
 """
 
 from elastic_driver.errors import UsageError
+from elastic_driver.horovod.common import basics as _basics  # noqa: F401 - a name of Horovod's
 from elastic_driver.horovod.common.basics import (
     ccl_built,
     cross_rank,
@@ -166,6 +167,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     engine = engine_now()
     if engine.world.rank != 0:
         return
+    engine.stop_timeline()  # it may write to the same file
     try:
         engine.start_timeline(Timeline(file_path, mark_cycles))
     except UsageError as error:

@@ -122,17 +122,18 @@ class DriverConnection:
         bound: bool,
         undone: float = 0.0,
         phase: int = 0,
+        told: int = -1,
     ) -> None:
         """Report READY for the next round after round `left`; `bound`: to a device.
 
         `undone`: seconds since the last commit, if the state goes back to that. `phase`: the number
-        of the training function's call.
+        of the training function's call. `told`: the rank that the script knows already; −1: none.
         """
         if left:
             self._heartbeat.report_first_step(self.client, left, math.inf)
         reason = reason[:MAX_REASON_CHARS]
         self._ready = events.WorkerReady(
-            self.born.worker, left, *state_version, reason, bound, undone, phase
+            self.born.worker, left, *state_version, reason, bound, undone, phase, told
         )
         # The driver that gets it is the one we know, or a later one.
         known = self._seen[contract.JOB_DRIVER], self._heartbeat.driver_revision

@@ -84,6 +84,7 @@ class HeartbeatThread:
         self._pause = LONGEST_WAIT_S  # between heartbeats while steps are made
         self._first_step_of = 0  # the round whose first step has been posted
         self._silent = False  # the driver does not answer
+        self._is_asked = False  # so that even a worker without a step says where it is
         self._thread = threading.Thread(target=self._run, name="elastic-heartbeat", daemon=True)
 
     # ---- on the training thread ----------------------------------------------------------
@@ -178,6 +179,7 @@ class HeartbeatThread:
                     self._meet_driver(driver)
             elif key == contract.JOB_NOTICE:
                 if (notice := self._read(documents.decode_notice, key, value)) is not None:
+                    self._is_asked = True  # perhaps: how far it is
                     self._on_notice(notice)
             elif key == contract.JOB_STACKS:
                 if (number := self._read(documents.decode_number, key, value)) is not None:
@@ -221,13 +223,15 @@ class HeartbeatThread:
     def _report(self) -> tuple[Set, ...]:
         """Return the write of this worker's progress; none before the first step of a round.
 
+        A driver that asks gets it all the same.
         A step of an optimizer counts here, so that a worker that never commits is seen.
         """
         progress = self._progress
         round_id, version, step_time = progress.round, progress.version, progress.step_time
         done, last = _steps_of(progress), progress.done
-        if round_id == 0 or done == 0:
+        if round_id == 0 or (done == 0 and not self._is_asked):
             return ()
+        self._is_asked = False
         self._reported = (round_id, version, done)
         times = tuple(progress.step_times)[-RECENT_STEPS:]
         usual = statistics.median(times) if times else step_time
@@ -253,6 +257,9 @@ class HeartbeatThread:
             marks=self.marks(),
             commits=progress.steps,
             optimizer_steps=progress.optimizer_steps,
+            checks=progress.checks,
+            boundary_time=progress.boundary_time(),
+            since=progress.since_boundary(),
         )
         return (Set(contract.worker_progress(self._born.worker), documents.encode(found)),)
 

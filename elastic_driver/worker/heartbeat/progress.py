@@ -3,7 +3,7 @@
 The training thread writes its progress at every commit and compares one integer; the heartbeat
 thread reads the progress and writes the requests to leave. Each field has one writer and is
 replaced as a whole, and the interpreter makes each assignment atomic, so no lock is needed.
-`version` and `leave_after` count the committed steps of the whole job. Times are monotonic seconds.
+`version` counts the committed steps of the whole job. Times are monotonic seconds.
 """
 
 import math
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -33,6 +33,7 @@ from elastic_driver.worker.cpu_time import CpuSlowdown
 NEVER = sys.maxsize  # a step that no job reaches
 AT_ONCE = -1  # every step is later than this one
 KEPT_TIMES = 101  # step times from which the median is taken
+KEPT_BOUNDARIES = 13  # times of commits and checks, from which the time between two follows
 SAMPLE_S = 0.075  # the least total time of the steps of one sample
 COVERED_S = 4.0  # the time that the samples of one message cover: at least two heartbeats
 LEAST_SAMPLES = 8  # in a message, however long steps are
@@ -138,6 +139,9 @@ class TrainingProgress:
     committed_at: float = field(default_factory=time.monotonic)
     synced_at: float = field(default_factory=time.monotonic)  # the state was that of all ranks
     step_time: float = 0.0  # seconds of the last step
+    checks: int = 0  # of changes of the hosts, in this round; a commit is none
+    # The times of the last commits and checks: the boundaries at which a round may be left.
+    boundaries: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_BOUNDARIES))
     # The last commit, report or end of a `busy` block.
     active_at: float = field(default_factory=time.monotonic)
     busy_until: float = 0.0  # silence until then is not a stall
@@ -175,13 +179,48 @@ class TrainingProgress:
     wants_allocations: bool = False  # set by it, too: watch for new allocations
     # Written by the heartbeat thread.
     allocation: Allocation | None = None  # the newest one
-    leave_after: int = NEVER  # leave the round at the first commit after this step
+    leave_after: int = NEVER  # leave the round at this boundary; see `boundary`
     leave_reason: str = ""  # written before `leave_after`
+
+    @property
+    def boundary(self) -> int:
+        """The number of the last boundary: that of commits of the job, and checks of this round.
+
+        All ranks commit and check alike, so a number means the same place in each script.
+        """
+        return max(self.version, 0) + self.checks
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether the round has to be left at the boundary of now."""
+        return self.boundary >= self.leave_after
+
+    def checked(self) -> bool:
+        """Record a check for changes; return whether the round has to be left now."""
+        self.checks += 1
+        self.boundaries.append(time.monotonic())
+        return self.must_leave
+
+    def boundary_time(self) -> float:
+        """Return the seconds from one boundary to the next one; 0: not known yet.
+
+        It is a median over pairs: a script may check right after each commit.
+        """
+        at = tuple(self.boundaries)
+        if len(at) < 3:
+            return max(0.0, at[-1] - (at[0] if len(at) == 2 else self.synced_at)) if at else 0.0
+        return median((later - earlier) / 2 for earlier, later in zip(at, at[2:], strict=False))
+
+    def since_boundary(self) -> float:
+        """Return the seconds since the last boundary, or since the state was that of all ranks."""
+        at = tuple(self.boundaries)
+        return time.monotonic() - max(self.synced_at, at[-1] if at else 0.0)
 
     def committed(self, version: int) -> bool:
         """Record a committed step; return whether the round has to be left now."""
         now = time.monotonic()
         self.step_time, self.committed_at, self.version = now - self.committed_at, now, version
+        self.boundaries.append(now)
         self.steps += 1
         if self.step_reported:  # it counts once
             self.step_reported, self.active_at = False, now
@@ -190,7 +229,7 @@ class TrainingProgress:
             self.reported(now)
         if self.steps == 1:
             self.on_first_step()
-        return version >= self.leave_after
+        return self.must_leave
 
     def reported(self, now: float) -> None:
         """Record a step that was committed or only reported."""
@@ -232,7 +271,7 @@ class TrainingProgress:
         """Record a new round, without a commit and without a request to leave so far."""
         self.size, self.rank, self.version = size, rank, version
         self.committed_at = self.active_at = self.synced_at = time.monotonic()
-        self.leave_after, self.steps, self.reported_steps = NEVER, 0, 0
+        self.leave_after, self.steps, self.reported_steps, self.checks = NEVER, 0, 0, 0
         self.optimizer_steps = 0
         self.marks.clear()
         self.reported_step, self.step_reported, self.times = None, False, None

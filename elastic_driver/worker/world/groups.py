@@ -7,8 +7,8 @@ goes on as soon as the round is known to be over; the thread ends when it can.
 Torch's global state must be touched by the main thread only. So the thread makes the bare
 `ProcessGroupGloo`; the main thread then calls `init_process_group(backend="elastic_gloo")`, whose
 creator, registered through torch's public extension point, returns the object that is ready.
-Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's own;
-`dist.get_backend()` returns the other name. Where a device has collectives of its own, torch makes
+Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's own, and
+`torch_names` has torch say so. Where a device has collectives of its own, torch makes
 that half itself (`cpu:elastic_gloo,xpu:xccl`); see `device`. In rounds without it gloo carries the
 device's tensors, too, by way of the host's memory: our backend is registered for them.
 
@@ -35,10 +35,10 @@ from elastic_driver.errors import WorldBrokenError
 from elastic_driver.worker.world.backend import accelerator_names
 from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.device import DeviceHalf
+from elastic_driver.worker.world.torch_names import BACKEND, make_group, translate
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
 from rendezvous.torch_store import HTTPStore
 
-BACKEND = "elastic_gloo"
 COLLECTIVE_TIMEOUT_S = 1800.0  # torch's default; the lease of a hung peer expires long before
 CONNECT_TIMEOUT_S = 120.0  # of the construction; an abandoned thread lives no longer
 LINGER_S = 1.0  # the longest wait for peers to receive our data, before the device is cut off
@@ -113,13 +113,14 @@ class RoundGroup:
         """
         if BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(BACKEND, _create, devices=_kinds())
+        translate()
         _Handover.create = lambda *_: self.backend
         excepthook = sys.excepthook
         name = f"cpu:{BACKEND},{device_backends}" if device_backends else BACKEND
         rank, size = self.backend.rank(), self.backend.size()
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         try:
-            dist.init_process_group(name, None, timeout, size, rank, self.store)
+            make_group(name, None, timeout, size, rank, self.store)
         finally:
             _Handover.create = create_subgroup
             # Torch's hook puts `[rank0]:` before each line of a traceback, later a wrong rank.

@@ -18,17 +18,20 @@ from msgspec import Struct, field
 from torch.distributed import DistStoreError, HashStore
 
 from elastic_driver import contract
-from elastic_driver.core.documents import World
+from elastic_driver.core.documents import Reader, World, decode_place
 from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.errors import UsageError, WorldBrokenError
 from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.groups import RoundOverError
 from elastic_driver.worker.world.membership import ALONE, JobMembership
 from rendezvous.client import RendezvousClient
+from rendezvous.errors import RendezvousError
 from rendezvous.torch_store import HTTPStore
 from rendezvous.wire import DeletePrefix
 
+TELLING_S = 5.0  # for the driver to answer which rank a newcomer will have
 MEETING_S = 600.0  # for all processes to come, as the default of --start-timeout
 _meetings = itertools.count(1)  # of this process
 
@@ -76,6 +79,23 @@ def place_at_start(
         node_count=found.node_count,
     )
     return place, found.round
+
+
+def place_of_now(born: WorkerContext) -> SlotInfo | None:
+    """Return the place that the driver has told a newcomer since it was started; None: no other.
+
+    A driver that is away tells nothing.
+    """
+    client = born.client(TELLING_S)
+    key = contract.worker_place(born.worker)
+    try:
+        entry = client.get(key)
+    except RendezvousError as error:
+        say(f"the driver does not say which rank this worker will have ({error})")
+        return None
+    finally:
+        client.close()
+    return None if entry is None else Reader(say).read(decode_place, key, entry.value)
 
 
 class InitialMembership(JobMembership):

@@ -68,6 +68,7 @@ class JobMembership:
         self._left = 0  # the round left last
         self._device_failures = 0  # in a row
         self.phase = 0  # the number of the training function's call
+        self.told = -1  # the rank that the script knows before its first round; −1: none
         self._left_groups: list[RoundGroup] = []  # a peer may still be in them
         self._endings: list[threading.Thread] = []  # of gloo's old groups
 
@@ -262,7 +263,13 @@ class JobMembership:
             undone = time.monotonic() - self.progress.committed_at if broken else 0.0
             try:
                 self._driver.report_ready(
-                    self._left, version, reason, bound=bound, undone=undone, phase=self.phase
+                    self._left,
+                    version,
+                    reason,
+                    bound=bound,
+                    undone=undone,
+                    phase=self.phase,
+                    told=-1 if self._left else self.told,
                 )
             except AbortedError:
                 if self._notices.alone is None:

@@ -28,7 +28,7 @@ from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import companions
 from elastic_driver.worker.world.backend import choose_backend
-from elastic_driver.worker.world.initial import InitialMembership, place_at_start
+from elastic_driver.worker.world.initial import InitialMembership, place_at_start, place_of_now
 from elastic_driver.worker.world.membership import JobMembership
 
 BUSY_S = 3600.0  # the default limit of `busy`
@@ -74,9 +74,11 @@ def start(backend: str | None = None) -> JobMembership:
     `backend` counts in the first call only; see `init`.
     """
     if _Session.membership is None:
+        told = current.rank() if current.is_initialized() else -1  # in a world without the driver
         leave_initial()
         born = _context()
         member = JobMembership(born, choose_backend(backend, born.slot if born else 0))
+        member.told = told
         member.start()
         _Session.membership = member
     return _Session.membership
@@ -152,14 +154,14 @@ def is_in_job() -> bool:
 
 
 def expect_round() -> None:
-    """Take the place that this process would have in a round now, until it joins one.
+    """Take the place that this process will have in a round, until it joins one.
 
     For newcomers, which need not wait for a round to know their rank.
     """
     born = _context()
     if born is not None and membership() is None:
         place, round_id = place_at_start(born)
-        current.enter(place, round_id)
+        current.enter(place_of_now(born) or place, round_id)
 
 
 def shutdown() -> None:

@@ -88,6 +88,12 @@ class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torc
         self.last_pass_is_local = not self.require_backward_grad_sync and not _within.shares
         return super().forward(*inputs, **kwargs)
 
+    def see_join_work(self, work: Any) -> None:
+        """Note what tells, in `join()`, how many ranks take part in this pass; None: all."""
+        if self._mean is not None:
+            counts = work is not None and not self._divide_by_initial_world_size
+            self._mean.taking_part = work if counts else None
+
     def forget_group(self) -> None:
         """Drop the process group: this wrapper is of no use any more."""
         if self._mean is not None:
@@ -114,6 +120,7 @@ class _GradientMean:
         self._waits, self._size = waits, dist.get_world_size(group)
         self.group = group  # None: the wrapper was taken down
         self._meter = new_meter(self._size)
+        self.taking_part: Any = None  # torch's work that counts the ranks of this pass; None: all
         self.of_script: Callable[[Any], Future[torch.Tensor]] | None = None
 
     def communicate(self, _state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -123,10 +130,13 @@ class _GradientMean:
         gradients, meter = bucket.buffer(), self._meter
         measured = None if meter is None else meter.begin(bucket)
         # In this way torch's reducer divides where there is no hook.
+        size = self._size
+        if self.taking_part is not None:
+            size = int(self.taking_part.get_future().wait()[0].item())
         if gradients.is_sparse:
-            gradients.div_(self._size)
+            gradients.div_(size)
         else:
-            gradients.mul_(1.0 / self._size)
+            gradients.mul_(1.0 / size)
         work = dist.all_reduce(gradients, group=self.group, async_op=True)
         assert work is not None  # noqa: S101 - it is asynchronous
 

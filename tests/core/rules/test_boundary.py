@@ -55,6 +55,13 @@ def test_the_furthest_worker_counts_even_when_another_spoke_later() -> None:
     assert leave_after(readings, base=0, margin=0.1) == 99
 
 
+def test_a_first_step_that_takes_long_is_left_after_it() -> None:
+    slow = Reading(step=0, step_time=0.0, age=0.0, since=4.0)
+    assert leave_after([slow, slow], base=0, margin=0.1) == 1
+    begun = slow._replace(since=0.05)
+    assert leave_after([slow, begun], base=0, margin=0.1) == 2
+
+
 def test_without_any_progress_the_round_is_left_after_its_second_step() -> None:
     assert leave_after([], base=41, margin=0.1) == 43
     assert leave_after([Reading(step=41, step_time=0.0, age=3.0)], base=41, margin=0.1) == 43

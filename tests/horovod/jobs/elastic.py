@@ -1,7 +1,8 @@
 """Trains with `hvd.elastic` until a file `stop` is there; commits and records every fifth step.
 
 Weights follow from the number of steps alone: a gradient is 1 on every rank. A worker that was
-started later writes how long `hvd.init()` took, and what a collective before `run` said.
+started later writes how long `hvd.init()` took, and what a collective before `run` said; LATE: the
+seconds, by the rank that it was told, after which it comes.
 """
 
 import json
@@ -24,6 +25,7 @@ if "ELASTIC_NEWCOMER" in os.environ:
         hvd.allreduce(torch.ones(1), name="early")
     except ValueError as error:
         early = str(error)
+    time.sleep(float(os.environ.get("LATE", "0,0,0,0").split(",")[hvd.rank()]))
 
 model = torch.nn.Linear(4, 1, bias=False)
 torch.nn.init.zeros_(model.weight)

@@ -37,6 +37,7 @@ def test_torchruns_names_have_torchruns_meaning() -> None:
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
         "ROLE_RANK": "1",
         "ROLE_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from elastic_driver.horovod.common.elastic import ObjectState
+from elastic_driver.horovod.common.elastic import ObjectState, State
 from elastic_driver.horovod.common.exceptions import HorovodUsageError
+from elastic_driver.horovod.common.kept import Kept
 from elastic_driver.horovod.torch.elastic.sampler import ElasticSampler
 from elastic_driver.horovod.torch.optimizer import forget_reductions, unfinished
 from elastic_driver.worker.state_sync.parts import Outgoing, StatePart, part_for
@@ -91,43 +92,32 @@ class _HandledPart(StatePart):
         """Do nothing, as above."""
 
 
-class TorchState(ObjectState):
-    """A model, an optimizer, and everything else that a script trains with.
+class _KeptTorch(Kept):
+    """The models, optimizers and values of a `TorchState`."""
 
-    Args:
-        model: a module; further ones may be given by keyword.
-        optimizer: of the module; further ones likewise.
-        kwargs: attributes; `snapshot=False` makes a commit free, see `ObjectState`.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, owner: State) -> None:
         self._handled: dict[str, _HandledPart] = {}
         self._registry = list(_Handlers.registry)  # as it is now, for good
-        super().__init__(**kwargs, model=model, optimizer=optimizer)
+        super().__init__(owner)
 
-    def save(self) -> None:
-        """Copy all that `restore` puts back; raises `HorovodUsageError` in the middle of a step."""
+    def _keep_values(self) -> None:
         for optimizer in self._all(torch.optim.Optimizer):
             if why := unfinished(optimizer):
                 raise HorovodUsageError(
                     f"commit() amid a step: {why}; commit after optimizer.step()"
                 )
-        super().save()
+        super()._keep_values()
 
-    def restore(self) -> None:
-        """Go back to exactly the last commit, and drop gradients."""
+    def _is_between_steps(self) -> bool:
+        return not any(unfinished(each) for each in self._all(torch.optim.Optimizer))
+
+    def _put_back(self) -> None:
         for optimizer in self._all(torch.optim.Optimizer):
             forget_reductions(optimizer)
-        super().restore()
+        super()._put_back()
 
-    def sync(self) -> None:
-        """Make this state the same on every rank; see `ObjectState.sync`."""
-        super().sync()
+    def _make_equal(self) -> None:
+        super()._make_equal()
         for part in self._handled.values():
             part.handler.sync()
         for sampler in self._all(ElasticSampler):
@@ -149,3 +139,25 @@ class TorchState(ObjectState):
 
     def _has_part(self, value: Any) -> bool:
         return super()._has_part(value) or any(isinstance(value, k) for k, _ in self._registry)
+
+
+class TorchState(ObjectState):
+    """A model, an optimizer, and everything else that a script trains with.
+
+    Args:
+        model: a module; further ones may be given by keyword.
+        optimizer: of the module; further ones likewise.
+        kwargs: attributes; `snapshot=False` makes a commit free, see `ObjectState`.
+
+    `save` raises `HorovodUsageError` in the middle of a step; `restore` drops gradients.
+    """
+
+    _kind_of_kept = _KeptTorch
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs, model=model, optimizer=optimizer)
