@@ -117,7 +117,7 @@ class ElasticDriver:
         if setup.resumed is None:
             setup.settings = settings or setup.settings
             resources.open_journal()
-        self._publish()
+        self._publish(job=True)
         resources.journal.serves_at(self.endpoint)
         job = Job(setup.settings) if setup.resumed is None else setup.resumed.job
         self._begun = True
@@ -184,12 +184,14 @@ class ElasticDriver:
         """
         self._serving = True
         self.open()
-        self._publish()
+        self._publish(job=False)
 
-    def _publish(self) -> None:
-        """Open the event log, and write the address for other programs."""
+    def _publish(self, *, job: bool) -> None:
+        """Open the event log, and write the address for other programs; `job`: one begins."""
         try:
             self._resources.publish()
+            if job:
+                self._setup.run_dir.job_begins()
         except BaseException:
             self.abandon()
             raise
