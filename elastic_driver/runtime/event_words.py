@@ -75,6 +75,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "job_leaving": (Level.NORMAL, "the job is to end"),
     "state_saved": (Level.NORMAL, "last checkpoint written"),
     "state_not_saved": (Level.NORMAL, "no last checkpoint"),
+    "state_kept": (Level.QUIET, "the last holder of the state stays"),
     "state_synced": (Level.VERBOSE, "state synced in round {round}"),
     "steps_redone": (Level.VERBOSE, "the steps that were lost are trained again"),
     "key_not_kept": (Level.VERBOSE, "a key of the store is not in the journal"),

@@ -32,7 +32,6 @@ _EVENTS: dict[type, str] = {
     ev.WorkerResumed: "{e.worker} makes progress again",
     ev.WorkerEnding: "the script of {e.worker} is over; its process is about to end",
     ev.WorkerStack: "{e.worker} was asked for its stack: {e.where}",
-    ev.WorkerSaved: "{e.worker} has written the state to disk: {e.folder}{e.problem}",
     ev.WorkerExited: "{e.worker} has ended with status {e.exit_code}",
     ev.HostLeaving: "host {e.host} goes away in {e.deadline:g} s: {e.reason}",
     ev.WorkerLeaving: "{e.worker} has to leave in {e.deadline:g} s: {e.reason}",
@@ -170,6 +169,11 @@ def of_event(event: Any) -> str:
     if isinstance(event, seen.HostsChecked):
         good = sum(result.passed for result in event.results)
         return f"the check of {len(event.results)} hosts is over; {good} may be used"
+    if isinstance(event, ev.WorkerSaved):
+        if event.folder:
+            return _short(f"{event.worker} has written the state to disk: {event.folder}")
+        why = event.problem or "it has no checkpoint_dir"
+        return _short(f"{event.worker} has not written the state to disk: {why}")
     if isinstance(event, ShardBatch):
         return f"{len(event.requests)} requests for shards"
     words = _EVENTS.get(type(event))

@@ -263,7 +263,9 @@ class Discovered(Rule):
 
     def on_failed(self, event: DiscoveryFailed, now: float) -> None:
         """Announce that discovery failed; the known hosts stay."""
-        kept = f"{event.reason}; the {len(self.hosts.known)} known hosts stay"
+        known = len(self.hosts.known)
+        stay = "1 known host stays" if known == 1 else f"{known} known hosts stay"
+        kept = f"{event.reason}; the {stay}"
         self.effects.announce("discovery_failed", kept)
 
     def advance(self, now: float) -> None:
