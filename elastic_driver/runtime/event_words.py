@@ -75,6 +75,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "job_leaving": (Level.NORMAL, "the job is to end"),
     "state_saved": (Level.NORMAL, "last checkpoint written"),
     "state_not_saved": (Level.NORMAL, "no last checkpoint"),
+    "state_lost": (Level.QUIET, "the state of about step {step} is lost"),
     "state_kept": (Level.QUIET, "the last holder of the state stays"),
     "state_synced": (Level.VERBOSE, "state synced in round {round}"),
     "steps_redone": (Level.VERBOSE, "the steps that were lost are trained again"),
@@ -98,7 +99,10 @@ WORDS: dict[str, tuple[Level, str]] = {
 
 # Events that say that training goes wrong: red on a terminal.
 ALARMS = frozenset(
-    ("state_differs", "commits_differ", "collectives_differ", "finished_alone", "worker_unfit")
+    (
+        *("state_differs", "state_lost", "commits_differ", "collectives_differ"),
+        *("finished_alone", "worker_unfit"),
+    )
 )
 
 

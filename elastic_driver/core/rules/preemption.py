@@ -142,6 +142,8 @@ class FinalSaves(Rule):
 
     def _finish(self, known: FinalSave, *, folder: str = "", problem: str = "") -> None:
         known.done, known.folder, known.problem = True, folder, problem
+        if folder:
+            self.outcome.saved(known.request.step)
         self.effects.announce("state_saved" if folder else "state_not_saved", known.outcome)
 
 

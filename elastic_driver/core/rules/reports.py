@@ -24,9 +24,14 @@ from elastic_driver.core.rules.workers import (
 )
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.core.tf_config import TfLayout
+from elastic_driver.errors import ExitCode
 
 PLAIN_PROGRESS_S = 30.0  # a plain worker reports no steps: after this time it has made progress
 FIT_HINT = "run the same script on every worker"
+STATE_GONE = (
+    "the state is gone with the workers that held it, and there is no checkpoint: give it a "
+    "checkpoint_dir (docs/checkpoints.md), or begin anew with --restart-from-scratch"
+)
 _ENDED_BADLY = (Cause.OWN, Cause.VICTIM)  # a non-zero exit status
 
 
@@ -57,6 +62,7 @@ class Reports(Rule):
         if running and (event.round < current.number or event.round == worker.left):
             raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
         self.workers.ready(worker, event)
+        self.outcome.holds(event.version)
         undone, why = round(event.undone, 6) or None, event.reason or "waits for a round"
         self.effects.announce("worker_ready", why, worker, undone=undone)
         if running and current.state is COMPLETE:
@@ -68,7 +74,7 @@ class Reports(Rule):
         if not in_round and (worker.state is not READY or event.round != worker.left):
             raise ev.StaleEvent(f"step of {worker.id} in round {event.round}, which is over")
         self.workers.stepped(worker, event.round)
-        self.outcome.step_finished()
+        self.outcome.step_finished(event.step)
         self.hosts.step_finished(worker.host)
         if in_round and self.rounds.note_step():
             self.capacity.note_change()  # the job trains: further hosts may stand by
@@ -253,6 +259,11 @@ class Reports(Rule):
         return any(worker.admitted is not None for worker in there)
 
     def _judge_wipe_out(self) -> None:
+        current, unavailable = self.rounds.current, int(ExitCode.UNAVAILABLE)
+        codes = (loss.failure.exit_code for loss in self.outcome.losses)
+        if current.gone and not current.stepped and unavailable in codes:
+            self.outcome.finish(unavailable, STATE_GONE)
+            return
         outcome, progress = self.outcome, self.outcome.has_progress
         by_itself = failed_by_itself(outcome.losses, kind=outcome.kind, has_progress=progress)
         if not by_itself or self.settings.max_restarts:  # a limit that ends the job by itself
