@@ -13,6 +13,7 @@ import msgspec
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.story import Story, picture, read_story
 from elastic_driver.runtime.run_dir import EVENTS_FILE
+from elastic_driver.words import counted
 from launcher.ctl_commands import show
 from launcher.ctl_commands.find import file_of_run
 from launcher.ctl_commands.running import CommandParser
@@ -97,13 +98,13 @@ def text(story: Story, path: Path, now: float) -> str:
     why = "" if end is None else f": {show.printable(end.reason)}"
     most = max((world.size for world in story.worlds), default=0)
     redone = f", {count(ledger.steps_redone)} of them trained again" * bool(ledger.steps_redone)
-    drivers = f"; {story.resumed} times another driver went on" * bool(story.resumed)
+    drivers = f"; another driver went on {counted(story.resumed, 'time')}" * bool(story.resumed)
     shares = ledger.document(now)
     figures = GoodputFigures(shares["seconds"], shares["goodput"])
     lines = [
         f"began {since}, {duration(wall)}, {state}{why}",
-        f"{count(ledger.step)} steps{redone}; {count(ledger.failures)} workers lost, "
-        f"{count(story.rounds)} rounds{drivers}",
+        f"{counted(ledger.step, 'step')}{redone}; {counted(ledger.failures, 'worker')} lost, "
+        f"{counted(story.rounds, 'round')}{drivers}",
         f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}",
         *show.goodput(figures),
         f"{shares['slots']:.4g} slots on average; events: {path}",

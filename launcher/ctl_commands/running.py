@@ -21,6 +21,7 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.options import SECONDS_OR_0, ValueKind, whole, whole_or
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE, default_state_dir
+from elastic_driver.words import counted
 from launcher.ctl_commands import caution, show
 from launcher.ctl_commands import logs as logs_of
 from launcher.ctl_commands.ask import ask_stacks, read_events
@@ -330,7 +331,11 @@ def scale(given: Given, job: Job) -> None:
         # The driver refuses others.
         caution.confirm(caution.of_scale(known, given.workers), yes=given.yes)
     job.post_json(contract.SCALE_PATH, msgspec.json.encode({"num_proc": given.workers}))
-    what = f"asked for {asked} workers" if asked else "the number of workers is the job's own again"
+    what = (
+        f"asked for {counted(asked, 'worker')}"
+        if asked
+        else "the number of workers is the job's own again"
+    )
     print(f"run {given.run_id}: {what}")
 
 

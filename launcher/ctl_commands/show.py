@@ -16,6 +16,7 @@ from elastic_driver.policies.tf_messages import TfStatus
 from elastic_driver.runtime.event_words import sentence
 from elastic_driver.runtime.failures import describe_failure
 from elastic_driver.runtime.results import JobResult
+from elastic_driver.words import counted
 from launcher import figures
 from launcher.figures import UNKNOWN, GoodputFigures, duration
 
@@ -122,7 +123,7 @@ def heading(document: JobDocument, now: float) -> list[str]:
     head = [
         f"run {document.run_id} at {document.endpoint}",
         f"{document.state} for {duration(now - document.started)}, round {document.round}: "
-        f"{document.size} workers ({wanted} wanted, {document.min_np} to {most}) "
+        f"{counted(document.size, 'worker')} ({wanted} wanted, {document.min_np} to {most}) "
         f"for {duration(document.round_age)}",
         *progress(document.measured),
         *goodput(document.goodput),
@@ -145,7 +146,7 @@ def progress(measured: Measured) -> list[str]:
     if measured.samples_per_s is not None:
         parts.append(f"{figures.rate(measured.samples_per_s)} samples/s")
     if measured.samples:
-        parts.append(f"{measured.samples:,} samples")
+        parts.append(counted(measured.samples, "sample"))
     parts += [f"{printable(name)} {value:.4g}" for name, value in measured.numbers.items()]
     if measured.total is not None and measured.steps_per_s:
         left = max(0, measured.total - measured.step) / measured.steps_per_s

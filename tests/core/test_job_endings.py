@@ -212,7 +212,7 @@ def test_max_restarts_counts_every_failure_and_names_its_flag(scenario: MakeScen
     s.exit("a.2.1", -9)
     assert s.end is not None
     assert s.end.exit_code == 137
-    assert "limit of 1 restarts; raise --max-restarts" in s.end.reason
+    assert "limit of 1 restart; raise --max-restarts" in s.end.reason
 
 
 def test_a_hosts_loss_counts_as_one_failure(scenario: MakeScenario) -> None:

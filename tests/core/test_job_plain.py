@@ -85,7 +85,7 @@ def test_the_next_round_waits_for_the_last_old_process(scenario: MakeScenario) -
     s.exit("a.0.1", -9)
     s.exit("a.1.1", -15)
     assert s.round == (1, "closing")
-    assert s.job.status(s.now).reason == "1 workers have not stopped yet"
+    assert s.job.status(s.now).reason == "1 worker has not stopped yet"
     s.exit("a.2.1", -15)
     assert s.round == (2, "complete")
 

@@ -186,7 +186,7 @@ def test_a_plan_changes_the_job_once_and_a_stale_one_is_one_line_and_64(
 
 def test_the_job_is_scaled_and_back(job: RunningJob) -> None:
     pids = set(job.live())
-    assert "asked for 1 workers" in ctl("scale", "1", *here(job))
+    assert "asked for 1 worker" in ctl("scale", "1", *here(job))
     job.until_size(1)
     ctl("scale", "2", *here(job))
     assert set(job.until_size(2)) & pids

@@ -25,6 +25,7 @@ from elastic_driver.core.rules.workers import (
     SUCCESS,
     Worker,
 )
+from elastic_driver.words import counted
 
 TOGETHER_S = 1.0  # a newcomer that is ready waits no longer for others that boot
 
@@ -127,7 +128,8 @@ class Membership(Rule):
             return
         if current.at_boundary:
             self._hurry_stragglers(now)
-        waiting = f"{len(still_in)} workers have not left round {current.number} yet"
+        have = counted(len(still_in), "worker has", "workers have")
+        waiting = f"{have} not left round {current.number} yet"
         if not self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
             return
         if current.at_boundary:
@@ -261,7 +263,10 @@ class Membership(Rule):
         """After a success, let the workers that are left form a round of their own."""
         ready = list(self.workers.having(READY))
         booting = self.workers.count(STARTING)
-        timeout, waiting = self.settings.start_timeout, f"{booting} workers are booting"
+        timeout, waiting = (
+            self.settings.start_timeout,
+            f"{counted(booting, 'worker is', 'workers are')} booting",
+        )
         at = self.rounds.current.since + timeout
         if booting and not self.effects.due_or_set_alarm(at, now, waiting):
             return

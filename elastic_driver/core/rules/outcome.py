@@ -15,6 +15,7 @@ from elastic_driver.core.driver_events import StopRequested
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
+from elastic_driver.words import counted
 
 KILLED = -9  # the status of a worker that ended with its agent, or is killed for hanging
 
@@ -123,12 +124,13 @@ class Budget:
         """Return which limit is exceeded and how to raise it; None while within."""
         limit, row = self.settings.max_restarts, self.settings.fruitless_restarts
         if limit is not None and self.failures > limit:
-            failures = f"{self.failures} failures are more than the limit of {limit} restarts"
-            return f"{failures}; raise --max-restarts"
+            failures = counted(self.failures, "failure is", "failures are")
+            most = counted(limit, "restart")
+            return f"{failures} more than the limit of {most}; raise --max-restarts"
         if limit is None and self.fruitless > row:
-            in_a_row = f"{self.fruitless} failures in a row without a finished step in between"
+            in_a_row = f"{counted(self.fruitless, 'failure')} in a row without a finished step"
             hint = "mend the script, or allow more with --max-restarts"
-            return f"{in_a_row}, the limit is {row} restarts; {hint}"
+            return f"{in_a_row} in between, the limit is {counted(row, 'restart')}; {hint}"
         return None
 
 

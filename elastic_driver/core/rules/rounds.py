@@ -24,6 +24,7 @@ from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.ranks import Seat, assign
 from elastic_driver.core.rules.workers import RUNNING, Worker, WorkerStateRegistry
 from elastic_driver.settings import Settings
+from elastic_driver.words import counted
 
 Own = TypeVar("Own")
 PUBLISHED_AGAIN = "published again by the driver that goes on"
@@ -154,7 +155,7 @@ class Rounds:
         for node, (host, ranks_there) in enumerate(ranks.items()):
             order = RanksOrder(current.number, ranks_there, self._peers(node))
             self.effects.give(host, order, reason)
-        size, what = len(members), f"{len(members)} workers: {reason}"
+        size, what = len(members), f"{counted(len(members), 'worker')}: {reason}"
         if self.capacity.wanted in (None, size):
             self.capacity.answered()
         self.effects.announce("round_completed", what, size=size, hosts=len(ranks))
