@@ -31,7 +31,7 @@ A job that runs or is over
   explain rank R | host H     what happened to it, and because of which event
   report [LOG] [--html]       duration, workers over time, failures, and where the time went
   replay [JOURNAL] [--at N]   every event and decision, and the job after event N
-The job is the newest below the state directory, or the one of --run-id ID.
+The job is the one of --run-id ID, the only one that runs, or else the newest of all.
 
 Without a job
   check [OPTIONS] [HOSTS…]    which of these hosts are faulty or slow

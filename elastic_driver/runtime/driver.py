@@ -371,15 +371,17 @@ class ElasticDriver:
         """Return the run, the job and what was measured as JSON; before the job, the check."""
         loop, setup, resources = self._loop, self._setup, self._resources
         checks = None if setup.checks is None else setup.checks.report
-        if loop is None or (loop.job is None and not self._serving):
-            checker = None if loop is None else loop.checker
-            return msgspec.json.encode(checker.report(resources.clock()) if checker else checks)
-        document: dict[str, Any] = {
+        head: dict[str, Any] = {
             "run_id": setup.spec.run_id,
             "endpoint": self.endpoint,
             "started": resources.began,
-            "tf": loop.tf.status(),
         }
+        if loop is None or (loop.job is None and not self._serving):
+            if loop is not None and loop.checker:
+                checked = msgspec.to_builtins(loop.checker.report(resources.clock()))
+                return msgspec.json.encode({**head, **checked})
+            return msgspec.json.encode({**head, "state": "starting", "node_check": checks})
+        document: dict[str, Any] = {**head, "tf": loop.tf.status()}
         if loop.job is None:
             return msgspec.json.encode({**document, "state": "serving"})
         document |= {

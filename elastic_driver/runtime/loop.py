@@ -247,6 +247,7 @@ class DriverLoop:
         if isinstance(event, KeysRead):
             self.executor.look_seconds = self.clock() - now
             self.executor.record.times.progressed(self.stragglers.step, self.stragglers.step_time)
+        if isinstance(event, KeysRead) or (name == "stragglers" and type(event) is ev.WorkerEnding):
             self.executor.record.progressed(self.stragglers.step, self.stragglers.round_step)
         self._deadlines[name] = machine.deadline()
         if self.debug and (violated := machine.check()):

@@ -1,5 +1,6 @@
 """Shows a job to people: from the driver's documents to lines of text. Pure."""
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ from msgspec import Struct
 from elastic_driver.core.decisions import StackGroup
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
-from elastic_driver.errors import UsageError
+from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.policies.tf_messages import TfStatus
 from elastic_driver.runtime.event_words import sentence
 from elastic_driver.runtime.failures import describe_failure
@@ -62,20 +63,31 @@ class ServiceDocument(Struct, frozen=True, kw_only=True):
     state: Literal["serving"]
 
 
+class StartingDocument(Struct, frozen=True, kw_only=True):
+    """The answer of `GET /v1/status` before the job begins, and while its hosts are checked."""
+
+    run_id: str
+    started: float  # unix seconds
+    state: Literal["starting", "checking"]
+
+
+_decode_starting = msgspec.json.Decoder(StartingDocument).decode
 _decode_service = msgspec.json.Decoder(ServiceDocument).decode
 
 
-def read_document(document: bytes) -> JobDocument | ServiceDocument:
-    """Return the status of a job, or of a service that has no job."""
-    try:
-        return _decode_service(document)
-    except msgspec.ValidationError:
-        return _decode_job(document)
+def read_document(document: bytes) -> JobDocument | ServiceDocument | StartingDocument:
+    """Return the status of a job, of one that has not begun, or of a service that has no job."""
+    for decode in (_decode_service, _decode_starting):
+        with contextlib.suppress(msgspec.ValidationError):
+            return decode(document)
+    return _decode_job(document)
 
 
 def read_job(document: bytes) -> JobDocument:
-    """Return the status of a job; raises UsageError if there is none."""
+    """Return the status of a job; raises UsageError if there is none, ClusterError if not yet."""
     found = read_document(document)
+    if isinstance(found, StartingDocument):
+        raise ClusterError(f"run {found.run_id} is {found.state}; try again when it has begun")
     if isinstance(found, ServiceDocument):
         raise UsageError(f"run {found.run_id} serves TensorFlow nodes and has no job")
     return found
@@ -89,7 +101,11 @@ def status(document: bytes, now: float, *, every: bool = False) -> str:
     found = read_document(document)
     if isinstance(found, JobDocument):
         return job(found, now, every=every)
-    tf, since = found.tf, duration(now - found.started)
+    since = duration(now - found.started)
+    if isinstance(found, StartingDocument):
+        what = "its hosts are checked" if found.state == "checking" else "it is starting"
+        return f"run {found.run_id}: {what}, for {since}"
+    tf = found.tf
     rows = [
         (n, f"{t.type} {t.index}", f"generation {tf.generation}") for n, t in tf.members.items()
     ]
