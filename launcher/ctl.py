@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from launcher.edge import run_command
+from launcher.edge import refuse_bytes, run_command
 
 _HELP = """\
 usage: elasticctl COMMAND [OPTIONS]
@@ -78,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     from elastic_driver.errors import UsageError  # noqa: PLC0415 - see `run_command`
 
+    for word in words:
+        refuse_bytes("an argument", word)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_HELP, end="")
         return 0 if words else 64

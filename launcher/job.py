@@ -24,7 +24,7 @@ from elastic_driver.settings import Settings
 from launcher import version
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import BACKENDS, entry_points, make_backend
-from launcher.edge import give_memory_back, keep_memory_private
+from launcher.edge import give_memory_back, keep_memory_private, open_streams
 from launcher.join.identity import claim_port, own_name, read_secret
 from launcher.launch import hosts as where
 from launcher.launch.bind_address import can_serve
@@ -76,6 +76,7 @@ def carry_out(argv: Sequence[str]) -> "JobResult | int":
 
     Raises `ElasticError` for everything that is not a bug.
     """
+    open_streams()
     line = resolve(argv, os.environ)
     options = line.options
     for asked, render in (
