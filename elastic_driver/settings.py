@@ -83,8 +83,9 @@ class Settings:
         "Time for the other workers to finish after the first one has. Also the time to leave a "
         "host whose agent gets SIGTERM, SIGUSR1 or SIGUSR2 (preemption, Slurm's --signal), and the "
         "time to leave and write a checkpoint when elasticrun gets SIGUSR1 or SIGUSR2.")
-    stop_grace: float = option(POLICY, o.SECONDS_OR_0, 5.0,
-        "Time between SIGTERM and SIGKILL for a worker that has to stop.",
+    stop_grace: float = option(POLICY, o.SECONDS_OR_0, 30.0,
+        "Time between SIGTERM and SIGKILL for a worker that has to stop, so that a script can save "
+        "its state.",
         aliases=("--shutdown-timeout",))
     last_call: float = option(POLICY, o.SECONDS_OR_0, 0.02,
         "Changes that arrive within this time of each other become one round.")

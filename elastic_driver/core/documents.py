@@ -173,10 +173,14 @@ class RanksOrder(Struct, frozen=True, tag="ranks"):
 
 
 class ShutdownOrder(Struct, frozen=True, tag="shutdown"):
-    """Stop every worker as StopWorkerOrder does, report their exits, then exit 0."""
+    """Stop every worker as StopWorkerOrder does, report their exits, then exit 0.
+
+    `interrupt`: they get SIGINT first, as from a terminal.
+    """
 
     grace: float
     reason: str
+    interrupt: bool = False
 
 
 class StacksOrder(Struct, frozen=True, tag="stacks"):

@@ -129,10 +129,10 @@ class Executor:
             case _:
                 assert_never(decision)
 
-    def shut_down_agents(self, grace: float, reason: str) -> None:
-        """Order every agent to stop its workers and exit."""
+    def shut_down_agents(self, grace: float, reason: str, *, interrupt: bool) -> None:
+        """Order every agent to stop its workers and exit; `interrupt`: by SIGINT first."""
         for agent in self.orders:
-            self._give(agent, doc.ShutdownOrder(grace, reason))
+            self._give(agent, doc.ShutdownOrder(grace, reason, interrupt))
 
     def _set(self, key: str, value: bytes) -> None:
         self.server.post([wire.Set(key, value)])

@@ -259,4 +259,4 @@ def test_every_command_explains_itself() -> None:
 def test_config_show_says_who_said_so() -> None:
     lines = ctl("config", "show", "-np", "2").splitlines()
     assert lines[1].split() == ["--num-proc", "2", "command", "line"]
-    assert any(line.split() == ["--stop-grace", "5", "default"] for line in lines)
+    assert any(line.split() == ["--stop-grace", "30", "default"] for line in lines)

@@ -109,6 +109,57 @@ def test_a_plain_script_runs_unmodified() -> None:
         assert job.stdout.count("plain done restarts=0 size=2") == 2
 
 
+SAVES = """
+import os, signal, sys, time
+
+def say(what):
+    print(what, "rank", os.environ["RANK"], flush=True)
+
+def on_term(*_):
+    say("told by SIGTERM")
+    time.sleep(6)  # longer than a few seconds: it writes its state
+    say("has saved")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, on_term)
+if "DEAF" in os.environ:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+say("trains")
+try:
+    while True:
+        time.sleep(0.05)
+except KeyboardInterrupt:
+    say("interrupted")
+    time.sleep(1)
+    say("has saved")
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "env", "grace", "told"),
+    [
+        (signal.SIGINT, {}, None, "interrupted"),
+        (signal.SIGTERM, {}, None, "told by SIGTERM"),
+        (signal.SIGINT, {"DEAF": "1"}, "14", "told by SIGTERM"),
+    ],
+)
+def test_a_plain_script_that_is_stopped_can_save_as_under_torchrun(
+    tmp_path: Path, number: int, env: dict[str, str], grace: str | None, told: str
+) -> None:
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES)
+    options = ("-np", "2") if grace is None else ("-np", "2", "--stop-grace", grace)
+    with elasticrun(*options, "--", str(script), env=env) as job:
+        job.until(lambda: job.stdout.count("trains") == 2, "both train")
+        job.process.send_signal(number)
+        assert job.wait(60) == 128 + number, job.describe()
+        assert job.stdout.count(told) == 2
+        assert job.stdout.count("has saved") == 2
+        others = {"interrupted", "told by SIGTERM"} - {told}
+        assert not any(other in job.stdout for other in others)
+        job.assert_nothing_left()
+
+
 def test_a_plain_script_is_started_again_with_new_ranks_after_a_kill() -> None:
     with elasticrun("-np", "2", "--", PLAIN, env={"STEPS": "150"}) as job:
         notes = job.folder / "steps"
