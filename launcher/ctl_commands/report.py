@@ -116,7 +116,7 @@ def text(story: Story, path: Path, now: float) -> str:
     ledger, end = story.ledger, story.end
     wall, began = ledger.wall(now), ledger.began or now
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
-    state = "not over yet" if end is None else end.event.removeprefix("job_")
+    state = "not over yet" if end is None else show.how_it_ended(end.exit_code)
     why = "" if end is None else f": {show.printable(end.reason)}"
     most = max((world.size for world in story.worlds), default=0)
     redone = f", {count(ledger.steps_redone)} of them trained again" * bool(ledger.steps_redone)
@@ -125,7 +125,7 @@ def text(story: Story, path: Path, now: float) -> str:
     figures = GoodputFigures(shares["seconds"], shares["goodput"])
     lines = [
         f"began {since}, {duration(wall)}, {state}{why}",
-        f"{counted(ledger.step, 'step')}{redone}; {counted(ledger.failures, 'worker')} lost, "
+        f"{counted(ledger.step, 'step')}{redone}; {counted(ledger.failures, 'worker failure')}, "
         f"{counted(story.rounds, 'round')}{drivers}",
         f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}",
         *show.goodput(figures),

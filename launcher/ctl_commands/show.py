@@ -12,7 +12,7 @@ from msgspec import Struct
 from elastic_driver.core.decisions import StackGroup
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
-from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.policies.tf_messages import TfStatus
 from elastic_driver.runtime.event_words import sentence
 from elastic_driver.runtime.failures import describe_failure
@@ -182,10 +182,17 @@ def goodput(found: GoodputFigures | None) -> list[str]:
     return [f"goodput {found.goodput:.1%}" + (f" ({', '.join(lost)})" if lost else "")]
 
 
+def how_it_ended(exit_code: int | None) -> str:
+    """Return how a job has ended: a job that was told to stop has not failed."""
+    if exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+        return "stopped"
+    return "failed" if exit_code else "succeeded"
+
+
 def ended(result: JobResult, now: float) -> str:
     """Return the end of a job and of each of its workers; `now`: unix seconds."""
-    word = "failed" if result.exit_code else "succeeded"
-    head = f"{word} {duration(now - result.ended)} ago (status {result.exit_code})"
+    word, when = how_it_ended(result.exit_code), duration(now - result.ended)
+    head = f"{word} {when} ago (status {result.exit_code})"
     rows = []
     for w in result.workers:
         code = "lost" if w.exit_code is None else str(w.exit_code)

@@ -84,7 +84,7 @@ def summary(story: Story, now: float, more: str) -> list[str]:
     told = []
     if failed:
         survived = story.end is not None and story.end.event == "job_succeeded"
-        workers = counted(failed, "lost worker")
+        workers = counted(failed, "worker failure")
         told.append(f"survived {workers}" if survived else workers)
     if story.resumed:
         told.append(f"another driver went on {counted(story.resumed, 'time')}")

@@ -228,7 +228,8 @@ class Membership(Rule):
             self._note_uneven_end(ready)
             ending = next(self.workers.having(ENDING), None)
             if ending is not None:
-                without = without or f"without {ending.id}, whose script is over"
+                how = "has failed" if ending.failed else "is over"
+                without = without or f"without {ending.id}, whose script {how}"
             self._complete(ready, now, self.rounds.repair or without or "membership changed")
 
     def _founders_boot(self, now: float) -> bool:

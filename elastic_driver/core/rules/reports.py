@@ -104,7 +104,7 @@ class Reports(Rule):
             self._refuse(worker, event.unfit)
         if event.round and event.round != self.rounds.current.number:
             raise ev.StaleEvent(f"{worker.id} has ended in round {event.round}, which is over")
-        self.workers.ending(worker)
+        self.workers.ending(worker, failed=event.failed)
         self.capacity.note_change()
         if event.failed and self._leaves_failed_hosts():
             self._blame(worker, "has failed", now)

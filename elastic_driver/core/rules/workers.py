@@ -96,6 +96,7 @@ class Worker:
     phase: int = 0  # the number of the training function's call that it is in
     left: int = 0  # the round it reported to have left with its last READY
     blamed: bool = False  # its failure was counted against its host
+    failed: bool = False  # an exception of its own has ended its script
     left_behind: bool = False  # it is ending, and a round was formed without it
     stepped_in: int = 0  # the last round in which it has finished a step; 0: in none
     leaving: str = ""  # the reason why it has to leave at the next chance; empty: it stays
@@ -252,10 +253,11 @@ class WorkerStateRegistry:
             self._note_member(worker)  # perhaps of a round that is not in the books
         worker.bound = event.bound
 
-    def ending(self, worker: Worker) -> None:
+    def ending(self, worker: Worker, *, failed: bool) -> None:
         """Record that the worker's script is over; raise `ev.StaleEvent` if it cannot be."""
         if not self.apply(worker, WorkerNews.ENDING):
             raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, its script cannot end")
+        worker.failed = failed
 
     def blame(self, worker: Worker) -> bool:
         """Record that its failure is counted against its host; False if that is known."""

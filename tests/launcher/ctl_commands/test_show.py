@@ -8,6 +8,7 @@ import pytest
 from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import AgentHeard, AgentSuspected
 from elastic_driver.errors import ClusterError
+from elastic_driver.runtime.results import JobResult
 from launcher import figures
 from launcher.ctl_commands import show
 from tests.core.scenario import Scenario
@@ -101,3 +102,11 @@ def test_a_job_that_has_not_begun_is_starting(state: str, words: str) -> None:
     assert show.status(document, 57.0) == f"run big: {words}, for 7 s"
     with pytest.raises(ClusterError, match=f"run big is {state}; try again"):
         show.read_job(document)
+
+
+@pytest.mark.parametrize(
+    ("code", "word"), [(0, "succeeded"), (3, "failed"), (130, "stopped"), (143, "stopped")]
+)
+def test_a_job_that_was_told_to_stop_has_not_failed(code: int, word: str) -> None:
+    result = JobResult(exit_code=code, reason="why", ended=10.0)
+    assert show.ended(result, 12.0).startswith(f"{word} 2 s ago (status {code}): why")
