@@ -85,7 +85,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "journal_unreachable": (Level.NORMAL, "the journal cannot be reached"),
     "journal_reachable": (Level.NORMAL, "the journal is back"),
     "journal_caught_up": (Level.NORMAL, "the journal is complete again"),
-    "grace_period_passed": (Level.NORMAL, "grace period over"),
+    "grace_period_passed": (Level.NORMAL, "some ranks have not ended"),
     "scale_requested": (Level.NORMAL, "another size was requested"),
     "plan_applied": (Level.NORMAL, "a plan is carried out"),
     "hosts_granted": (Level.NORMAL, "the Brain grants the job's slots anew"),

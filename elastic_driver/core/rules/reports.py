@@ -19,6 +19,7 @@ from elastic_driver.core.rules.workers import (
     READY,
     RUNNING,
     STARTING,
+    SUCCESS,
     Worker,
     WorkerNews,
 )
@@ -32,6 +33,7 @@ STATE_GONE = (
     "the state is gone with the workers that held it, and there is no checkpoint: give it a "
     "checkpoint_dir (docs/checkpoints.md), or begin anew with --restart-from-scratch"
 )
+SOME_RANKS = 8  # that are named in a sentence
 _ENDED_BADLY = (Cause.OWN, Cause.VICTIM)  # a non-zero exit status
 
 
@@ -309,10 +311,29 @@ class Reports(Rule):
             self.outcome.finish(0, "every worker that was left finished its script")
         elif self.effects.due_or_set_alarm(over_at, now, waiting):
             self.effects.wait_for(waiting)
+            limit = 0.0 if self.outcome.elastic else self.settings.finish_timeout
             if not self.grace_over:
                 self.grace_over = True
-                late = f"{waiting} after {grace:g} s; waiting for them"
-                self.effects.announce("grace_period_passed", late)
+                self.effects.announce("grace_period_passed", self._late(grace, limit))
+            end_at = (self.outcome.first_success or 0.0) + limit
+            if limit and self.effects.due_or_set_alarm(end_at, now, waiting):
+                why = f"{self._early(limit)}; every rank has to make the same collectives"
+                self.outcome.finish_with(None, f"{why}, or raise --finish-timeout")
+
+    def _early(self, seconds: float) -> str:
+        """Return a clause that names the rank that has ended, and those that have not."""
+        early = next(self.workers.having(SUCCESS), None)
+        who = "a rank" if early is None else f"rank {early.place.rank} on {early.host}"
+        ranks = sorted(worker.place.rank for worker in self.workers.having(*ACTIVE))
+        some = ", ".join(map(str, ranks[:SOME_RANKS])) + ", …" * (len(ranks) > SOME_RANKS)
+        others = f"rank {some} was" if len(ranks) == 1 else f"ranks {some} were"
+        return f"{who} has ended with 0, and {others} still running {seconds:g} s later"
+
+    def _late(self, grace: float, limit: float) -> str:
+        then = f"waiting until --finish-timeout ({limit:g} s)" if limit else "waiting for them"
+        if not self.outcome.elastic and self.settings.hang_timeout:
+            then += "; --hang-timeout does not watch a script that sends no heartbeats"
+        return f"{self._early(grace)}; {then}"
 
 
 def _describe(failure: Failure, cause: Cause) -> str:
