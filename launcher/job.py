@@ -32,7 +32,7 @@ from launcher.launch.checks import check_plan
 from launcher.launch.hosts import Facts, JoinedHosts, MachineFacts
 from launcher.launch.plan import LaunchPlan, make_plan, slots_of_a_host
 from launcher.launch.statistics import check_database
-from launcher.launch.workers import worker_command
+from launcher.launch.workers import split_variables, worker_command
 from launcher.options.help import render_help
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine, resolve
@@ -255,7 +255,8 @@ def join_job(line: CommandLine, role: where.Join) -> int:
         read_secret(options.token_file)  # raises now, before a server is found
     command: tuple[str, ...] = ()
     if line.command:
-        command = worker_command(line.command, facts.python, script=options.run_path)
+        _own, words = split_variables(line.command)
+        command = worker_command(words, facts.python, script=options.run_path)
     slots = slots_of_a_host(options, facts.machine)
     plan = JoinPlan(
         server=role,
