@@ -15,6 +15,7 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
@@ -148,8 +149,12 @@ def find_shadow(folders: Iterable[Path]) -> Path | None:
 def handled(numbers: Iterable[signal.Signals], handler: Callable[[int], None]) -> Iterator[None]:
     """Call `handler` with each of these signals, in the main thread, while the context is open.
 
-    A signal that is ignored stays ignored: `nohup elasticrun …` must survive its terminal.
+    A signal that is ignored stays ignored: `nohup elasticrun …` must survive its terminal. In
+    another thread (`elasticrun()` in a program of a user's) signals are left to that program.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda got, _frame: handler(got)) for number in ours}
     try:

@@ -22,7 +22,7 @@ from launcher.options.table import OPTIONS
 from launcher.options.values import CommandLine, resolve_again
 
 # Options that may be given with --resume and without a command: they change nothing of the job.
-_OF_THIS_TERMINAL = ("log_format", "verbose", "quiet", "dry_run")
+_OF_THIS_TERMINAL = ("log_format", "verbose", "quiet", "no_progress", "dry_run")
 _CHOICE = ("run_id", "state_dir", "resume")
 
 

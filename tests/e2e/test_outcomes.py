@@ -81,14 +81,17 @@ def test_the_result_of_every_worker_is_shown_when_the_job_is_over(tmp_path: Path
         assert workers[1]["exit_code"] == 3
 
 
+@pytest.mark.parametrize("call", ["run()", "t = threading.Thread(target=run); t.start(); t.join()"])
 def test_a_job_can_be_run_from_python_and_returns_the_results_of_its_workers(
-    tmp_path: Path,
+    tmp_path: Path, call: str
 ) -> None:
-    program = """
-import sys
+    program = f"""
+import sys, threading
 from launcher.cli import elasticrun
-result = elasticrun("--state-dir", sys.argv[1], "-np", "2", "sh", "-c", "exit $RANK")
-print(result.exit_code, [(w.rank, w.exit_code) for w in result.workers])
+def run():
+    result = elasticrun("--state-dir", sys.argv[1], "-np", "2", "sh", "-c", "exit $RANK")
+    print(result.exit_code, [(w.rank, w.exit_code) for w in result.workers])
+{call}
 """
     argv = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)

@@ -133,7 +133,7 @@ def test_the_command_line_of_the_start_is_read_again_in_its_folder(
     state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")
-    given = resolve(("--resume", "--run-id", "big", "--quiet"), {})
+    given = resolve(("--resume", "--run-id", "big", "--quiet", "--no-progress"), {})
     run_dir, run = take_named(given, state_dir)
     assert isinstance(run, ResumedRun)
     line = line_of(run, given, {"ELASTICRUN_MAX_NP": "9"})
@@ -141,6 +141,7 @@ def test_the_command_line_of_the_start_is_read_again_in_its_folder(
     assert Path.cwd() == state_dir.parent
     assert (line.command, line["num_proc"], line["max_np"]) == (("train.py",), 2, None)
     assert line.options.quiet
+    assert line.options.no_progress
 
 
 def test_a_result_is_shown_with_its_status(
