@@ -48,6 +48,9 @@ class Settings:
         shown="no limit as long as steps are finished between failures")
     fruitless_restarts: int = option(POLICY, whole(), 3,
         "End the job after this many failures in a row without a finished step in between.")
+    restart_from_scratch: bool = option(POLICY, o.FLAG, False,
+        "If all workers that held a trained state are lost and it has no checkpoint, begin anew; "
+        "by default the job ends with status 75.")
     host_failures: int | None = option(POLICY, whole("K", least=1), None,
         "A host that fails K times within --host-failure-window is put in cool-down.",
         shown="3 failures of workers that never finished a step")
@@ -80,8 +83,12 @@ class Settings:
         "Time for the other workers to finish after the first one has. Also the time to leave a "
         "host whose agent gets SIGTERM, SIGUSR1 or SIGUSR2 (preemption, Slurm's --signal), and the "
         "time to leave and write a checkpoint when elasticrun gets SIGUSR1 or SIGUSR2.")
-    stop_grace: float = option(POLICY, o.SECONDS_OR_0, 5.0,
-        "Time between SIGTERM and SIGKILL for a worker that has to stop.",
+    finish_timeout: float = option(POLICY, o.SECONDS_OR_0, 1800.0,
+        "End a job of a plain script this long after a rank has ended with 0 and others have not; "
+        "0: never. An elastic script is watched by --hang-timeout.")
+    stop_grace: float = option(POLICY, o.SECONDS_OR_0, 30.0,
+        "Time between SIGTERM and SIGKILL for a worker that has to stop, so that a script can save "
+        "its state.",
         aliases=("--shutdown-timeout",))
     last_call: float = option(POLICY, o.SECONDS_OR_0, 0.02,
         "Changes that arrive within this time of each other become one round.")

@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def elasticrun(*argv: str) -> "JobResult":
     """Run a job with these arguments of the command; return its result, with every worker's.
 
-    Call it in the main thread, which handles signals while the job runs. Raises `ElasticError` if
-    the job cannot be started.
+    In the main thread it handles signals while the job runs; in another one they stay the
+    program's. Raises `ElasticError` if the job cannot be started.
     """
     from elastic_driver.runtime.results import JobResult  # noqa: PLC0415 - see `main`
     from launcher.job import carry_out  # noqa: PLC0415

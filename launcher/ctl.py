@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from launcher.edge import run_command
+from launcher.edge import refuse_bytes, run_command
 
 _HELP = """\
 usage: elasticctl COMMAND [OPTIONS]
@@ -31,7 +31,7 @@ A job that runs or is over
   explain rank R | host H     what happened to it, and because of which event
   report [LOG] [--html]       duration, workers over time, failures, and where the time went
   replay [JOURNAL] [--at N]   every event and decision, and the job after event N
-The job is the newest below the state directory, or the one of --run-id ID.
+The job is the one of --run-id ID, the only one that runs, or else the newest of all.
 
 Without a job
   check [OPTIONS] [HOSTS…]    which of these hosts are faulty or slow
@@ -78,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     from elastic_driver.errors import UsageError  # noqa: PLC0415 - see `run_command`
 
+    for word in words:
+        refuse_bytes("an argument", word)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_HELP, end="")
         return 0 if words else 64

@@ -10,10 +10,12 @@ imports ours.
 """
 
 import contextlib
+import errno
 import importlib.util
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
@@ -23,15 +25,19 @@ ROOT = Path(__file__).resolve().parent.parent
 _PR_SET_DUMPABLE = 4
 _M_MMAP_THRESHOLD, _LARGE = -3, 1 << 20
 NAMES = ("elastic_driver", "rendezvous")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def run_command(name: str, act: Callable[[], int]) -> int:
     """Call `act`, the body of the command `name`; return the exit status."""
+    open_streams()
     _pin_packages()
     from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415 - now ours is found
 
     try:
-        return act()
+        status = act()
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:  # before a job has begun; a running one has its own handlers
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:  # the reader of our output (`elasticrun --help | head`) has gone
@@ -40,11 +46,24 @@ def run_command(name: str, act: Callable[[], int]) -> int:
     except ElasticError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return int(error.exit_code)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            return _bug(name)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{name}: cannot write to stdout: {error.strerror}", file=sys.stderr)
+        return int(ExitCode.UNAVAILABLE)
     except Exception:
-        bug = f"this is a bug of {name}, not of your script; please report it with the lines above"
-        traceback.print_exc()
-        print(f"{name}: {bug}", file=sys.stderr)
-        return int(ExitCode.BUG)
+        return _bug(name)
+
+
+def _bug(name: str) -> int:
+    """Show the error that is handled now as a bug of ours; return the exit status."""
+    from elastic_driver.errors import ExitCode  # noqa: PLC0415 - see `run_command`
+
+    bug = f"this is a bug of {name}, not of your script; please report it with the lines above"
+    traceback.print_exc()
+    print(f"{name}: {bug}", file=sys.stderr)
+    return int(ExitCode.BUG)
 
 
 def _pin_packages() -> None:
@@ -61,6 +80,37 @@ def _pin_packages() -> None:
             raise ImportError(f"the installation at {ROOT} is incomplete: no package {name}")
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+
+
+def open_streams() -> None:
+    """Open /dev/null in place of each standard stream that was closed (`2>&-`, some services).
+
+    The next file that is opened would get its number, and the lines of workers.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False, errors="backslashreplace")
+
+
+def refuse_bytes(what: str, text: str) -> None:
+    """Raise UsageError for a text from the system that is not UTF-8 (`what` names it)."""
+    from elastic_driver.errors import UsageError  # noqa: PLC0415 - see `run_command`
+
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = text.encode(errors="surrogateescape").decode(errors="backslashreplace")
+        hint = "rename it, or have the script read it from a file"
+        raise UsageError(f"{what} is not UTF-8 text: {shown}; {hint}") from None
 
 
 def keep_memory_private() -> None:
@@ -99,8 +149,12 @@ def find_shadow(folders: Iterable[Path]) -> Path | None:
 def handled(numbers: Iterable[signal.Signals], handler: Callable[[int], None]) -> Iterator[None]:
     """Call `handler` with each of these signals, in the main thread, while the context is open.
 
-    A signal that is ignored stays ignored: `nohup elasticrun …` must survive its terminal.
+    A signal that is ignored stays ignored: `nohup elasticrun …` must survive its terminal. In
+    another thread (`elasticrun()` in a program of a user's) signals are left to that program.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda got, _frame: handler(got)) for number in ours}
     try:

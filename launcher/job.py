@@ -24,7 +24,7 @@ from elastic_driver.settings import Settings
 from launcher import version
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import BACKENDS, entry_points, make_backend
-from launcher.edge import give_memory_back, keep_memory_private
+from launcher.edge import give_memory_back, keep_memory_private, open_streams
 from launcher.join.identity import claim_port, own_name, read_secret
 from launcher.launch import hosts as where
 from launcher.launch.bind_address import can_serve
@@ -32,7 +32,7 @@ from launcher.launch.checks import check_plan
 from launcher.launch.hosts import Facts, JoinedHosts, MachineFacts
 from launcher.launch.plan import LaunchPlan, make_plan, slots_of_a_host
 from launcher.launch.statistics import check_database
-from launcher.launch.workers import worker_command
+from launcher.launch.workers import split_variables, worker_command
 from launcher.options.help import render_help
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine, resolve
@@ -76,6 +76,7 @@ def carry_out(argv: Sequence[str]) -> "JobResult | int":
 
     Raises `ElasticError` for everything that is not a bug.
     """
+    open_streams()
     line = resolve(argv, os.environ)
     options = line.options
     for asked, render in (
@@ -254,7 +255,8 @@ def join_job(line: CommandLine, role: where.Join) -> int:
         read_secret(options.token_file)  # raises now, before a server is found
     command: tuple[str, ...] = ()
     if line.command:
-        command = worker_command(line.command, facts.python, script=options.run_path)
+        _own, words = split_variables(line.command)
+        command = worker_command(words, facts.python, script=options.run_path)
     slots = slots_of_a_host(options, facts.machine)
     plan = JoinPlan(
         server=role,

@@ -26,13 +26,17 @@ class DriverTerm(Struct, frozen=True):
 class World(Struct, frozen=True):
     """A complete round: its members, ordered by rank. It travels as a `WorldDocument`.
 
-    `repair`: the ranks held different states, so all take over that of rank 0.
+    `repair`: the ranks held different states, so all take over that of rank 0. `gone`: the steps,
+    about, that were committed in a state that no member holds, 0 if there is none; `anew`: training
+    may begin anew then.
     """
 
     round: int
     members: Sequence[Member]
     reason: str
     repair: bool = False
+    gone: int = 0
+    anew: bool = False
 
     @property
     def size(self) -> int:
@@ -53,12 +57,15 @@ class WorldDocument(Struct, frozen=True):
     reason: str
     roster: Roster
     repair: bool = False
+    gone: int = 0
+    anew: bool = False
 
 
 def encode_world(world: World) -> bytes:
     """Return the bytes of `job/world`."""
     roster = roster_of(world.members)
-    return encode(WorldDocument(world.round, world.reason, roster, world.repair))
+    facts = world.repair, world.gone, world.anew
+    return encode(WorldDocument(world.round, world.reason, roster, *facts))
 
 
 # Made now: threads that use a type for the first time together crash in msgspec.
@@ -69,7 +76,8 @@ def decode_world(data: bytes) -> World:
     """Return the world in these bytes; raises `ValueError` if they hold none."""
     document = _decode_world(data)
     members = Members(document.roster)
-    return World(document.round, members, document.reason, document.repair)
+    facts = document.repair, document.gone, document.anew
+    return World(document.round, members, document.reason, *facts)
 
 
 _decode_place = msgspec.json.Decoder(SlotInfo).decode
@@ -173,10 +181,14 @@ class RanksOrder(Struct, frozen=True, tag="ranks"):
 
 
 class ShutdownOrder(Struct, frozen=True, tag="shutdown"):
-    """Stop every worker as StopWorkerOrder does, report their exits, then exit 0."""
+    """Stop every worker as StopWorkerOrder does, report their exits, then exit 0.
+
+    `interrupt`: they get SIGINT first, as from a terminal.
+    """
 
     grace: float
     reason: str
+    interrupt: bool = False
 
 
 class StacksOrder(Struct, frozen=True, tag="stacks"):

@@ -233,6 +233,7 @@ class WorkerEnding(WorkerReport, frozen=True, tag="worker_ending", forbid_unknow
     `marks`: of its state, as in `Progress`; no heartbeat follows. `leaves`: the state after the
     newest mark; in a large state, all leaves of an object together. `unfit`: why this worker could
     not take over the state of the others: it has built another one, or they cannot send theirs.
+    `step`: the committed steps of the whole job; 0: none in this round.
     """
 
     round: Count
@@ -240,6 +241,7 @@ class WorkerEnding(WorkerReport, frozen=True, tag="worker_ending", forbid_unknow
     marks: Marks = ()
     leaves: Annotated[tuple[LeafMark, ...], Meta(max_length=MAX_LAST_LEAVES)] = ()
     unfit: Annotated[str, Meta(max_length=MAX_UNFIT_CHARS)] = ""
+    step: Count = 0
 
 
 class WorkerSaved(WorkerEvent, frozen=True, tag="worker_saved", forbid_unknown_fields=True):

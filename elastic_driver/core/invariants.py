@@ -61,7 +61,8 @@ def _world(job: JobParts, world: World) -> Iterator[str]:
     least = min(settings.min_np, settings.start_min_np or settings.min_np)
     if world.size < least and job.outcome.first_success is None:
         yield f"{name} has {world.size} members, at least {least} are required"
-    if settings.max_np is not None and world.size > settings.max_np:
+    most = settings.max_np
+    if most is not None and world.size > max(most, 1 + _handing_over(job)):
         yield f"{name} has {world.size} members, at most {settings.max_np} are allowed"
 
 
@@ -150,10 +151,15 @@ def _sizes(job: JobParts) -> Iterator[str]:
     most, size = job.settings.max_np, job.workers.count(RUNNING)
     if most is None:
         return
-    if size > most:
+    if size > max(most, 1 + _handing_over(job)):
         yield f"round {job.rounds.current.number} has {size} members, at most {most} are allowed"
     if job.outcome.end is None and job.workers.active() > most:
         yield f"{job.workers.active()} workers take part, at most {most} are allowed"
+
+
+def _handing_over(job: JobParts) -> int:
+    """Return the number of members that leave: one may hand its state over to the only other."""
+    return sum(worker.leaving != "" for worker in job.workers.having(RUNNING))
 
 
 def _units(job: JobParts) -> Iterator[str]:

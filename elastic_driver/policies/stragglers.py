@@ -90,6 +90,7 @@ class Stragglers(Restorable):
                 return self._compare(now)
             case WorkerEnding(worker=worker, round=number, marks=marks):
                 if number == self._world.round and worker in self._ranks:
+                    self._come_to(event.step)
                     self._states.report(self._ranks[worker], marks, now)
                     self._states.ended(self._ranks[worker], event.leaves)
                 return self._compare(now)
@@ -154,8 +155,7 @@ class Stragglers(Restorable):
         if progress:
             self._watch.step_time = median(each.step_time for each in progress.values())
         for rank, each in progress.items():
-            self.round_step = max(self.round_step, each.step)
-            self.step = max(self.step, self.round_step)
+            self._come_to(each.step)
             for sample in each.samples:
                 changes += self._watch.report(rank, sample.step, sample.compute)
             if each.links is not None:
@@ -169,6 +169,10 @@ class Stragglers(Restorable):
             changes += self._links.look(self._watch.step_time)
         events = [self._event(c) for c in changes if c.slow.kind is Slowness.COMPUTE]
         return [*events, *map(self._announce, changes), *self._balance()]
+
+    def _come_to(self, step: int) -> None:
+        self.round_step = max(self.round_step, step)
+        self.step = max(self.step, self.round_step)
 
     def _progress(self, event: KeysRead, now: float) -> dict[int, Progress]:
         """Return the ranks' new progress in this round, by rank; note their marks."""

@@ -2,7 +2,9 @@
 
 A `HostDiscovery` has one question to answer, `find()`. `DiscoveryThread` asks it every interval and
 posts an event when the hosts have changed. When a source fails (hangs, exits non-zero, prints
-garbage), the last known hosts stay and the reason is posted once. Times are seconds.
+garbage), the last known hosts stay and the reason is posted once. A script or file that named hosts
+and names none is asked again before that counts: `kubectl … | awk …` prints nothing and ends with 0
+when its server does not answer. Times are seconds.
 """
 
 import os
@@ -42,6 +44,20 @@ class HostDiscovery(Protocol):
         """Make a `find()` under way in another thread, and every later one, raise soon."""
 
 
+class _SecondLook:
+    """Takes an answer without hosts for one only if the one before it had none either."""
+
+    def __init__(self) -> None:
+        self._named = False  # hosts, in the last answer
+
+    def taken(self, hosts: Hosts, source: str) -> Hosts:
+        """Return these hosts; raises DiscoveryError for none after an answer with hosts."""
+        named, self._named = self._named, bool(hosts)
+        if named and not hosts:
+            raise DiscoveryError(f"{source} names no host; it is asked again before that counts")
+        return hosts
+
+
 class FixedDiscovery:
     """The hosts of `-H`, or this machine: they never change."""
 
@@ -65,7 +81,7 @@ class HostfileDiscovery:
         """Raises UsageError if the file cannot be read or parsed now; no `timeout` is needed."""
         self._path, self._default_slots, self._timeout = Path(path), default_slots, timeout
         self._cancelled = threading.Event()
-        self._text = ""
+        self._text, self._second_look = "", _SecondLook()
         try:
             self._text = self._read()
             self.find()
@@ -81,7 +97,8 @@ class HostfileDiscovery:
                 raise DiscoveryError(f"hostfile {self._path}: reading was cancelled")
             text = self._read()
         source = f"hostfile {self._path}"
-        return parse_host_lines(text, default_slots=self._default_slots, source=source)
+        hosts = parse_host_lines(text, default_slots=self._default_slots, source=source)
+        return self._second_look.taken(hosts, source)
 
     def cancel(self) -> None:
         """End a `find()` that waits for the file to settle."""
@@ -107,7 +124,7 @@ class ScriptDiscovery:
     def __init__(self, path: Path | str, *, timeout: float, default_slots: int = 1) -> None:
         """Raises UsageError if the file is no program that can be run."""
         self._path = Path(path).absolute()  # a later change of the working folder changes nothing
-        self._default_slots = default_slots
+        self._default_slots, self._second_look = default_slots, _SecondLook()
         problem = None
         if not self._path.exists():
             problem = "does not exist"
@@ -127,7 +144,8 @@ class ScriptDiscovery:
             text = self._probe.run().decode("utf-8", "backslashreplace")
         except ProbeError as error:
             raise DiscoveryError(f"{source} {error}") from error
-        return parse_host_lines(text, default_slots=self._default_slots, source=source)
+        hosts = parse_host_lines(text, default_slots=self._default_slots, source=source)
+        return self._second_look.taken(hosts, source)
 
     def cancel(self) -> None:
         """Kill a running script, and never start one again."""

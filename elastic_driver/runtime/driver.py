@@ -117,7 +117,7 @@ class ElasticDriver:
         if setup.resumed is None:
             setup.settings = settings or setup.settings
             resources.open_journal()
-        self._publish()
+        self._publish(job=True)
         resources.journal.serves_at(self.endpoint)
         job = Job(setup.settings) if setup.resumed is None else setup.resumed.job
         self._begun = True
@@ -184,12 +184,14 @@ class ElasticDriver:
         """
         self._serving = True
         self.open()
-        self._publish()
+        self._publish(job=False)
 
-    def _publish(self) -> None:
-        """Open the event log, and write the address for other programs."""
+    def _publish(self, *, job: bool) -> None:
+        """Open the event log, and write the address for other programs; `job`: one begins."""
         try:
             self._resources.publish()
+            if job:
+                self._setup.run_dir.job_begins()
         except BaseException:
             self.abandon()
             raise
@@ -369,15 +371,17 @@ class ElasticDriver:
         """Return the run, the job and what was measured as JSON; before the job, the check."""
         loop, setup, resources = self._loop, self._setup, self._resources
         checks = None if setup.checks is None else setup.checks.report
-        if loop is None or (loop.job is None and not self._serving):
-            checker = None if loop is None else loop.checker
-            return msgspec.json.encode(checker.report(resources.clock()) if checker else checks)
-        document: dict[str, Any] = {
+        head: dict[str, Any] = {
             "run_id": setup.spec.run_id,
             "endpoint": self.endpoint,
             "started": resources.began,
-            "tf": loop.tf.status(),
         }
+        if loop is None or (loop.job is None and not self._serving):
+            if loop is not None and loop.checker:
+                checked = msgspec.to_builtins(loop.checker.report(resources.clock()))
+                return msgspec.json.encode({**head, **checked})
+            return msgspec.json.encode({**head, "state": "starting", "node_check": checks})
+        document: dict[str, Any] = {**head, "tf": loop.tf.status()}
         if loop.job is None:
             return msgspec.json.encode({**document, "state": "serving"})
         document |= {

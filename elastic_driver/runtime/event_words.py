@@ -75,6 +75,8 @@ WORDS: dict[str, tuple[Level, str]] = {
     "job_leaving": (Level.NORMAL, "the job is to end"),
     "state_saved": (Level.NORMAL, "last checkpoint written"),
     "state_not_saved": (Level.NORMAL, "no last checkpoint"),
+    "state_lost": (Level.QUIET, "the state of about step {step} is lost"),
+    "state_kept": (Level.QUIET, "the last holder of the state stays"),
     "state_synced": (Level.VERBOSE, "state synced in round {round}"),
     "steps_redone": (Level.VERBOSE, "the steps that were lost are trained again"),
     "key_not_kept": (Level.VERBOSE, "a key of the store is not in the journal"),
@@ -83,7 +85,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "journal_unreachable": (Level.NORMAL, "the journal cannot be reached"),
     "journal_reachable": (Level.NORMAL, "the journal is back"),
     "journal_caught_up": (Level.NORMAL, "the journal is complete again"),
-    "grace_period_passed": (Level.NORMAL, "grace period over"),
+    "grace_period_passed": (Level.NORMAL, "some ranks have not ended"),
     "scale_requested": (Level.NORMAL, "another size was requested"),
     "plan_applied": (Level.NORMAL, "a plan is carried out"),
     "hosts_granted": (Level.NORMAL, "the Brain grants the job's slots anew"),
@@ -97,7 +99,10 @@ WORDS: dict[str, tuple[Level, str]] = {
 
 # Events that say that training goes wrong: red on a terminal.
 ALARMS = frozenset(
-    ("state_differs", "commits_differ", "collectives_differ", "finished_alone", "worker_unfit")
+    (
+        *("state_differs", "state_lost", "commits_differ", "collectives_differ"),
+        *("finished_alone", "worker_unfit"),
+    )
 )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from elastic_driver import contract
 from elastic_driver.core import decisions as do
 from elastic_driver.core import documents as doc
@@ -129,10 +131,10 @@ class Executor:
             case _:
                 assert_never(decision)
 
-    def shut_down_agents(self, grace: float, reason: str) -> None:
-        """Order every agent to stop its workers and exit."""
+    def shut_down_agents(self, grace: float, reason: str, *, interrupt: bool) -> None:
+        """Order every agent to stop its workers and exit; `interrupt`: by SIGINT first."""
         for agent in self.orders:
-            self._give(agent, doc.ShutdownOrder(grace, reason))
+            self._give(agent, doc.ShutdownOrder(grace, reason, interrupt))
 
     def _set(self, key: str, value: bytes) -> None:
         self.server.post([wire.Set(key, value)])
@@ -199,6 +201,8 @@ class Executor:
         self.server.post([wire.Set(key, b"", lease=decision.seconds) for key in keys])
 
     def _publish_world(self, world: doc.World) -> None:
+        if world.gone:  # the machine knows the steps of when rounds began
+            world = replace(world, gone=max(world.gone, self.record.ledger.step))
         self.post(RoundPublished(world))
         self.server.rounds.publish(world.round, (member.worker for member in world.members))
         self._set(contract.JOB_WORLD, doc.encode_world(world))

@@ -95,7 +95,7 @@ class JobRecord:
             case "job_succeeded" | "job_failed":
                 self._last_event = event
                 return
-            case "round_closed":
+            case "round_closed" | "state_lost":
                 event = replace(event, detail={**event.detail, "step": self.ledger.step})
             case "round_completed" if world is not None:
                 event = replace(event, reason=world.reason)

@@ -168,7 +168,10 @@ class DriverLoop:
         """Have the agents stop their workers and exit, and wait until they have."""
         deadline = self.clock() + grace + AGENT_EXIT_S
         if self.end is not None and not self._stop_now:
-            self.executor.shut_down_agents(grace, self.end.reason)
+            interrupted = self.end.exit_code == ExitCode.INTERRUPTED
+            plain = self.job is not None and not self.job.outcome.elastic
+            interrupt = interrupted and plain  # elastic workers go back to their last commit
+            self.executor.shut_down_agents(grace, self.end.reason, interrupt=interrupt)
         while not self._stop_now and self.executor.orders and self.clock() < deadline:
             self.turn(deadline)
 
@@ -247,6 +250,7 @@ class DriverLoop:
         if isinstance(event, KeysRead):
             self.executor.look_seconds = self.clock() - now
             self.executor.record.times.progressed(self.stragglers.step, self.stragglers.step_time)
+        if isinstance(event, KeysRead) or (name == "stragglers" and type(event) is ev.WorkerEnding):
             self.executor.record.progressed(self.stragglers.step, self.stragglers.round_step)
         self._deadlines[name] = machine.deadline()
         if self.debug and (violated := machine.check()):

@@ -142,6 +142,7 @@ class WorkerResults:
 
 class _Logged(msgspec.Struct):
     event: str
+    host: str | None = None
 
 
 _line = msgspec.json.Decoder(_Logged).decode
@@ -168,17 +169,20 @@ def read_result(events_file: Path) -> JobResult | None:
     return None if ended is None else msgspec.structs.replace(ended, workers=tuple(workers))
 
 
-def agents_started(events_file: Path) -> bool:
-    """Return whether the last run in this event log has started an agent, and has no end."""
-    started = False
+def agents_started(events_file: Path) -> set[str]:
+    """Return the hosts on which the last run in this event log has started agents.
+
+    None if the run has an end.
+    """
+    hosts: set[str] = set()
     if not events_file.is_file():
-        return False
+        return hosts
     with events_file.open("rb") as file:
         for line in file:
             with contextlib.suppress(msgspec.DecodeError):  # a line that was cut off
-                match _line(line).event:
-                    case "agent_started":
-                        started = True
-                    case "job_started" | "job_succeeded" | "job_failed":
-                        started = False
-    return started
+                found = _line(line)
+                if found.event == "agent_started":
+                    hosts.add(found.host or "")
+                elif found.event in ("job_started", "job_succeeded", "job_failed"):
+                    hosts.clear()
+    return hosts

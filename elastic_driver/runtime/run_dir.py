@@ -130,6 +130,7 @@ class RunDir:
             for path in old if anew else ():
                 path.unlink(missing_ok=True)
             if anew:
+                self.lock.note_begun(began=False)
                 shutil.rmtree(self.output_folder, ignore_errors=True)
             probe = self.path / ".probe"
             try:
@@ -138,6 +139,11 @@ class RunDir:
             finally:
                 with contextlib.suppress(OSError):
                     probe.unlink(missing_ok=True)
+
+    def job_begins(self) -> None:
+        """Note that agents of the job may live from now on. Raises as `create` does."""
+        with self._explained():
+            self.lock.note_begun(began=True)
 
     def write_endpoint(self, url: str, now: float) -> None:
         """Write the driver's URL, atomically. Raises as `create` does."""

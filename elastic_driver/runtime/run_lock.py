@@ -37,11 +37,16 @@ class Holder(msgspec.Struct, frozen=True):
     boot_id: str
     pid: int
     started: int  # ticks since the boot: a later process may get the same pid
+    began: bool = False  # the job: its agents may live when this process does not
 
     @classmethod
     def this_process(cls) -> "Holder":
         """Return the calling process as a holder."""
         return cls(os.uname().nodename, _boot_id(), os.getpid(), _start_of("self"))
+
+    def is_same(self, other: "Holder | None") -> bool:
+        """Return whether this is the same process."""
+        return other is not None and msgspec.structs.replace(other, began=self.began) == self
 
     @property
     def is_of_an_earlier_boot(self) -> bool:
@@ -84,7 +89,8 @@ class RunLock:
         file, locks = self._open()
         try:
             self._refuse_a_live_one(file, locks, url)
-            self._holder = Holder.this_process()
+            began = self.former is not None and self.former.began
+            self._holder = msgspec.structs.replace(Holder.this_process(), began=began)
             _write(file, self._holder)
             os.utime(file)
         except BaseException:
@@ -93,6 +99,15 @@ class RunLock:
         self._file = file
         self._renewing = threading.Thread(target=self._renew, name="run-lock", daemon=True)
         self._renewing.start()
+
+    def note_begun(self, *, began: bool) -> None:
+        """Note whether agents of this run may have been started; raises OSError as a write does.
+
+        The file says so whatever becomes of the other files of the run.
+        """
+        if self._file is not None and self._holder is not None:
+            self._holder = msgspec.structs.replace(self._holder, began=began)
+            _write(self._file, self._holder)
 
     def release(self, *, remove: bool) -> None:
         """Give the lock back, if it is held; never raises.
@@ -105,11 +120,12 @@ class RunLock:
         if self._renewing is not None and self._renewing is not threading.current_thread():
             self._renewing.join(RENEW_S)  # longer only if the disk hangs
         with contextlib.suppress(OSError):
-            if _read(self.path) == self._holder:
+            if self._holder is not None and _read(self.path) == self._holder:
+                began = self._holder.began
                 if remove:
                     self.path.unlink()
                 elif self.former is not None:
-                    _write(self._file, self.former)
+                    _write(self._file, msgspec.structs.replace(self.former, began=began))
         os.close(self._file)
         self._file, self._renewing, self._end = None, None, threading.Event()
 
@@ -171,7 +187,7 @@ class RunLock:
         while not self._end.wait(RENEW_S):
             try:
                 found = _read(self.path)
-                if found != self._holder and found is not None:
+                if found is not None and not found.is_same(self._holder):
                     self.lost = True
                     who = f"process {found.pid} of host {found.host}"
                     self.on_lost(f"{who} is the driver of run {self._name} now; this one ends")

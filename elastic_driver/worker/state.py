@@ -537,6 +537,7 @@ class State:
             reloads=reloads,
             least=max(self._progress.version, 0) if leads else 0,
             repair=world.repair,
+            gone=0 if world.anew or not leads else world.gone,
         )
         self._carry_out(agreement, world)
         self._round = world.round
@@ -593,7 +594,7 @@ class State:
         if agreement.fresh:
             sharing.split(state)
             if is_source:
-                resumed = self._reload(state)
+                resumed = self._reload(state, agreement, world)
         if agreement.receivers and is_source:
             if problem := sharing.send(state, agreement, resumed):
                 say(f"the state cannot be sent to other workers: {problem}")
@@ -617,20 +618,34 @@ class State:
     def _live(self) -> sharing.LiveState:
         return sharing.LiveState(self._tree, self._random)
 
-    def _reload(self, state: sharing.LiveState) -> int | None:
+    def _reload(
+        self, state: sharing.LiveState, agreement: sharing.Agreement, world: World
+    ) -> int | None:
         """Load a checkpoint if this state is not whole; return its step, None if none was loaded.
 
-        Raises `StateLostError` where the state was trained and there is no checkpoint.
+        Raises `StateLostError`, on all ranks, where the state was trained and there is no
+        checkpoint.
         """
         whole = self.state_version()
-        if self._checkpoints is None or (whole.trained and whole.clean):
+        if whole.trained and whole.clean:
             return None
-        resumed = self._checkpoints.load_newest(state)
+        resumed = None if self._checkpoints is None else self._checkpoints.load_newest(state)
+        gone = world.gone if self._leads else 0
+        lost = None
         if resumed is None and (self._torn or whole.trained):
-            raise sharing.StateLostError(
+            lost = sharing.StateLostError(
                 "no worker holds the state of the last commit any more, and there is no checkpoint "
                 "yet; start the job again"
             )
+        elif resumed is None and gone and not world.anew:
+            lost = sharing.state_gone(gone, "there is no checkpoint yet")
+        if lost is not None:
+            if agreement.receivers:
+                sharing.refuse(lost, agreement)
+            raise lost
+        if resumed is None and gone:
+            anew = "training begins anew (--restart-from-scratch)"
+            say(f"the state of about step {gone} is gone: {anew}")
         self._torn = False
         return resumed
 

@@ -249,7 +249,7 @@ class Agent:
             case documents.StacksOrder(number=number):
                 workers.look(number)
             case _:
-                self._life.end(order.reason, ExitCode.OK, order.grace)
+                self._life.end(order.reason, ExitCode.OK, order.grace, interrupt=order.interrupt)
 
     def _story(self, term: int) -> AgentReturned:
         """Return what the driver of this term has to know."""

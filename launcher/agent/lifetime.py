@@ -145,9 +145,11 @@ class Lifetime:
         *,
         driver_gone: bool = False,
         notice: float = 0.0,
+        interrupt: bool = False,
     ) -> None:
         """Begin to end: workers leave within `notice` seconds, or are killed in `grace` seconds.
 
+        `interrupt`: they get SIGINT before SIGTERM.
         If it is called again, the shorter time counts, and the first reason unless the driver is
         gone.
         """
@@ -161,7 +163,7 @@ class Lifetime:
         if self.workers is not None and notice:
             self.workers.leave(notice)
         elif self.workers is not None:
-            self.workers.stop_all(grace)
+            self.workers.stop_all(grace, interrupt=interrupt)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a part of the agent until it ends."""

@@ -297,12 +297,14 @@ class WorkerProcess:
         self._strays, self._marks = strays, marks
         self.peak: int | None = None  # bytes of memory at most, known at its end
         self._ended = False
+        self._end_at: asyncio.TimerHandle | None = None
         self._kill_at: asyncio.TimerHandle | None = None
 
-    def stop(self, grace: float) -> None:
+    def stop(self, grace: float, *, interrupt: bool = False) -> None:
         """Send SIGTERM to the group, and SIGKILL after `grace` seconds (0: at once).
 
-        It may be called again: the earliest SIGKILL counts.
+        It may be called again: the earliest SIGKILL counts. `interrupt`: SIGINT now, which Python
+        raises as KeyboardInterrupt, and SIGTERM after half of the time.
         """
         if self._ended:
             return
@@ -314,7 +316,11 @@ class WorkerProcess:
         if self._kill_at is None:
             # The mark tells the worker that SIGTERM is no notice, on which it would train on.
             self._signal(_STOP_MARK)
-            self._signal(signal.SIGTERM)
+            if interrupt:
+                self._signal(signal.SIGINT)
+                self._end_at = loop.call_later(grace / 2, self._signal, signal.SIGTERM)
+            else:
+                self._signal(signal.SIGTERM)
         elif when >= self._kill_at.when():
             return
         else:
@@ -331,8 +337,9 @@ class WorkerProcess:
         """Wait for the end of the worker and its leftovers; return its code as subprocess does."""
         await wait_for_end(self.pid)
         self._ended = True
-        if self._kill_at is not None:
-            self._kill_at.cancel()
+        for timer in (self._end_at, self._kill_at):
+            if timer is not None:
+                timer.cancel()
         # The worker is still a zombie, so no other process can have its number.
         self._signal(signal.SIGKILL)
         await end_all(lambda: [p for p in self._strays() if stems_from(p, self.pid, self._marks)])

@@ -38,7 +38,7 @@ class RecordedOutput:
         self, host: str, incarnation: int, post: Callable[[str, bytes], Awaitable[bytes]]
     ) -> None:
         self._host, self._incarnation, self._post = host, incarnation, post
-        self._waiting: deque[WorkerLine] = deque()
+        self._waiting: deque[tuple[WorkerLine, int]] = deque()  # with its bytes
         self._bytes = self._dropped = 0
         self._next = 1  # the number of the next line that is sent
         self._some, self._none = asyncio.Event(), asyncio.Event()
@@ -50,10 +50,12 @@ class RecordedOutput:
         now = time.time()
         for line in lines:
             text = line.decode(errors="replace")
-            self._waiting.append(WorkerLine(now, worker, rank, 1 if stream == 1 else 2, text))
-            self._bytes += len(line) + LINE_BYTES
+            size = len(line) + LINE_BYTES
+            found = WorkerLine(now, worker, rank, 1 if stream == 1 else 2, text)
+            self._waiting.append((found, size))
+            self._bytes += size
         while self._bytes > MAX_BYTES:
-            self._bytes -= _size(self._waiting.popleft())
+            self._bytes -= self._waiting.popleft()[1]
             self._dropped += 1
         if self._waiting:
             self._some.set()
@@ -92,12 +94,8 @@ class RecordedOutput:
         found: list[WorkerLine] = []
         size = 0
         while self._waiting and size < BATCH_BYTES and len(found) < MAX_OUTPUT_LINES:
-            line = self._waiting.popleft()
-            size += _size(line)
+            line, taken = self._waiting.popleft()
+            size += taken
             found.append(line)
-        self._bytes = self._bytes - size if self._waiting else 0
+        self._bytes -= size
         return tuple(found)
-
-
-def _size(line: WorkerLine) -> int:
-    return len(line.text) + LINE_BYTES

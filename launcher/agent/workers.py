@@ -108,11 +108,11 @@ class Workers:
         if worker in self._running:
             self._running[worker][0].stop(grace)
 
-    def stop_all(self, grace: float) -> None:
-        """Stop every worker."""
+    def stop_all(self, grace: float, *, interrupt: bool = False) -> None:
+        """Stop every worker; `interrupt`: by SIGINT first."""
         self._pending.clear()
         for process, _ in self._running.values():
-            process.stop(grace)
+            process.stop(grace, interrupt=interrupt)
 
     def leave(self, notice: float) -> None:
         """Have every worker leave within `notice` seconds, at a step boundary if it can.

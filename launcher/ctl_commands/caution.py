@@ -3,6 +3,7 @@
 import sys
 
 from elastic_driver.errors import UsageError
+from elastic_driver.words import counted
 from launcher.ctl_commands.show import JobDocument
 
 
@@ -13,7 +14,8 @@ def of_drain(job: JobDocument, host: str) -> str | None:
     if host not in {h.host for h in job.hosts} or left >= job.min_np:
         return None
     if left:
-        rest = f"without {host} {left} slots are left, fewer than the {job.min_np} of --min-np"
+        slots = counted(left, "slot is", "slots are")
+        rest = f"without {host} {slots} left, fewer than the {job.min_np} of --min-np"
         also = ""
     else:
         rest = f"{host} is the last usable host of the job"
@@ -29,8 +31,8 @@ def of_scale(job: JobDocument, workers: int) -> str | None:
     if workers <= slots:
         return None
     return (
-        f"usable hosts have {slots} slots now, fewer than {workers}: the job will train on as "
-        "many workers as there are slots, and grow when hosts come"
+        f"usable hosts have {counted(slots, 'slot')} now, fewer than {workers}: the job will train "
+        "on as many workers as there are slots, and grow when hosts come"
     )
 
 

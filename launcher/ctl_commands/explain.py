@@ -16,6 +16,7 @@ from elastic_driver.core.rules.hangs import name_ranks
 from elastic_driver.policies.shard_messages import ShardBatch
 from elastic_driver.runtime.event_words import sentence
 from elastic_driver.runtime.journal.replay import Step
+from elastic_driver.words import counted
 from launcher.ctl_commands.show import printable
 
 MAX_CHARS = 300  # of a sentence
@@ -32,7 +33,6 @@ _EVENTS: dict[type, str] = {
     ev.WorkerResumed: "{e.worker} makes progress again",
     ev.WorkerEnding: "the script of {e.worker} is over; its process is about to end",
     ev.WorkerStack: "{e.worker} was asked for its stack: {e.where}",
-    ev.WorkerSaved: "{e.worker} has written the state to disk: {e.folder}{e.problem}",
     ev.WorkerExited: "{e.worker} has ended with status {e.exit_code}",
     ev.HostLeaving: "host {e.host} goes away in {e.deadline:g} s: {e.reason}",
     ev.WorkerLeaving: "{e.worker} has to leave in {e.deadline:g} s: {e.reason}",
@@ -53,9 +53,9 @@ _EVENTS: dict[type, str] = {
     seen.JobLeaving: "all workers have to leave in {e.deadline:g} s: {e.reason}",
     ev.ScaleRequested: "the number of workers was requested: {e.num_proc}",
     ev.PlanApplied: "the user applied {e}",
-    seen.SizeProposed: "{e.num_proc} workers are proposed: {e.reason}",
+    seen.SizeProposed: "a size of {e.num_proc} is proposed: {e.reason}",
     seen.MemoryExpected: "a worker is expected to need {e.need} bytes: {e.reason}",
-    seen.HostStarved: "{e.workers} workers at most are proposed for {e.host}: {e.reason}",
+    seen.HostStarved: "a size of {e.workers} at most is proposed for {e.host}: {e.reason}",
     seen.StopRequested: "the end of the job was requested: {e.reason}",
     seen.Tick: "time has passed",
 }
@@ -72,7 +72,7 @@ _DECISIONS: dict[type, str] = {
     do.SealRound: "round {d.round} is over: {d.reason}",
     do.CheckHosts: "hosts are checked: {d.reason}",
     do.PublishNotice: "the members leave round {d.round}: {d.reason}",
-    do.PublishWorld: "round {d.world.round} begins with {d.world.size} workers: {d.reason}",
+    do.PublishWorld: "round {d.world.round} begins with {size}: {d.reason}",
     do.EndJob: "the job ends with status {d.exit_code}: {d.reason}",
     StartWorkerOrder: "{o.worker} is started: {d.reason}",
     StopWorkerOrder: "{o.worker} is stopped: {d.reason}",
@@ -166,10 +166,17 @@ def of_event(event: Any) -> str:
         return _short(f"there are the hosts {hosts or '(none)'}")
     if isinstance(event, seen.HostsGranted):
         slots = sum(slots for _, slots in event.hosts)
-        return _short(f"the Brain granted {slots} slots (grant {event.number}): {event.reason}")
+        return _short(
+            f"the Brain granted {counted(slots, 'slot')} (grant {event.number}): {event.reason}"
+        )
     if isinstance(event, seen.HostsChecked):
         good = sum(result.passed for result in event.results)
-        return f"the check of {len(event.results)} hosts is over; {good} may be used"
+        return f"the check of {counted(len(event.results), 'host')} is over; {good} may be used"
+    if isinstance(event, ev.WorkerSaved):
+        if event.folder:
+            return _short(f"{event.worker} has written the state to disk: {event.folder}")
+        why = event.problem or "it has no checkpoint_dir"
+        return _short(f"{event.worker} has not written the state to disk: {why}")
     if isinstance(event, ShardBatch):
         return f"{len(event.requests)} requests for shards"
     words = _EVENTS.get(type(event))
@@ -183,7 +190,10 @@ def of_decision(decision: Any) -> str:
         return _short(sentence(decision.event, decision.reason, facts))
     order = getattr(decision, "order", None)
     words = _DECISIONS.get(type(decision if order is None else order))
-    return _short(_facts(decision) if words is None else words.format(d=decision, o=order))
+    size = counted(decision.world.size, "worker") if isinstance(decision, do.PublishWorld) else ""
+    return _short(
+        _facts(decision) if words is None else words.format(d=decision, o=order, size=size)
+    )
 
 
 def _facts(thing: Any) -> str:

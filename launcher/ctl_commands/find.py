@@ -16,6 +16,7 @@ from typing import NamedTuple
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.run_dir import (
     EVENTS_FILE,
+    JOURNAL_FILE,
     Endpoint,
     RunDir,
     default_state_dir,
@@ -184,21 +185,35 @@ def _runs(state_dir: Path) -> list[Endpoint]:
     return [run for run in (read_endpoint(state_dir / name) for name in names) if run is not None]
 
 
+def run_folder(state_dir: Path, run_id: str | None) -> Path | None:
+    """Return the folder of the run that is meant: the one named, else the only one that runs.
+
+    If none runs, the newest, by its event log; None if there is none. Raises UsageError if several
+    run, or for a name that is none.
+    """
+    if run_id is not None:
+        if Path(run_id).name != run_id:
+            raise UsageError(f"{run_id!r} is no name of a run")
+        return state_dir / run_id
+    with contextlib.suppress(ClusterError):
+        return state_dir / _only_one(state_dir).run_id
+    written: dict[Path, float] = {}
+    for name in (JOURNAL_FILE, EVENTS_FILE):  # a run without events is as old as its journal
+        written |= {file.parent: file.stat().st_mtime for file in state_dir.glob(f"*/{name}")}
+    return max(written, key=written.__getitem__, default=None)
+
+
 def file_of_run(
     given: Path | None, name: str, holds: str, state_dir: Path | None, run_id: str | None
 ) -> Path:
-    """Return the file `name` of a run: the one given, of the run named, or of the newest run.
+    """Return the file `name`: the one given, or that of the run that is meant (`run_folder`).
 
     Raises UsageError if there is none; `holds` says what the file is.
     """
     if given is not None:
         return given / name if given.is_dir() else given
     folder = (state_dir or default_state_dir(os.environ)).absolute()
-    if run_id is not None:
-        if Path(run_id).name != run_id:
-            raise UsageError(f"{run_id!r} is no name of a run")
-        return folder / run_id / name
-    found = list(folder.glob(f"*/{name}"))
-    if not found:
+    found = run_folder(folder, run_id)
+    if found is None:
         raise UsageError(f"no run below {folder} has {holds}; is it in another --state-dir?")
-    return max(found, key=lambda path: path.stat().st_mtime)
+    return found / name

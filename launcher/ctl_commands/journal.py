@@ -89,7 +89,7 @@ def explain(words: Sequence[str]) -> int:
 
 def _with_run(parser: CommandParser) -> CommandParser:
     """Add the options that choose a run; return the parser."""
-    which = parser.add_argument_group("which run (default: the newest)")
+    which = parser.add_argument_group("which run (default: the only one running, else the newest)")
     which.add_argument("--run-id", metavar="ID", help="the job's name")
     which.add_argument("--state-dir", metavar="D", type=Path, help="the folder of all runs")
     return parser

@@ -19,6 +19,7 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.run_dir import OUTPUT_FOLDER
 from elastic_driver.runtime.worker_logs import LogLine, LogPage, LogQuery, read_page
 from launcher.ctl_commands import explain, show
+from launcher.ctl_commands.find import run_folder
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError
 
@@ -39,18 +40,15 @@ def of_job(given: argparse.Namespace, job: RendezvousClient) -> None:
 
 
 def of_run(given: argparse.Namespace, reason: ClusterError) -> None:
-    """Print the lines of a run that is over: that of --run-id, or the newest that has any.
+    """Print the lines of a run that is over: that of --run-id, or the newest.
 
     Raises `reason`, for which there is no driver to ask, if there is no such run.
     """
-    state_dir: Path = given.state_dir
-    pattern = f"{'*' if given.run_id is None else given.run_id}/{OUTPUT_FOLDER}"
-    found = list(state_dir.glob(pattern))
-    if not found or given.endpoint is not None:
+    run = None if given.endpoint is not None else run_folder(given.state_dir, given.run_id)
+    if run is None or not (output := run / OUTPUT_FOLDER).is_dir():
         raise reason
     given.follow = False
-    newest = max(found, key=lambda path: path.stat().st_mtime)
-    _print(given, _lines(given, lambda query: read_page(newest, query), newest))
+    _print(given, _lines(given, lambda query: read_page(output, query), output))
 
 
 def _lines(given: argparse.Namespace, fetch: Fetch, folder: Path) -> Iterator[LogLine]:

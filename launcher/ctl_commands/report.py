@@ -3,6 +3,7 @@
 `text` and `document` show the story (`policies/story.py`). Neither needs a driver.
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +11,26 @@ from typing import Any
 
 import msgspec
 
-from elastic_driver.errors import UsageError
+from elastic_driver import contract
+from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.policies.story import Story, picture, read_story
 from elastic_driver.runtime.run_dir import EVENTS_FILE
+from elastic_driver.words import counted
 from launcher.ctl_commands import show
-from launcher.ctl_commands.find import file_of_run
+from launcher.ctl_commands.find import PROBE_S, Where, file_of_run, find
 from launcher.ctl_commands.running import CommandParser
 from launcher.figures import GoodputFigures, count, duration
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import RendezvousError
 
 _REPORT = (
     "Tell the story of a job from its event log: duration, steps, world size over time, failures, "
     "steps that were trained again, and where the time of its worker slots went (docs/goodput.md)."
 )
+
+
+class _Now(msgspec.Struct):
+    step: int | None = None
 
 
 def report_parser() -> CommandParser:
@@ -35,7 +44,7 @@ def report_parser() -> CommandParser:
     parser.add_argument("--html", action="store_true", help="write a page that needs no driver")
     file_help = "the page's file (default: RUN.html here)"
     parser.add_argument("-o", "--output", metavar="F", type=Path, help=file_help)
-    which = parser.add_argument_group("which run (default: the newest)")
+    which = parser.add_argument_group("which run (default: the only one running, else the newest)")
     which.add_argument("--run-id", metavar="ID", help="the job's name")
     which.add_argument("--state-dir", metavar="D", type=Path, help="the folder of all runs")
     return parser
@@ -53,6 +62,8 @@ def report(words: Sequence[str]) -> int:
     if story.ledger.began is None:
         raise UsageError(f"{path} has no events of a job; is it another file?")
     now = time.time()
+    if story.end is None and (step := _step_now(path.parent)) is not None:
+        story.ledger.step = max(story.ledger.step, step)  # the log has that of the last change
     if given.html:
         from launcher.ctl_commands import report_page  # noqa: PLC0415 - imports aiohttp
 
@@ -65,6 +76,18 @@ def report(words: Sequence[str]) -> int:
     else:
         print(text(story, path, now))
     return 0
+
+
+def _step_now(run: Path) -> int | None:
+    """Return the step that a job has come to, from its driver; None if that does not answer."""
+    with contextlib.suppress(ElasticError, RendezvousError):
+        job = find(Where(run.parent.absolute(), run.absolute().name))
+        known_by = job.fingerprint
+        with RendezvousClient(
+            job.url, job.token, PROBE_S, repeats=False, fingerprint=known_by
+        ) as client:
+            return msgspec.json.decode(client.get_bytes(contract.STATUS_PATH), type=_Now).step
+    return None
 
 
 def document(story: Story, path: Path, now: float) -> dict[str, Any]:
@@ -93,17 +116,17 @@ def text(story: Story, path: Path, now: float) -> str:
     ledger, end = story.ledger, story.end
     wall, began = ledger.wall(now), ledger.began or now
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
-    state = "not over yet" if end is None else end.event.removeprefix("job_")
+    state = "not over yet" if end is None else show.how_it_ended(end.exit_code)
     why = "" if end is None else f": {show.printable(end.reason)}"
     most = max((world.size for world in story.worlds), default=0)
     redone = f", {count(ledger.steps_redone)} of them trained again" * bool(ledger.steps_redone)
-    drivers = f"; {story.resumed} times another driver went on" * bool(story.resumed)
+    drivers = f"; another driver went on {counted(story.resumed, 'time')}" * bool(story.resumed)
     shares = ledger.document(now)
     figures = GoodputFigures(shares["seconds"], shares["goodput"])
     lines = [
         f"began {since}, {duration(wall)}, {state}{why}",
-        f"{count(ledger.step)} steps{redone}; {count(ledger.failures)} workers lost, "
-        f"{count(story.rounds)} rounds{drivers}",
+        f"{counted(ledger.step, 'step')}{redone}; {counted(ledger.failures, 'worker failure')}, "
+        f"{counted(story.rounds, 'round')}{drivers}",
         f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}",
         *show.goodput(figures),
         f"{shares['slots']:.4g} slots on average; events: {path}",

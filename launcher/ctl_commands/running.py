@@ -5,6 +5,7 @@ description in `--help` is the function's docstring.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -21,10 +22,11 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.options import SECONDS_OR_0, ValueKind, whole, whole_or
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE, default_state_dir
+from elastic_driver.words import counted
 from launcher.ctl_commands import caution, show
 from launcher.ctl_commands import logs as logs_of
 from launcher.ctl_commands.ask import ask_stacks, read_events
-from launcher.ctl_commands.find import Where, find
+from launcher.ctl_commands.find import Where, find, run_folder
 from launcher.ctl_commands.plan_file import read_plan
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError
@@ -166,8 +168,8 @@ def run(name: str, words: Sequence[str]) -> int:
     try:
         job = find(Where(state_dir, given.run_id, given.endpoint, given.token_file, given.journal))
     except ClusterError as error:
-        if name == "logs":
-            logs_of.of_run(given, error)
+        if name in ("logs", "events"):
+            (logs_of.of_run if name == "logs" else _events_of_run)(given, error)
             return 0
         ended = read_result(state_dir / given.run_id / EVENTS_FILE) if given.run_id else None
         if name != "status" or ended is None:
@@ -276,11 +278,26 @@ def hosts(given: Given, job: Job) -> None:
 
 
 def events(given: Given, job: Job) -> None:
-    """Show the events of the job: those so far, and with -f those to come."""
+    """Show the events of the job: those so far, and with -f those to come.
+
+    Without a job that runs, it is the newest run below the state directory, or the one of --run-id.
+    """
     path = f"{EVENTS_PATH}?since={given.since}"
     lines = job.follow(path, SILENCE_S) if given.follow else read_events(job, given.since)
     for line in lines:
         print(line.decode() if given.json else show.event(line), flush=True)
+
+
+def _events_of_run(given: Given, reason: ClusterError) -> None:
+    """Show the events of a run that is over; raises `reason` if there is no such run."""
+    run = None if given.endpoint is not None else run_folder(given.state_dir, given.run_id)
+    if run is None or not (log := run / EVENTS_FILE).is_file():
+        raise reason
+    with log.open("rb") as lines:
+        for line in lines:
+            with contextlib.suppress(msgspec.DecodeError):  # a line that was cut off
+                if show.read_event(line).n > given.since:
+                    print(line.decode().rstrip() if given.json else show.event(line))
 
 
 def logs(given: Given, job: Job) -> None:
@@ -330,7 +347,11 @@ def scale(given: Given, job: Job) -> None:
         # The driver refuses others.
         caution.confirm(caution.of_scale(known, given.workers), yes=given.yes)
     job.post_json(contract.SCALE_PATH, msgspec.json.encode({"num_proc": given.workers}))
-    what = f"asked for {asked} workers" if asked else "the number of workers is the job's own again"
+    what = (
+        f"asked for {counted(asked, 'worker')}"
+        if asked
+        else "the number of workers is the job's own again"
+    )
     print(f"run {given.run_id}: {what}")
 
 

@@ -1,5 +1,6 @@
 """Shows a job to people: from the driver's documents to lines of text. Pure."""
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,11 +12,12 @@ from msgspec import Struct
 from elastic_driver.core.decisions import StackGroup
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
-from elastic_driver.errors import UsageError
+from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.policies.tf_messages import TfStatus
 from elastic_driver.runtime.event_words import sentence
 from elastic_driver.runtime.failures import describe_failure
 from elastic_driver.runtime.results import JobResult
+from elastic_driver.words import counted
 from launcher import figures
 from launcher.figures import UNKNOWN, GoodputFigures, duration
 
@@ -61,20 +63,31 @@ class ServiceDocument(Struct, frozen=True, kw_only=True):
     state: Literal["serving"]
 
 
+class StartingDocument(Struct, frozen=True, kw_only=True):
+    """The answer of `GET /v1/status` before the job begins, and while its hosts are checked."""
+
+    run_id: str
+    started: float  # unix seconds
+    state: Literal["starting", "checking"]
+
+
+_decode_starting = msgspec.json.Decoder(StartingDocument).decode
 _decode_service = msgspec.json.Decoder(ServiceDocument).decode
 
 
-def read_document(document: bytes) -> JobDocument | ServiceDocument:
-    """Return the status of a job, or of a service that has no job."""
-    try:
-        return _decode_service(document)
-    except msgspec.ValidationError:
-        return _decode_job(document)
+def read_document(document: bytes) -> JobDocument | ServiceDocument | StartingDocument:
+    """Return the status of a job, of one that has not begun, or of a service that has no job."""
+    for decode in (_decode_service, _decode_starting):
+        with contextlib.suppress(msgspec.ValidationError):
+            return decode(document)
+    return _decode_job(document)
 
 
 def read_job(document: bytes) -> JobDocument:
-    """Return the status of a job; raises UsageError if there is none."""
+    """Return the status of a job; raises UsageError if there is none, ClusterError if not yet."""
     found = read_document(document)
+    if isinstance(found, StartingDocument):
+        raise ClusterError(f"run {found.run_id} is {found.state}; try again when it has begun")
     if isinstance(found, ServiceDocument):
         raise UsageError(f"run {found.run_id} serves TensorFlow nodes and has no job")
     return found
@@ -88,7 +101,11 @@ def status(document: bytes, now: float, *, every: bool = False) -> str:
     found = read_document(document)
     if isinstance(found, JobDocument):
         return job(found, now, every=every)
-    tf, since = found.tf, duration(now - found.started)
+    since = duration(now - found.started)
+    if isinstance(found, StartingDocument):
+        what = "its hosts are checked" if found.state == "checking" else "it is starting"
+        return f"run {found.run_id}: {what}, for {since}"
+    tf = found.tf
     rows = [
         (n, f"{t.type} {t.index}", f"generation {tf.generation}") for n, t in tf.members.items()
     ]
@@ -122,7 +139,7 @@ def heading(document: JobDocument, now: float) -> list[str]:
     head = [
         f"run {document.run_id} at {document.endpoint}",
         f"{document.state} for {duration(now - document.started)}, round {document.round}: "
-        f"{document.size} workers ({wanted} wanted, {document.min_np} to {most}) "
+        f"{counted(document.size, 'worker')} ({wanted} wanted, {document.min_np} to {most}) "
         f"for {duration(document.round_age)}",
         *progress(document.measured),
         *goodput(document.goodput),
@@ -145,7 +162,7 @@ def progress(measured: Measured) -> list[str]:
     if measured.samples_per_s is not None:
         parts.append(f"{figures.rate(measured.samples_per_s)} samples/s")
     if measured.samples:
-        parts.append(f"{measured.samples:,} samples")
+        parts.append(counted(measured.samples, "sample"))
     parts += [f"{printable(name)} {value:.4g}" for name, value in measured.numbers.items()]
     if measured.total is not None and measured.steps_per_s:
         left = max(0, measured.total - measured.step) / measured.steps_per_s
@@ -165,10 +182,17 @@ def goodput(found: GoodputFigures | None) -> list[str]:
     return [f"goodput {found.goodput:.1%}" + (f" ({', '.join(lost)})" if lost else "")]
 
 
+def how_it_ended(exit_code: int | None) -> str:
+    """Return how a job has ended: a job that was told to stop has not failed."""
+    if exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+        return "stopped"
+    return "failed" if exit_code else "succeeded"
+
+
 def ended(result: JobResult, now: float) -> str:
     """Return the end of a job and of each of its workers; `now`: unix seconds."""
-    word = "failed" if result.exit_code else "succeeded"
-    head = f"{word} {duration(now - result.ended)} ago (status {result.exit_code})"
+    word, when = how_it_ended(result.exit_code), duration(now - result.ended)
+    head = f"{word} {when} ago (status {result.exit_code})"
     rows = []
     for w in result.workers:
         code = "lost" if w.exit_code is None else str(w.exit_code)

@@ -37,6 +37,9 @@ HELP = "q quit   o order   ↑ ↓ choose a host   d drain it   u undo the drain
 # An arrow (as ANSI and DEC terminals send it), or any other key.
 _KEY = re.compile(rb"\x1b[\[O](.)|(.)", re.DOTALL)
 _ARROWS = {b"A": "up", b"B": "down"}
+_CHOSEN = "▶"
+_GAP = 2  # between two columns
+_LEAST_REASON = 30  # columns for a reason before other columns go
 _HOST_SHARE = 3  # hosts take at most a third of the lines
 _STATE_STYLES = {"usable": "green", "running": "green", "draining": "yellow", "drained": "dim"}
 
@@ -96,25 +99,39 @@ def press(view: View, key: str, job: JobDocument) -> tuple[View, Action | None]:
 # ---- drawing -----------------------------------------------------------------------------
 
 
-def draw(job: JobDocument, view: View, now: float, lines: int) -> RenderableType:
-    """Return the screen; `now`: unix seconds, `lines`: of the terminal."""
+def draw(job: JobDocument, view: View, now: float, lines: int, columns: int) -> RenderableType:
+    """Return the screen; `now`: unix seconds, `lines` and `columns`: of the terminal."""
     if view.text:
         shown = view.text.split("\n")[view.top : view.top + lines - 2]
         return Group(Text("\n".join(shown)), Text("↑ ↓ scroll   any other key: back", "dim"))
-    head = show.heading(job, now)
-    room = max(2, lines - len(head) - 6)  # of both tables, without their heads
+    *head, last = show.heading(job, now)
+    why = _reason_of_chosen(job, view)
+    wrapped = [text for text in (last, why) if text]  # whole, on as many lines as they take
+    taken = len(head) + sum(-(-len(text) // columns) for text in wrapped)
+    room = max(2, lines - taken - 6)  # of both tables, without their heads
     most_hosts = max(1, min(len(job.hosts), room // _HOST_SHARE))
     first = max(0, min(view.chosen - most_hosts // 2, len(job.hosts) - most_hosts))
-    hosts = _hosts(job, view, range(first, min(first + most_hosts, len(job.hosts))))
+    numbers = range(first, min(first + most_hosts, len(job.hosts)))
+    hosts = _hosts(job, view, numbers, columns)
     chosen = ordered(job, view.sort)[: room - most_hosts]
     return Group(
         Text("\n".join(head), no_wrap=True, overflow="ellipsis"),
+        Text(last),
         Text(),
         hosts,
+        *([Text(why, "bold")] if why else []),
         Text(),
-        _workers(job, view, chosen),
+        _workers(job, view, chosen, columns),
         _foot(job, view),
     )
+
+
+def _reason_of_chosen(job: JobDocument, view: View) -> str:
+    """Return the chosen host with its reason; empty if it has none."""
+    if not job.hosts:
+        return ""
+    host = job.hosts[min(view.chosen, len(job.hosts) - 1)]
+    return f"{show.printable(host.host)}: {show.printable(host.reason)}" if host.reason else ""
 
 
 def _foot(job: JobDocument, view: View) -> Text:
@@ -126,13 +143,13 @@ def _foot(job: JobDocument, view: View) -> Text:
     return Text(show.printable(view.message) or HELP, "bold" if view.message else "dim")
 
 
-def _hosts(job: JobDocument, view: View, numbers: range) -> Table:
-    table = _table("", "HOST", "STATE", "SLOTS", "WORKERS", *figures.HOST_NUMBERS, "WHY")
+def _hosts(job: JobDocument, view: View, numbers: range, columns: int) -> Table:
+    rows = []
     for number in numbers:
         host = job.hosts[number]
         here = number == min(view.chosen, len(job.hosts) - 1)
         cells = (
-            "▶" if here else "",
+            _CHOSEN if here else "",
             host.host,
             host.state,
             str(host.slots),
@@ -140,13 +157,13 @@ def _hosts(job: JobDocument, view: View, numbers: range) -> Table:
             *figures.of_host(job.measured.hosts.get(host.host)),
             f"{figures.duration(host.cooldown_left)} left" if host.cooldown_left else host.reason,
         )
-        table.add_row(*map(_cell, cells), style="bold" if here else "")
-    return table
+        rows.append(cells)
+    names = ("", "HOST", "STATE", "SLOTS", "WORKERS", *figures.HOST_NUMBERS, "WHY")
+    return _table(names, rows, columns, range(len(names) - 2, 2, -1))
 
 
-def _workers(job: JobDocument, view: View, chosen: Sequence[MemberStatus]) -> Table:
-    names = ("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", *figures.WORKER_NUMBERS, "")
-    table, notes = _table(*names), show.notes(job)
+def _workers(job: JobDocument, view: View, chosen: Sequence[MemberStatus], columns: int) -> Table:
+    rows, notes = [], show.notes(job)
     for w in chosen:
         cells = (
             "-" if w.rank < 0 else str(w.rank),
@@ -158,17 +175,39 @@ def _workers(job: JobDocument, view: View, chosen: Sequence[MemberStatus]) -> Ta
             *figures.of_worker(job.measured.workers.get(w.worker)),
             notes.get(w.worker, ""),
         )
-        table.add_row(*map(_cell, cells))
+        rows.append(cells)
+    names = ("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", *figures.WORKER_NUMBERS, "")
+    table = _table(names, rows, columns, [4, 3, *range(len(names) - 2, 5, -1)])
     hidden = len(job.members) - len(chosen)
     table.caption = f"by {view.sort}" + (f", and {hidden} more" if hidden else "")
     table.caption_justify = "left"
     return table
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in names:
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
+def _table(
+    names: Sequence[str], rows: Sequence[tuple[str, ...]], columns: int, drop: Sequence[int]
+) -> Table:
+    """Return a table that fits into so many columns; only its last column, the reason, is cut.
+
+    `drop`: the columns that may go, the first one first; those in which nothing is known go before
+    all others.
+    """
+    cells = [tuple(map(show.printable, row)) for row in rows]
+    widths = [max(map(len, each)) for each in zip(names, *cells, strict=True)]
+    last = len(names) - 1
+    shown, reason = list(range(last)), min(widths[last], _LEAST_REASON)
+    unknown = [n for n in drop if all(row[n] == figures.UNKNOWN for row in cells)]
+    for number in dict.fromkeys((*unknown, *drop)):
+        if sum(widths[n] + _GAP for n in shown) + reason <= columns:
+            break
+        shown.remove(number)
+    widths[last] = max(1, min(widths[last], columns - sum(widths[n] + _GAP for n in shown)))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
+    for number in (*shown, last):
+        table.add_column(names[number], no_wrap=True, overflow="ellipsis", width=widths[number])
+    for row in cells:
+        style = "bold" if row[0] == _CHOSEN else ""
+        table.add_row(*(_cell(row[n]) for n in (*shown, last)), style=style)
     return table
 
 
@@ -239,7 +278,7 @@ def watch(remote: Remote, interval: float) -> None:
     console, due = Console(), time.monotonic() + interval
     with keys() as read, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(draw(job, view, time.time(), console.height), refresh=True)
+            live.update(draw(job, view, time.time(), console.height, console.width), refresh=True)
             for key in read(max(0.0, due - time.monotonic())):
                 view, action = press(view, key, job)
                 if action is not None and action.kind == "quit":

@@ -20,6 +20,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,8 @@ def join(plan: JoinPlan) -> int:
 
     Raises ElasticError for a problem that the user has to solve.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("a node joins a job in the main thread only, which gets its signals")
     node = Node(plan)
     with handled((*_SIGNALS, signal.SIGCHLD), node.on_signal):
         return node.run()

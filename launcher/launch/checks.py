@@ -21,7 +21,7 @@ from elastic_driver.runtime.discovery import FixedDiscovery, HostDiscovery
 from elastic_driver.runtime.identity import of_site
 from launcher.backends.registry import DISCOVERY, load, make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
-from launcher.edge import find_shadow
+from launcher.edge import find_shadow, refuse_bytes
 from launcher.launch.hosts import BrainHosts, FixedHosts, HostSource, JoinedHosts
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.statistics import check_installed
@@ -30,6 +30,7 @@ from launcher.launch.statistics import check_installed
 def check_plan(plan: LaunchPlan, *, create: bool) -> None:
     """Raise UsageError for the first thing that cannot work; `create`: make the log folder."""
     spec = plan.spec
+    _check_text(plan)
     cwd = Path(spec.cwd)
     environ = {**plan.agents.environ, **spec.env}
     if plan.settings.auto_scale and find_spec("scipy") is None:
@@ -48,6 +49,17 @@ def check_plan(plan: LaunchPlan, *, create: bool) -> None:
         check_plan(plan.fallback, create=create)
     if plan.backend == "local":  # other hosts may have other interfaces
         _check_interfaces(spec.env.get("GLOO_SOCKET_IFNAME", ""))
+
+
+def _check_text(plan: LaunchPlan) -> None:
+    """Raise UsageError for bytes that no document can carry to agents and workers."""
+    spec = plan.spec
+    for word in (*plan.line.words, *spec.command):
+        refuse_bytes("an argument", word)
+    for what, text in (("working", spec.cwd), ("state", plan.state_dir)):
+        refuse_bytes(f"the {what} folder's path", text)
+    for name, value in spec.env.items():
+        refuse_bytes(f"the variable {name}", value)
 
 
 def make_discovery(source: HostSource) -> HostDiscovery:

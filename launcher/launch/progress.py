@@ -5,6 +5,7 @@ import time
 from elastic_driver.policies.story import Story, picture
 from elastic_driver.runtime.driver import JobNow
 from elastic_driver.runtime.reporter import Change
+from elastic_driver.words import counted
 from launcher.figures import count, duration, rate
 
 APART = " | "
@@ -75,7 +76,7 @@ def summary(story: Story, now: float, more: str) -> list[str]:
     wall, most = ledger.wall(now), max((world.size for world in story.worlds), default=0)
     if not most or (wall < SHORT_S and not (failed and ledger.step)):
         return []
-    steps = f", {count(ledger.step)} steps" if ledger.step else ""
+    steps = f", {counted(ledger.step, 'step')}" if ledger.step else ""
     lines = [f"ran {duration(wall)}{steps}, goodput {ledger.document(now)['goodput']:.1%}"]
     began = now if ledger.began is None else ledger.began
     drawn = picture(story.worlds, began, began + wall, PICTURE)
@@ -83,12 +84,12 @@ def summary(story: Story, now: float, more: str) -> list[str]:
     told = []
     if failed:
         survived = story.end is not None and story.end.event == "job_succeeded"
-        workers = f"{failed} lost worker{'s' * (failed > 1)}"
+        workers = counted(failed, "worker failure")
         told.append(f"survived {workers}" if survived else workers)
     if story.resumed:
-        told.append(f"{story.resumed} times another driver went on")
+        told.append(f"another driver went on {counted(story.resumed, 'time')}")
     if redone := ledger.steps_redone:
-        told.append(f"{count(redone)} step{'s' * (redone > 1)} trained again")
+        told.append(f"{counted(redone, 'step')} trained again")
     if told:
         lines.append(", ".join(told))
     return [*lines, f"more: {more}"]

@@ -1,8 +1,8 @@
 """Decides whether a command line begins a job, or goes on with one whose driver has died.
 
 `launcher.job` asks before it starts a driver. A run can go on if it is unfinished (`RunDir`) and no
-driver holds its lock. Nothing is started here; the lock of a run that goes on is held when a
-function returns it.
+driver holds its lock. One whose agents may live (`traces`) is never begun anew: it goes on, or is
+refused. Nothing is started here; the lock of a run that goes on is held when a function returns it.
 """
 
 import os
@@ -17,11 +17,12 @@ from elastic_driver.runtime.journal.replay import JournalError, NotBegunError
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.results import JobResult, agents_started, read_result
 from elastic_driver.runtime.run_dir import RunDir
+from launcher.launch import traces
 from launcher.options.table import OPTIONS
 from launcher.options.values import CommandLine, resolve_again
 
 # Options that may be given with --resume and without a command: they change nothing of the job.
-_OF_THIS_TERMINAL = ("log_format", "verbose", "quiet", "dry_run")
+_OF_THIS_TERMINAL = ("log_format", "verbose", "quiet", "no_progress", "dry_run")
 _CHOICE = ("run_id", "state_dir", "resume")
 
 
@@ -58,7 +59,8 @@ def take_unfinished(
     `load_run`. Raises UsageError if the unfinished job of that name was started with another
     command.
     """
-    if not (run_dir.unfinished or line.options.resume or _lost_its_journal(run_dir)):
+    named = line.options.run_id is not None or run_dir.path.exists()
+    if not (line.options.resume or (named and _is_open(run_dir))):
         return None
     found = _take(run_dir, keep=line.options.dry_run, alone=alone)
     if not isinstance(found, ResumedRun):
@@ -106,18 +108,25 @@ def _take(run_dir: RunDir, *, keep: bool, alone: bool) -> ResumedRun | JobResult
 
     `keep`: only look. `alone` as for `load_run`.
     """
-    if not (run_dir.unfinished or _lost_its_journal(run_dir)):
+    if not _is_open(run_dir):
         return read_result(run_dir.events_file)
-    if not keep:
+    there = run_dir.path.exists()
+    if there and not keep:
         run_dir.take()
     former = run_dir.lock.former or run_dir.lock.holder
     restarted = former is not None and former.is_of_an_earlier_boot
     try:
         if not run_dir.journal_file.exists():
             raise NotBegunError(f"there is no journal {run_dir.journal_file}")
-        return load_run(run_dir.journal_file, may_be_torn=restarted, alone=alone)
+        run = load_run(run_dir.journal_file, may_be_torn=restarted, alone=alone)
+        hosts = [] if restarted else traces.unknown_agents(run_dir, run.job)
+        if not hosts:
+            return run
+        problem = (
+            f"{run_dir.journal_file}: the journal ends before the agents on {', '.join(hosts)}"
+        )
     except NotBegunError as error:
-        if restarted or not agents_started(run_dir.events_file):
+        if restarted or not traces.may_live(run_dir):
             run_dir.leave()
             return None
         problem = f"{error}, though the job has started agents"
@@ -125,12 +134,16 @@ def _take(run_dir: RunDir, *, keep: bool, alone: bool) -> ResumedRun | JobResult
         problem = str(error)
     run_dir.leave()
     raise JournalError(
-        f"{problem}; run {run_dir.run_id} cannot go on: begin it with another --run-id, from its "
-        "newest checkpoint"
+        f"{problem}; run {run_dir.run_id} cannot go on, and its workers may train: "
+        f"{traces.how_to_end(run_dir)}, and begin it again, from its newest checkpoint"
     )
 
 
-def _lost_its_journal(run_dir: RunDir) -> bool:
-    """Return whether a driver has died here whose agents may live, and its journal is gone."""
-    gone = run_dir.lock.path.exists() and not run_dir.journal_file.exists()
-    return gone and agents_started(run_dir.events_file)
+def _is_open(run_dir: RunDir) -> bool:
+    """Return whether the run may have agents that live, or has files with which it can go on."""
+    if run_dir.unfinished or agents_started(run_dir.events_file):
+        return True
+    lock, began = run_dir.lock, False
+    if lock.path.exists() and lock.holder is not None:
+        began = lock.holder.began
+    return began or bool(traces.agents_here(run_dir))

@@ -6,6 +6,7 @@ numerics and communication are passed on to other hosts, by name; `-x NAME` adds
 """
 
 import fnmatch
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from launcher.options.horovod import worker_variables
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 HEARTBEAT_S = 0.4  # between two heartbeats of an agent
 HEARTBEATS_PER_S = 1000  # of all agents together: what the driver takes with little of a core
 NAMED_JOB_WAITS_S = 300.0  # a person or systemd starts the next driver well within this time
@@ -39,6 +41,17 @@ OF_THIS_MACHINE = (
     *(*contract.VISIBLE_DEVICES, "NCCL_HOSTID", "*_SOCKET_IFNAME"),
     *("PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT"),
 )
+
+
+def split_variables(command: tuple[str, ...]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the variables in front of a command, which a shell would set, and the rest of it."""
+    variables: dict[str, str] = {}
+    for number, word in enumerate(command):
+        if _ASSIGNMENT.match(word) is None:
+            return variables, command[number:]
+        name, _, value = word.partition("=")
+        variables[name] = value
+    return variables, ()
 
 
 def worker_command(
@@ -82,12 +95,13 @@ def job_spec(
         env[contract.BALANCE] = "1"
     if settings.auto_scale or options.brain is not None:
         env[contract.MEASURE_GRADIENTS] = "1"
-    env = {**worker_variables(options, environ if shares else {}), **env}
+    own, command = split_variables(line.command)
+    env = {**worker_variables(options, environ if shares else {}), **env, **own}
     passed_on = {} if shares else forwarded(environ)
     spec = line.fill(
         JobSpec,
         run_id=facts.run_id,
-        command=worker_command(line.command, facts.python, script=options.run_path),
+        command=worker_command(command, facts.python, script=options.run_path),
         cwd=facts.cwd,
         env={**passed_on, **env},
         max_restarts=settings.max_restarts or 0,

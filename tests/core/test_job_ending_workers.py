@@ -21,6 +21,13 @@ def test_the_next_round_does_not_wait_for_the_process_of_a_worker_whose_script_i
     s.ready("a.0.1", "a.2.1", version=7)
     assert (s.round, s.members) == ((2, "complete"), ["a.0.1", "a.2.1"])
     assert s.world.reason == "without a.1.1, whose script is over"
+
+
+def test_a_script_that_has_raised_is_not_called_over(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=1).training(a=2)
+    s.send(ev.WorkerEnding("a.1.1", 1, failed=True))
+    s.ready("a.0.1", version=1)
+    assert s.world.reason == "without a.1.1, whose script has failed"
     assert [a.worker for a in s.announced("worker_left")] == ["a.1.1"]
 
 

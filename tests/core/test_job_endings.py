@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import EndJob, StartAgent
-from tests.core.scenario import MakeScenario
+from tests.core.scenario import MakeScenario, Scenario
 
 
 def test_the_job_succeeds_when_every_worker_exits_0(scenario: MakeScenario) -> None:
@@ -211,7 +212,7 @@ def test_max_restarts_counts_every_failure_and_names_its_flag(scenario: MakeScen
     s.exit("a.2.1", -9)
     assert s.end is not None
     assert s.end.exit_code == 137
-    assert "limit of 1 restarts; raise --max-restarts" in s.end.reason
+    assert "limit of 1 restart; raise --max-restarts" in s.end.reason
 
 
 def test_a_hosts_loss_counts_as_one_failure(scenario: MakeScenario) -> None:
@@ -255,3 +256,82 @@ def test_a_finishing_job_does_not_wait_for_ever_for_workers_that_never_get_ready
     s.obey_stops()
     assert s.end is not None
     assert s.end.exit_code == 0
+
+
+# ---- the state is gone -------------------------------------------------------------------
+
+
+def wiped_out(s: Scenario) -> Scenario:
+    """All workers of a job with 3 committed steps are killed, and others are ready."""
+    s.training(a=2, steps=0)
+    s.step("a.0.1", "a.1.1", step=3)
+    s.exit("a.0.1", -9)
+    s.exit("a.1.1", -9)
+    s.wait(2.0)
+    s.ready(*s.starting)
+    return s
+
+
+def test_a_state_that_every_holder_has_lost_is_told_and_named_to_the_next_workers(
+    scenario: MakeScenario,
+) -> None:
+    s = wiped_out(scenario(start_np=2))
+    assert (s.world.gone, s.world.anew) == (3, False)
+    (lost,) = s.announced("state_lost")
+    assert lost.reason == (
+        "every worker that held it is gone; the job goes on from its newest checkpoint, or ends if "
+        "it has none"
+    )
+    s.exit("a.1.2", 75)
+    s.exit("a.0.2", 75)
+    assert s.end is not None
+    assert s.end.exit_code == 75
+    assert "the state is gone with the workers that held it, and there is no" in s.end.reason
+
+
+def test_what_was_read_from_a_checkpoint_is_lost_anew_if_all_are_killed_again(
+    scenario: MakeScenario,
+) -> None:
+    s = wiped_out(scenario(start_np=2))
+    s.step(*s.members, step=2)
+    s.exit("a.0.2", -9)
+    s.ready("a.1.2", version=5)
+    s.ready(*s.starting)
+    assert s.world.gone == 0, "one has kept it"
+    for worker in s.members:
+        s.exit(worker, -9)
+    s.wait(2.0)
+    s.ready(*s.starting)
+    assert s.world.gone == 5
+
+
+def test_training_may_begin_anew_where_the_user_wants_that(scenario: MakeScenario) -> None:
+    s = wiped_out(scenario(start_np=2, restart_from_scratch=True))
+    assert (s.world.gone, s.world.anew) == (3, True)
+    assert s.announced("state_lost")[0].reason.endswith("or begins anew if it has none")
+
+
+def test_a_job_that_has_committed_nothing_has_lost_nothing(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=2, steps=0)
+    s.exit("a.0.1", -9)
+    s.ready("a.1.1", version=0)
+    s.exit("a.1.1", -9)
+    s.wait(2.0)
+    s.ready(*s.starting)
+    assert s.world.gone == 0
+    assert not s.announced("state_lost")
+
+
+def test_a_state_that_was_written_as_all_had_to_leave_is_not_called_lost(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=1).training(a=1)
+    s.hosts()
+    s.wait(1.0)
+    s.ready("a.0.1", version=5)
+    s.send(ev.WorkerSaved("a.0.1", 1, "/ckpt/step-5"))
+    s.obey_stops()
+    s.hosts(b=1)
+    s.ready(*s.starting)
+    assert s.world.gone == 5, "where it cannot be read, it is lost"
+    assert not s.announced("state_lost")

@@ -99,7 +99,7 @@ def test_when_the_only_host_is_removed_the_job_waits_for_another(scenario: MakeS
     s.hosts()
     s.wait(1.0)
     s.ready("a.0.1", version=5)
-    s.send(ev.WorkerSaved("a.0.1", 1))
+    s.send(ev.WorkerSaved("a.0.1", 1, "/ckpt/step-5"))
     assert s.in_state("stopping") == ["a.0.1"]
     s.obey_stops()
     s.hosts(b=1)

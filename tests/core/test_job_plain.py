@@ -85,7 +85,7 @@ def test_the_next_round_waits_for_the_last_old_process(scenario: MakeScenario) -
     s.exit("a.0.1", -9)
     s.exit("a.1.1", -15)
     assert s.round == (1, "closing")
-    assert s.job.status(s.now).reason == "1 workers have not stopped yet"
+    assert s.job.status(s.now).reason == "1 worker has not stopped yet"
     s.exit("a.2.1", -15)
     assert s.round == (2, "complete")
 
@@ -292,3 +292,39 @@ def test_a_process_that_never_starts_is_not_waited_for_because_others_have_ended
     s.wait(60.0)
     assert s.end is not None
     assert s.end.reason.startswith("need 3 slots, found 2 after 60 s")
+
+
+def test_a_rank_that_ends_before_the_others_is_named_and_they_are_not_waited_for_for_ever(
+    scenario: MakeScenario,
+) -> None:
+    s = _declared(
+        scenario(start_np=3, grace_period=30.0, finish_timeout=600.0, hang_timeout=60.0), a=3
+    )
+    s.exit("a.1.1", 0)
+    s.wait(31.0)
+    (late,) = s.announced("grace_period_passed")
+    assert late.reason == (
+        "rank 1 on a has ended with 0, and ranks 0, 2 were still running 30 s later; waiting until "
+        "--finish-timeout (600 s); --hang-timeout does not watch a script that sends no heartbeats"
+    )
+    s.wait(560.0)
+    assert s.end is None
+    s.wait(10.0)
+    assert s.end is not None
+    assert s.end.exit_code == 1
+    assert s.end.reason == (
+        "rank 1 on a has ended with 0, and ranks 0, 2 were still running 600 s later; every rank "
+        "has to make the same collectives, or raise --finish-timeout"
+    )
+
+
+def test_ranks_that_take_their_time_are_waited_for_where_the_user_wants_that(
+    scenario: MakeScenario,
+) -> None:
+    s = _declared(scenario(start_np=2, finish_timeout=0.0), a=2)
+    s.exit("a.1.1", 0)
+    s.wait(100_000.0)
+    assert s.end is None
+    s.exit("a.0.1", 0)
+    assert s.end is not None
+    assert s.end.exit_code == 0

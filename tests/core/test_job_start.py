@@ -206,5 +206,5 @@ def test_the_snapshot_shows_members_hosts_and_counters(scenario: MakeScenario) -
     hosts = {h.host: (h.slots, h.state, h.cooldown_left, h.agent) for h in status.hosts}
     assert hosts == {"a": (1, "usable", 0.0, "ready"), "b": (2, "cool-down", 6.0, "ready")}
     assert status.counters.failures == 1
-    assert status.reason == "1 workers have not left round 1 yet"
+    assert status.reason == "1 worker has not left round 1 yet"
     assert status.state == "changing"

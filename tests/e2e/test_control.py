@@ -186,7 +186,7 @@ def test_a_plan_changes_the_job_once_and_a_stale_one_is_one_line_and_64(
 
 def test_the_job_is_scaled_and_back(job: RunningJob) -> None:
     pids = set(job.live())
-    assert "asked for 1 workers" in ctl("scale", "1", *here(job))
+    assert "asked for 1 worker" in ctl("scale", "1", *here(job))
     job.until_size(1)
     ctl("scale", "2", *here(job))
     assert set(job.until_size(2)) & pids
@@ -259,4 +259,4 @@ def test_every_command_explains_itself() -> None:
 def test_config_show_says_who_said_so() -> None:
     lines = ctl("config", "show", "-np", "2").splitlines()
     assert lines[1].split() == ["--num-proc", "2", "command", "line"]
-    assert any(line.split() == ["--stop-grace", "5", "default"] for line in lines)
+    assert any(line.split() == ["--stop-grace", "30", "default"] for line in lines)

@@ -211,3 +211,40 @@ def test_an_interrupt_while_starting_cleans_up(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         assert job.wait(15) == 130
         job.assert_nothing_left(within=1)
+
+
+def kill_all_workers(job: RunningJob) -> None:
+    for pid in job.until_size(2, steps=10):
+        job.kill(pid)
+
+
+def test_a_job_whose_state_is_gone_ends_with_75_and_says_what_to_give() -> None:
+    with elasticrun("-np", "2", "--", TRAIN, env={"STEPS": "100000"}) as job:
+        kill_all_workers(job)
+        assert job.wait() == 75
+        last = max(record.step for record in job.steps())
+        (lost,) = job.events("state_lost")
+        assert 1 <= lost["step"] <= last
+        what = f"the state of about step {lost['step']} is"
+        assert f"{what} lost (every worker that held it is gone" in job.stderr
+        assert f"{what} gone: every worker that held it was" in job.stderr
+        assert "or begin anew with --restart-from-scratch" in job.stderr.splitlines()[-1]
+        assert min(record.step for record in job.steps()) == 1
+        job.assert_nothing_left()
+
+
+def test_a_job_without_a_checkpoint_yet_ends_the_same_way_on_every_rank(tmp_path: Path) -> None:
+    env = {"STEPS": "100000", "CHECKPOINTS": str(tmp_path), "EVERY": "100000"}
+    with elasticrun("-np", "2", "--", str(JOBS / "durable.py"), env=env) as job:
+        kill_all_workers(job)
+        assert job.wait() == 75
+        said = [line for line in job.stderr.splitlines() if "there is no checkpoint yet" in line]
+        assert len(said) == 2, job.stderr
+
+
+def test_a_job_whose_state_is_gone_begins_anew_where_the_user_wants_that() -> None:
+    args = ("-np", "2", "--restart-from-scratch", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "60", "STEP_MS": "10"}) as job:
+        kill_all_workers(job)
+        assert job.wait() == 0
+        assert "is gone: training begins anew (--restart-from-scratch)" in job.stderr

@@ -52,7 +52,7 @@ def test_the_ledger_agrees_with_the_workers_own_clocks_across_kills_and_a_resume
         assert 800 < report["step"] <= 900  # as the last heartbeats told
         assert max(world["size"] for world in report["worlds"]) == 3
         shown = ctl("report", str(job.run_dir))
-        assert "2 workers lost" in shown
+        assert "2 worker failures" in shown
         assert "█" in shown
 
 

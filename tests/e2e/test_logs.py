@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from tests.e2e.test_control import ctl, follow, here
-from tests.support.job import elasticrun, eventually
+from tests.support.job import JOBS, elasticrun, eventually
 
 SAYS = """
 import os, sys, time
@@ -63,3 +63,21 @@ def test_the_output_of_a_rank_is_found_over_its_workers_while_the_job_runs_and_l
         assert "no job of this user is running" in ctl(
             "logs", "--state-dir", str(tmp_path / "none"), code=75
         )
+
+
+def test_a_report_is_up_to_date_and_the_events_of_a_run_are_there_when_it_is_over() -> None:
+    env = {"STEPS": "200", "STEP_MS": "30"}
+    with elasticrun("-np", "1", "--", str(JOBS / "train.py"), env=env) as job:
+        job.until_size(1, steps=40)
+        job.until(
+            lambda: json.loads(ctl("report", "--json", *here(job)))["step"] >= 30,
+            "the report of a job that runs has its step",
+        )
+        assert job.wait() == 0
+        assert json.loads(ctl("report", "--json", *here(job)))["step"] == 200
+        for which in (here(job), ("--run-id", job.run_id, *here(job))):
+            lines = ctl("events", *which).splitlines()
+            assert "has succeeded" in lines[-1]
+            assert len(lines) == len(job.events())
+        last = json.loads(ctl("events", "--json", "--since", "3", *here(job)).splitlines()[-1])
+        assert (last["event"], last["step"]) == ("job_succeeded", 200)

@@ -81,14 +81,17 @@ def test_the_result_of_every_worker_is_shown_when_the_job_is_over(tmp_path: Path
         assert workers[1]["exit_code"] == 3
 
 
+@pytest.mark.parametrize("call", ["run()", "t = threading.Thread(target=run); t.start(); t.join()"])
 def test_a_job_can_be_run_from_python_and_returns_the_results_of_its_workers(
-    tmp_path: Path,
+    tmp_path: Path, call: str
 ) -> None:
-    program = """
-import sys
+    program = f"""
+import sys, threading
 from launcher.cli import elasticrun
-result = elasticrun("--state-dir", sys.argv[1], "-np", "2", "sh", "-c", "exit $RANK")
-print(result.exit_code, [(w.rank, w.exit_code) for w in result.workers])
+def run():
+    result = elasticrun("--state-dir", sys.argv[1], "-np", "2", "sh", "-c", "exit $RANK")
+    print(result.exit_code, [(w.rank, w.exit_code) for w in result.workers])
+{call}
 """
     argv = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60)
@@ -107,6 +110,57 @@ def test_a_plain_script_runs_unmodified() -> None:
     with elasticrun("-np", "2", "--", PLAIN) as job:
         assert job.wait(90) == 0, job.describe()
         assert job.stdout.count("plain done restarts=0 size=2") == 2
+
+
+SAVES = """
+import os, signal, sys, time
+
+def say(what):
+    print(what, "rank", os.environ["RANK"], flush=True)
+
+def on_term(*_):
+    say("told by SIGTERM")
+    time.sleep(6)  # longer than a few seconds: it writes its state
+    say("has saved")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, on_term)
+if "DEAF" in os.environ:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+say("trains")
+try:
+    while True:
+        time.sleep(0.05)
+except KeyboardInterrupt:
+    say("interrupted")
+    time.sleep(1)
+    say("has saved")
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "env", "grace", "told"),
+    [
+        (signal.SIGINT, {}, None, "interrupted"),
+        (signal.SIGTERM, {}, None, "told by SIGTERM"),
+        (signal.SIGINT, {"DEAF": "1"}, "14", "told by SIGTERM"),
+    ],
+)
+def test_a_plain_script_that_is_stopped_can_save_as_under_torchrun(
+    tmp_path: Path, number: int, env: dict[str, str], grace: str | None, told: str
+) -> None:
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES)
+    options = ("-np", "2") if grace is None else ("-np", "2", "--stop-grace", grace)
+    with elasticrun(*options, "--", str(script), env=env) as job:
+        job.until(lambda: job.stdout.count("trains") == 2, "both train")
+        job.process.send_signal(number)
+        assert job.wait(60) == 128 + number, job.describe()
+        assert job.stdout.count(told) == 2
+        assert job.stdout.count("has saved") == 2
+        others = {"interrupted", "told by SIGTERM"} - {told}
+        assert not any(other in job.stdout for other in others)
+        job.assert_nothing_left()
 
 
 def test_a_plain_script_is_started_again_with_new_ranks_after_a_kill() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
+import pytest
 
 from tests.e2e.test_checkpoints import fill
 from tests.e2e.test_control import ctl
@@ -88,8 +92,44 @@ def test_a_byte_that_changes_in_the_journal_begins_no_second_world_beside_the_wo
             status, line = say(job, *command)
             assert status == 64
             assert "the journal is damaged: its write-ahead log has changed between" in line
-            assert f"run {job.run_id} cannot go on: begin it with another --run-id" in line
+            assert f"run {job.run_id} cannot go on, and its workers may train" in line
+            assert f"end its agents (kill {job.agents()[0]}), put its files away (mv " in line
             assert [file.read_bytes() for file in (log, *others)] == before, "nothing is changed"
+        step = newest_step(job)
+        job.until_without_driver(lambda: steps_beyond(job, step + 20), "they train on")
+        assert set(job.live()) == pids
+
+
+Damage: TypeAlias = Callable[[Path], object]
+
+
+@pytest.mark.parametrize(
+    ("damage", "goes_on"),
+    [
+        (lambda run: (run / "lock").unlink(), True),
+        (
+            lambda run: [file.unlink() for file in (*run.glob("journal*"), run / "events.jsonl")],
+            False,
+        ),
+        (shutil.rmtree, False),
+    ],
+)
+def test_a_run_whose_files_are_gone_gets_no_second_world_beside_its_workers(
+    damage: Damage, goes_on: bool
+) -> None:
+    args = ("-H", "localhost:2", "-np", "2", "--min-np", "1", "--", TRAIN)
+    with elasticrun(*args, env={"STEPS": "100000"}) as job:
+        pids = set(job.until_size(2, steps=20))
+        agent = job.agents()[0]
+        job.kill_driver()
+        damage(job.run_dir)
+        if goes_on:
+            job.start(*args)
+            job.until(lambda: job.events("driver_resumed"), "the next driver")
+        else:
+            status, line = say(job, *args)
+            assert status == 64
+            assert f"end its agents (kill {agent})" in line
         step = newest_step(job)
         job.until_without_driver(lambda: steps_beyond(job, step + 20), "they train on")
         assert set(job.live()) == pids

@@ -81,7 +81,7 @@ def test_a_status_line_stays_below_the_lines_of_workers_and_goes_when_the_job_is
     ended = [line for line in lines if line.startswith("elasticrun: ")]
     assert re.fullmatch(r"elasticrun: ran .*, [\d,]+ steps, goodput [\d.]+%", ended[-5])
     assert re.fullmatch(r"elasticrun: workers, 0 to 2: [▁▂▃▄▅▆▇█ ]+", ended[-4])
-    assert re.match(r"elasticrun: 1 lost worker", ended[-3]), job.describe()
+    assert re.match(r"elasticrun: 1 worker failure", ended[-3]), job.describe()
     assert f"elasticctl report --run-id {job.run_id} --state-dir" in ended[-2]
     assert ended[-1] == "elasticrun: job stopped: interrupted by Ctrl-C"
     assert terminal.state()[0] in (None, (0, 29))

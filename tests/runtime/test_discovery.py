@@ -186,6 +186,30 @@ def test_a_hostfile_that_vanishes_later_is_a_discovery_error(tmp_path: Path) -> 
         source.find()
 
 
+def answers(source: ScriptDiscovery | HostfileDiscovery, lists: list[str], file: Path) -> list[str]:
+    """What is made of these host lists, one after the other: names, or the error."""
+    found = []
+    for text in lists:
+        file.write_text(text)
+        try:
+            found.append(" ".join(host for host, _slots in source.find()) or "none")
+        except DiscoveryError as error:
+            found.append(str(error).removeprefix(f"hostfile {file} "))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["script", "file"])
+def test_no_hosts_count_once_a_second_answer_agrees(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a\n")
+    script = write_script(tmp_path / "hosts.sh", f"cat {file}")
+    source = HostfileDiscovery(file) if kind == "file" else ScriptDiscovery(script, timeout=10.0)
+    again = "names no host; it is asked again before that counts"
+    lists = ["a\n", "", "a\n", "", "", "", "b\n", "\n# none\n", ""]
+    found = [text[-len(again) :] for text in answers(source, lists, file)]
+    assert found == ["a", again, "a", again, "none", "none", "b", again, "none"]
+
+
 # ---- the thread --------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import queue
 import socket
 import threading
 import time
@@ -56,6 +57,7 @@ def test_an_event_that_comes_before_the_job_has_begun_is_refused_and_sent_again(
 ) -> None:
     """The loop knows no job before `JobBegins`: it would lose an event in front of that."""
     taken: list[bool] = []
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     opened = ElasticDriver.open
 
     def open_with_an_early_event(driver: ElasticDriver) -> None:
@@ -64,6 +66,7 @@ def test_an_event_that_comes_before_the_job_has_begun_is_refused_and_sent_again(
 
         def put_behind_an_event(message: Message) -> None:
             if isinstance(message, JobBegins):
+                driver.ask_status(answers.put)
                 event = AgentReady("a", 1, 1, "127.0.0.1", (20000,))
                 taken.append(driver.deliver(event, lambda: None))
             put(message)
@@ -74,6 +77,8 @@ def test_an_event_that_comes_before_the_job_has_begun_is_refused_and_sent_again(
     job = start_job()
     job.cluster.until_workers(A0, A1)
     assert taken == [False]
+    status = json.loads(answers.get(timeout=10))
+    assert (status["run_id"], status["state"]) == (job.driver._setup.spec.run_id, "starting")
 
 
 def test_asked_twice_it_waits_for_nobody(start_job: StartJob) -> None:

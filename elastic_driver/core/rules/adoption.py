@@ -45,6 +45,7 @@ from elastic_driver.core.rules.workers import (
     Worker,
     WorkerNews,
 )
+from elastic_driver.words import counted
 
 AGAIN = "the driver was resumed"
 
@@ -123,7 +124,8 @@ class Adoption(Rule):
     def advance(self, now: float) -> None:
         """Give up agents that do not return."""
         timeout, awaited = self.settings.heartbeat_timeout, tuple(self.fleet.awaited.values())
-        waiting = f"{len(awaited)} agents have not returned to the resumed driver yet"
+        agents = counted(len(awaited), "agent has", "agents have")
+        waiting = f"{agents} not returned to the resumed driver yet"
         if awaited and self.effects.due_or_set_alarm(self.resumed_at + timeout, now, waiting):
             for agent in awaited:
                 late = f"it did not return to the resumed driver within {timeout:g} s"

@@ -14,6 +14,7 @@ from elastic_driver.core.driver_events import SizeProposed
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.settings import Settings
+from elastic_driver.words import counted
 
 
 @dataclass(slots=True)
@@ -166,4 +167,4 @@ class Capacity:
 
 def in_words(workers: int) -> str:
     """Return a number of workers as people read it."""
-    return "1 worker" if workers == 1 else f"{workers} workers"
+    return counted(workers, "worker")

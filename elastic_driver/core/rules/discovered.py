@@ -34,6 +34,7 @@ from elastic_driver.core.rules.host_limits import HostLimits
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.errors import ExitCode
+from elastic_driver.words import counted
 
 TOO_SMALL = "it has too little memory for a worker"
 GATHER_S = 2.0  # for more hosts to join before the first check, once there are enough
@@ -139,7 +140,9 @@ class Rechecks(Rule):
         left = [*filter(lambda h: self.hosts.usable(h.name), self.hosts.known.values())]
         left += self.hosts.held()
         if failed and self._all_there() and not self._enough(left):
-            what = f"{len(failed)} of {len(self.hosts.known)} hosts failed the node check"
+            what = (
+                f"{len(failed)} of {counted(len(self.hosts.known), 'host')} failed the node check"
+            )
             few = f"{len(left)} left, too few to start: repair the others, or lower --nnodes"
             self.outcome.finish(ExitCode.UNAVAILABLE, f"{what} ({'; '.join(failed)}); {few}")
 
@@ -159,7 +162,7 @@ class Discovered(Rule):
         """Use the slots of a grant from now on; raises `StaleEvent` for one that is not newer."""
         self.limits.granted(event)
         slots = sum(slots for _, slots in event.hosts)
-        what = f"{slots} slots: {event.reason}"
+        what = f"{counted(slots, 'slot')}: {event.reason}"
         self.effects.announce("hosts_granted", what, number=event.number, slots=slots)
         if self._take_in(f"grant {event.number} leaves it no slots"):
             self.capacity.hosts_limited()
@@ -225,7 +228,7 @@ class Discovered(Rule):
             return
         wanted = self.capacity.wanted
         if wanted is not None and wanted > left:
-            fewer = f"{event.host} gets {event.workers} workers at most"
+            fewer = f"{event.host} gets {counted(event.workers, 'worker')} at most"
             self.capacity.on_size_proposed(SizeProposed(left, fewer))
         self._take_in("its workers would wait for its processors")
         self.capacity.hosts_limited()
@@ -244,7 +247,7 @@ class Discovered(Rule):
             return False
         self.capacity.note_change()
         for host, slots in changes.added:
-            self.effects.announce("host_discovered", f"{slots} slots", host, slots=slots)
+            self.effects.announce("host_discovered", counted(slots, "slot"), host, slots=slots)
             if self.hosts.known[host].returned:
                 self.hold(host, "it has been away")
             elif host not in (self.settings.checked_hosts or ()):
@@ -252,7 +255,7 @@ class Discovered(Rule):
         for host in changes.removed:
             self.effects.announce("host_removed", why_removed, host)
         for host, before, slots in changes.resized:
-            what = f"{slots} slots, it had {before}"
+            what = f"{counted(slots, 'slot')}, it had {before}"
             self.effects.announce("host_discovered", what, host, slots=slots)
         return True
 
@@ -263,7 +266,8 @@ class Discovered(Rule):
 
     def on_failed(self, event: DiscoveryFailed, now: float) -> None:
         """Announce that discovery failed; the known hosts stay."""
-        kept = f"{event.reason}; the {len(self.hosts.known)} known hosts stay"
+        stay = counted(len(self.hosts.known), "known host stays", "known hosts stay")
+        kept = f"{event.reason}; the {stay}"
         self.effects.announce("discovery_failed", kept)
 
     def advance(self, now: float) -> None:

@@ -125,6 +125,11 @@ class Fleet:
             raise ev.StaleEvent(f"agent {event.host}.{event.incarnation} is not the present one")
         return agent
 
+    def has_had(self, host: str) -> bool:
+        """Return whether an agent of this host has ever been up, or may have been."""
+        agent = self.agents.get(host)
+        return host in self._incarnations and (agent is None or agent.is_up)
+
     def is_ready(self, host: str) -> bool:
         """Return whether the host has an agent that takes orders."""
         return host in self.agents and self.agents[host].state is AgentState.READY

@@ -36,6 +36,7 @@ from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STARTING, Worker
 from elastic_driver.core.stack_location import SEEN_WAITING, shorten
+from elastic_driver.words import counted
 
 LEAVE_S = 5.0  # to leave a round that was broken; a worker that can leave needs well under a second
 LONG_STALL = 8.0  # times the first report's duration: even an evaluation is then taken for a hang
@@ -267,8 +268,8 @@ class Hangs(Rule):
             lasts = all(stall.seconds >= LONG_STALL * stall.first_seconds for stall in found)
             evaluates = len(elsewhere) == len(running) and self.settings.hang_timeout is None
             if lasts or not evaluates:
-                outside = f"{len(elsewhere)} workers stand outside of collectives"
-                self.rounds.leave(now, f"no progress: {outside}")
+                stand = counted(len(elsewhere), "worker stands", "workers stand")
+                self.rounds.leave(now, f"no progress: {stand} outside of collectives")
         elif len(reported) == len(running):
             self._break_mismatch(reported, now)
 

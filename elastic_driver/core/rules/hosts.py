@@ -18,6 +18,7 @@ from typing import NamedTuple
 from elastic_driver.core.rules.host_states import HOST_TRANSITIONS, Hindrance, HostNews
 from elastic_driver.core.rules.pauses import LONGEST_PROBE_S, growing_pause, probe_pause
 from elastic_driver.settings import DEFAULT_HOST_FAILURES, Settings
+from elastic_driver.words import counted
 
 _COOL_DOWN = Hindrance.COOL_DOWN
 TIMED = (Hindrance.COOL_DOWN, Hindrance.PAUSING)  # they end by themselves
@@ -222,7 +223,7 @@ class HostManager:
             self._pause(host, now, reason, together=self.settings.settle)
             return None
         host.failures.clear()
-        window = f"{failures} failures within {self.settings.host_failure_window:g} s"
+        window = f"{counted(failures, 'failure')} within {self.settings.host_failure_window:g} s"
         why = reason if limit == 1 else f"{window}, the last: {reason}"
         cooldown = self._cool_down(host, now, why)
         host.left, host.needed_again = leave, not leave

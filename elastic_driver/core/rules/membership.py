@@ -26,6 +26,7 @@ from elastic_driver.core.rules.workers import (
     SUCCESS,
     Worker,
 )
+from elastic_driver.words import counted
 
 TOGETHER_S = 1.0  # a newcomer that is ready waits no longer for others that boot
 TOLD_RANK_S = 30.0  # nor for those that are to have the ranks before its own
@@ -149,7 +150,8 @@ class Membership(Rule):
             return
         if current.at_boundary:
             self._hurry_stragglers(now)
-        waiting = f"{len(still_in)} workers have not left round {current.number} yet"
+        have = counted(len(still_in), "worker has", "workers have")
+        waiting = f"{have} not left round {current.number} yet"
         if not self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
             return
         if current.at_boundary:
@@ -237,7 +239,7 @@ class Membership(Rule):
         if self.outcome.departure is not None:
             self.preemption.end_after_all_left(self.outcome.departure)
             return
-        self._release_leavers(ready)
+        self._release_leavers(ready, now)
         ready = self._without_held(ready, now)
         fitting, least = units.fit(ready, self.settings), self.capacity.least
         if not any(worker.admitted is not None for worker in ready):
@@ -250,7 +252,8 @@ class Membership(Rule):
             self._note_uneven_end(ready)
             ending = next(self.workers.having(ENDING), None)
             if ending is not None:
-                without = without or f"without {ending.id}, whose script is over"
+                how = "has failed" if ending.failed else "is over"
+                without = without or f"without {ending.id}, whose script {how}"
             self._complete(ready, now, self.rounds.repair or without or "membership changed")
 
     def _founders_boot(self, now: float) -> bool:
@@ -285,7 +288,10 @@ class Membership(Rule):
         """After a success, let the workers that are left form a round of their own."""
         ready = list(self.workers.having(READY))
         booting = self.workers.count(STARTING)
-        timeout, waiting = self.settings.start_timeout, f"{booting} workers are booting"
+        timeout, waiting = (
+            self.settings.start_timeout,
+            f"{counted(booting, 'worker is', 'workers are')} booting",
+        )
         at = self.rounds.current.since + timeout
         if booting and not self.effects.due_or_set_alarm(at, now, waiting):
             return
@@ -360,12 +366,14 @@ class Membership(Rule):
 
     def _complete(self, ready: list[Worker], now: float, reason: str) -> None:
         holders = self._state_holders(ready)
-        shares = units.shares(ready, self.settings, holders)[: self.capacity.wanted]
+        wanted = self.capacity.wanted
+        most = None if wanted is None else max(wanted, 1 + len(holders))
+        shares = units.shares(ready, self.settings, holders)[:most]
         members = units.fit(shares, self.settings)
         self._leave_behind()
         self.rounds.complete(members, now, reason)
         self.reports.settle_losses()
-        self._release_leavers(members)
+        self._release_leavers(members, now)
 
     def _leave_behind(self) -> None:
         """Record that the others go on without the workers whose processes are about to end."""
@@ -384,21 +392,43 @@ class Membership(Rule):
         return best if best is not None and best.version > newest else None
 
     def _state_holders(self, ready: list[Worker]) -> list[Worker]:
-        """Return the worker that has to leave but has to hand its state over first, if any."""
+        """Return the worker that has to leave but has to hand its state over first, if any.
+
+        Where one worker is wanted, there is a second one for that if the state is nowhere else.
+        """
         holder, wanted = self._newest_leaver(ready), self.capacity.wanted
         room = wanted is None or wanted >= 2  # for it and for a worker that receives
-        return [holder] if holder is not None and room else []
+        return [holder] if holder and (room or self.final_checkpoint.failed) else []
 
-    def _release_leavers(self, ready: list[Worker]) -> None:
+    def _release_leavers(self, ready: list[Worker], now: float) -> None:
         """Stop workers that left the round and have to leave, unless their state is needed."""
         # Others with a notice make room for a worker that can take the state.
         going = (w for w in self.workers.having(READY, STOPPING) if w.id in self.drains.notices)
         slots_come_free = sum(self.hosts.usable(worker.host) for worker in going) > 1
         receivers = ready or slots_come_free or self._newcomers_in_sight()
-        needed = self._state_holders(ready) if receivers else []
+        holder = self._newest_leaver(ready)
+        if receivers:
+            needed = self._state_holders(ready)
+        else:
+            needed = [holder] if holder and self._may_stay(holder, now) else []
         for worker in self.workers.having(READY):
             if worker.leaving and worker not in needed:
                 self.effects.stop(worker, worker.leaving)
+
+    def _may_stay(self, holder: Worker, now: float) -> bool:
+        """Return whether a worker with the only state waits for one that takes it over."""
+        drain = self.drains.of(holder)
+        until = None if drain is None else drain.leave_by
+        if not self.final_checkpoint.failed:
+            return False
+        if until is not None and self.effects.due_or_set_alarm(until, now, "its host goes away"):
+            return False
+        if self.final_checkpoint.keeps():
+            patience = self.settings.elastic_timeout
+            what = f"it alone holds the state of step {holder.version}: it stays until another "
+            what += f"worker has it, for {patience:g} s at most"
+            self.effects.announce("state_kept", what, holder)
+        return True
 
 
 def _as_told(workers: list[Worker]) -> list[Worker]:

@@ -22,6 +22,7 @@ from elastic_driver.core.rules.host_limits import HostLimits
 from elastic_driver.core.rules.outcome import Cause
 from elastic_driver.core.rules.rounds import COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, STARTING, Worker
+from elastic_driver.words import counted
 
 FACTOR = 1.5  # of the largest peak, which has to be idle for one more worker
 
@@ -65,7 +66,7 @@ class Memory(Rule):
         self.limits.short_of_memory(need, self._rooms(worker, need))
         self._ran_out.setdefault(worker.host, self.workers.started)
         most = self.limits.room[worker.host]
-        what = f"its peak was {peak}; {worker.host} has the memory for {most} workers"
+        what = f"its peak was {peak}; {worker.host} has the memory for {counted(most, 'worker')}"
         self.effects.announce("out_of_memory", what, worker, peak=found.peak, room=most)
         self.discovered.limit_memory()
 

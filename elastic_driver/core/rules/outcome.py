@@ -15,6 +15,7 @@ from elastic_driver.core.driver_events import StopRequested
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
+from elastic_driver.words import counted
 
 KILLED = -9  # the status of a worker that ended with its agent, or is killed for hanging
 
@@ -123,12 +124,13 @@ class Budget:
         """Return which limit is exceeded and how to raise it; None while within."""
         limit, row = self.settings.max_restarts, self.settings.fruitless_restarts
         if limit is not None and self.failures > limit:
-            failures = f"{self.failures} failures are more than the limit of {limit} restarts"
-            return f"{failures}; raise --max-restarts"
+            failures = counted(self.failures, "failure is", "failures are")
+            most = counted(limit, "restart")
+            return f"{failures} more than the limit of {most}; raise --max-restarts"
         if limit is None and self.fruitless > row:
-            in_a_row = f"{self.fruitless} failures in a row without a finished step in between"
+            in_a_row = f"{counted(self.fruitless, 'failure')} in a row without a finished step"
             hint = "mend the script, or allow more with --max-restarts"
-            return f"{in_a_row}, the limit is {row} restarts; {hint}"
+            return f"{in_a_row} in between, the limit is {counted(row, 'restart')}; {hint}"
         return None
 
 
@@ -141,6 +143,8 @@ class JobOutcome:
     kind: ScriptKind = ScriptKind.UNDECLARED
     steps_reported: int = 0  # the first steps of workers in their rounds
     has_progress: bool = False  # a worker has finished a step in this job
+    committed: int = 0  # steps in the newest state, as far as workers have told when rounds change
+    on_disk: int = 0  # the same, of the last state that was written when all workers had to leave
     restart_count: int = 0  # how often workers were started again
     losses: list[Loss] = field(default_factory=list)  # since the last round was completed
     last_loss_at: float | None = None  # in the whole job
@@ -162,11 +166,20 @@ class JobOutcome:
         """Record the kind of the script."""
         self.kind = kind
 
-    def step_finished(self) -> None:
-        """Record progress: the row of failures ends."""
+    def step_finished(self, committed: int | None = None) -> None:
+        """Record progress: the row of failures ends. `committed`: steps in all, if they count."""
         self.steps_reported += 1
+        self.committed = self.committed if committed is None else committed
         self.has_progress = True
         self.budget.step_finished()
+
+    def holds(self, steps: int) -> None:
+        """Record that a worker has told of a state with so many committed steps."""
+        self.committed = max(self.committed, steps)
+
+    def saved(self, steps: int) -> None:
+        """Record that the state of so many steps was written as all workers had to leave."""
+        self.on_disk = steps
 
     def succeeded(self, now: float) -> None:
         """Record that a member has finished its script: nothing is started any more."""

@@ -21,6 +21,7 @@ from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.rounds import COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, ENDING, STARTING, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
+from elastic_driver.words import counted
 
 
 @dataclass(slots=True)
@@ -63,8 +64,9 @@ class Placement(Rule):
         if wanted is not None:
             shares = units.shares(kept, self.settings)
             fitting = shares[:wanted]
+            only = f"only {counted(wanted, 'worker is', 'workers are')} wanted"
             for worker in shares[wanted:]:
-                self.workers.mark_leaving(worker, f"only {wanted} workers are wanted")
+                self.workers.mark_leaving(worker, only)
             more = "more hosts are needed, and one of them gets its place"
             for worker in fitting[max(0, len(fitting) - self._hosts_to_come(fitting, wanted)) :]:
                 self.workers.mark_leaving(worker, more)
@@ -79,7 +81,7 @@ class Placement(Rule):
             return f"host {worker.host} was removed"
         if self.hosts.is_left(host) and worker.state is not ENDING:
             return f"a worker of host {host.name} has failed"
-        too_many = f"host {host.name} has only {host.slots} slots now"
+        too_many = f"host {host.name} has only {counted(host.slots, 'slot')} now"
         return self.drains.reason_for(worker) or (too_many if older >= host.slots else "")
 
     def _hosts_to_come(self, kept: list[Worker], wanted: int) -> int:

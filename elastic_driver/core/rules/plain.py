@@ -12,6 +12,7 @@ from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, STARTING
+from elastic_driver.words import counted
 
 
 @dataclass(slots=True)
@@ -39,7 +40,10 @@ class Plain(Rule):
 
     def _watch_stopping(self, now: float) -> None:
         left, current = self.workers.count(*OCCUPYING), self.rounds.current
-        timeout, waiting = self.settings.elastic_timeout, f"{left} workers have not stopped yet"
+        timeout, waiting = (
+            self.settings.elastic_timeout,
+            f"{counted(left, 'worker has', 'workers have')} not stopped yet",
+        )
         if left == 0:
             self.rounds.open_next(now, f"every worker of round {current.number} has stopped")
         elif self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
@@ -56,7 +60,7 @@ class Plain(Rule):
         missing = sum(1 for worker in self.workers.having(STARTING) if not worker.pid)
         if missing:
             timeout, placed = self.settings.start_timeout, len(current.founders)
-            waiting = f"{missing} processes have not been started yet"
+            waiting = f"{counted(missing, 'process has', 'processes have')} not been started yet"
             if self.effects.due_or_set_alarm((current.founded_at or 0.0) + timeout, now, waiting):
                 self.outcome.give_up(placed, placed - missing, timeout)
         if missing or self.outcome.losses:
@@ -97,7 +101,7 @@ class Plain(Rule):
         more_to_come = self.fleet.starting and have != self.capacity.wanted
         if more_to_come and not self.effects.due_or_set_alarm(at, now, waiting):
             return
-        reason = f"round {current.number} starts on {len(where)} slots"
+        reason = f"round {current.number} starts on {counted(len(where), 'slot')}"
         started = self.placement.place(where, reason, founder=True, awaited=True)
         self.rounds.found(started, need, now)
 

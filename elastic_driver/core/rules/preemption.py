@@ -3,7 +3,9 @@
 As long as a worker that stays holds the state, it is handed over in memory. When all workers that
 hold it have to leave (a notice to all of them, or all hosts are removed), `FinalSaves` asks them to
 write it together, if the script gives a `checkpoint_dir`. They are asked between two rounds, and
-so at a common step. Otherwise nothing changes: they stay READY, and may be in the next round.
+so at a common step. Otherwise nothing changes: they stay READY, and may be in the next round. If
+the state is not on disk then, the oldest of them stays for `elastic_timeout`, until another holds
+it; where a notice stops it, until then.
 
 `Preemption` ends a job that has to go itself (a signal), or whose hosts all have a notice while no
 other hosts can come. All workers leave after one common step, write the state to disk, and the job
@@ -41,6 +43,7 @@ class FinalSave:
     done: bool = False
     folder: str = ""  # the complete checkpoint
     problem: str = ""  # the reason why there is none
+    kept: bool = False  # it was announced that a worker keeps the state
 
     @property
     def outcome(self) -> str:
@@ -65,6 +68,19 @@ class FinalSaves(Rule):
         """The save that was requested before the present round, if there is one."""
         last, current = self._last, self.rounds.current
         return last if last and current.state is FORMING and last.round == current.number else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the state was to be written before the present round, and is not on disk."""
+        return self.save is not None and self.save.done and not self.save.folder
+
+    def keeps(self) -> bool:
+        """Note that a worker keeps the state; return whether that is new."""
+        save = self.save
+        new = save is not None and not save.kept
+        if save is not None:
+            save.kept = True
+        return new
 
     def request(self, now: float) -> bool:
         """Request a final checkpoint if none is pending; return whether one is.
@@ -126,6 +142,8 @@ class FinalSaves(Rule):
 
     def _finish(self, known: FinalSave, *, folder: str = "", problem: str = "") -> None:
         known.done, known.folder, known.problem = True, folder, problem
+        if folder:
+            self.outcome.saved(known.request.step)
         self.effects.announce("state_saved" if folder else "state_not_saved", known.outcome)
 
 

@@ -19,14 +19,21 @@ from elastic_driver.core.rules.workers import (
     READY,
     RUNNING,
     STARTING,
+    SUCCESS,
     Worker,
     WorkerNews,
 )
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.core.tf_config import TfLayout
+from elastic_driver.errors import ExitCode
 
 PLAIN_PROGRESS_S = 30.0  # a plain worker reports no steps: after this time it has made progress
 FIT_HINT = "run the same script on every worker"
+STATE_GONE = (
+    "the state is gone with the workers that held it, and there is no checkpoint: give it a "
+    "checkpoint_dir (docs/checkpoints.md), or begin anew with --restart-from-scratch"
+)
+SOME_RANKS = 8  # that are named in a sentence
 _ENDED_BADLY = (Cause.OWN, Cause.VICTIM)  # a non-zero exit status
 
 
@@ -57,6 +64,7 @@ class Reports(Rule):
         if running and (event.round < current.number or event.round == worker.left):
             raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
         self.workers.ready(worker, event)
+        self.outcome.holds(event.version)
         undone, why = round(event.undone, 6) or None, event.reason or "waits for a round"
         self.effects.announce("worker_ready", why, worker, undone=undone)
         if running and current.state is COMPLETE:
@@ -68,7 +76,7 @@ class Reports(Rule):
         if not in_round and (worker.state is not READY or event.round != worker.left):
             raise ev.StaleEvent(f"step of {worker.id} in round {event.round}, which is over")
         self.workers.stepped(worker, event.round)
-        self.outcome.step_finished()
+        self.outcome.step_finished(event.step)
         self.hosts.step_finished(worker.host)
         if in_round and self.rounds.note_step():
             self.capacity.note_change()  # the job trains: further hosts may stand by
@@ -98,7 +106,7 @@ class Reports(Rule):
             self._refuse(worker, event.unfit)
         if event.round and event.round != self.rounds.current.number:
             raise ev.StaleEvent(f"{worker.id} has ended in round {event.round}, which is over")
-        self.workers.ending(worker)
+        self.workers.ending(worker, failed=event.failed)
         self.capacity.note_change()
         if event.failed and self._leaves_failed_hosts():
             self._blame(worker, "has failed", now)
@@ -253,6 +261,11 @@ class Reports(Rule):
         return any(worker.admitted is not None for worker in there)
 
     def _judge_wipe_out(self) -> None:
+        current, unavailable = self.rounds.current, int(ExitCode.UNAVAILABLE)
+        codes = (loss.failure.exit_code for loss in self.outcome.losses)
+        if current.gone and not current.stepped and unavailable in codes:
+            self.outcome.finish(unavailable, STATE_GONE)
+            return
         outcome, progress = self.outcome, self.outcome.has_progress
         by_itself = failed_by_itself(outcome.losses, kind=outcome.kind, has_progress=progress)
         if not by_itself or self.settings.max_restarts:  # a limit that ends the job by itself
@@ -298,10 +311,29 @@ class Reports(Rule):
             self.outcome.finish(0, "every worker that was left finished its script")
         elif self.effects.due_or_set_alarm(over_at, now, waiting):
             self.effects.wait_for(waiting)
+            limit = 0.0 if self.outcome.elastic else self.settings.finish_timeout
             if not self.grace_over:
                 self.grace_over = True
-                late = f"{waiting} after {grace:g} s; waiting for them"
-                self.effects.announce("grace_period_passed", late)
+                self.effects.announce("grace_period_passed", self._late(grace, limit))
+            end_at = (self.outcome.first_success or 0.0) + limit
+            if limit and self.effects.due_or_set_alarm(end_at, now, waiting):
+                why = f"{self._early(limit)}; every rank has to make the same collectives"
+                self.outcome.finish_with(None, f"{why}, or raise --finish-timeout")
+
+    def _early(self, seconds: float) -> str:
+        """Return a clause that names the rank that has ended, and those that have not."""
+        early = next(self.workers.having(SUCCESS), None)
+        who = "a rank" if early is None else f"rank {early.place.rank} on {early.host}"
+        ranks = sorted(worker.place.rank for worker in self.workers.having(*ACTIVE))
+        some = ", ".join(map(str, ranks[:SOME_RANKS])) + ", …" * (len(ranks) > SOME_RANKS)
+        others = f"rank {some} was" if len(ranks) == 1 else f"ranks {some} were"
+        return f"{who} has ended with 0, and {others} still running {seconds:g} s later"
+
+    def _late(self, grace: float, limit: float) -> str:
+        then = f"waiting until --finish-timeout ({limit:g} s)" if limit else "waiting for them"
+        if not self.outcome.elastic and self.settings.hang_timeout:
+            then += "; --hang-timeout does not watch a script that sends no heartbeats"
+        return f"{self._early(grace)}; {then}"
 
 
 def _describe(failure: Failure, cause: Cause) -> str:

@@ -7,7 +7,7 @@ the rounds in order. `Rule` is the base of every rule: it names the tables that 
 Times are monotonic seconds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.ranks import NOT_TOLD, Seat, assign
 from elastic_driver.core.rules.workers import RUNNING, Worker, WorkerStateRegistry
 from elastic_driver.settings import Settings
+from elastic_driver.words import counted
 
 Own = TypeVar("Own")
 PUBLISHED_AGAIN = "published again by the driver that goes on"
@@ -61,6 +62,7 @@ class Round:
     at_boundary: bool = False  # CLOSING: its members finish a common step first
     stepped: bool = False  # a member has finished a step in it
     repairs: bool = False  # all members take over the state of rank 0
+    gone: int = 0  # committed steps of a state that none of its members holds
     broken: str = ""  # a plain round: why it cannot go on though no worker failed
     founders: tuple[str, ...] = ()  # the workers started for it, by their rank then
     founded_at: float | None = None
@@ -151,17 +153,36 @@ class Rounds:
         current.members = tuple(worker_id for worker_id, _ in places)
         current.enter(COMPLETE, now)
         current.repairs = bool(self.repair)
-        world = World(current.number, tuple(members), reason, current.repairs)
-        self.effects.decide(PublishWorld(world, reason))
+        current.gone = self._gone(members)
+        self._publish(tuple(members), reason)
         current.hosts, current.standings = tuple(ranks), standings_of(members)
         self.last_hosts = current.hosts
         for node, (host, ranks_there) in enumerate(ranks.items()):
             order = RanksOrder(current.number, ranks_there, self._peers(node))
             self.effects.give(host, order, reason)
-        size, what = len(members), f"{len(members)} workers: {reason}"
+        size, what = len(members), f"{counted(len(members), 'worker')}: {reason}"
         if self.capacity.wanted in (None, size):
             self.capacity.answered()
         self.effects.announce("round_completed", what, size=size, hosts=len(ranks))
+
+    def _gone(self, members: Sequence[Member]) -> int:
+        """Return the committed steps of a state that no member holds; 0: one does, or none was."""
+        if any(member.version > 0 for member in members):
+            return 0
+        steps = self.outcome.committed
+        if steps > self.outcome.on_disk:
+            then = "goes on from its newest checkpoint, or ends if it has none"
+            if self.settings.restart_from_scratch:
+                then = "goes on from its newest checkpoint, or begins anew if it has none"
+            self.effects.announce(
+                "state_lost", f"every worker that held it is gone; the job {then}"
+            )
+        return steps
+
+    def _publish(self, members: Sequence[Member], reason: str) -> None:
+        current, anew = self.current, self.settings.restart_from_scratch
+        world = World(current.number, members, reason, current.repairs, current.gone, anew)
+        self.effects.decide(PublishWorld(world, reason))
 
     def _peers(self, node: int) -> tuple[tuple[str, int], ...]:
         """Return where other agents of the round answer probes, evenly spread from this node on."""
@@ -184,8 +205,7 @@ class Rounds:
         current, outcome = self.current, self.outcome
         if current.members and current.state in (COMPLETE, CLOSING):
             members = self._members()
-            world = World(current.number, members, PUBLISHED_AGAIN, current.repairs)
-            self.effects.decide(PublishWorld(world, PUBLISHED_AGAIN))
+            self._publish(members, PUBLISHED_AGAIN)
         if current.notice is not None:
             self.effects.decide(current.notice)
         elif outcome.elastic and not current.stepped and outcome.first_success is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic_driver.core.rules.workers import RUNNING, Worker
 from elastic_driver.settings import Settings
+from elastic_driver.words import counted
 
 
 def limited(settings: Settings) -> bool:
@@ -80,4 +81,5 @@ def shortage(hosts: int, settings: Settings) -> str:
         return ""
     unit = settings.node_unit
     units = f" (in units of {unit})" if unit > 1 else ""
-    return f"{hosts} hosts have workers, {width(settings)} are needed{units}"
+    have = counted(hosts, "host has", "hosts have")
+    return f"{have} workers, {width(settings)} are needed{units}"

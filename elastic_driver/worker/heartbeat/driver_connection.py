@@ -104,8 +104,8 @@ class DriverConnection:
         if over_in is not None:
             marks, leaves = self._heartbeat.marks(), self._heartbeat.last_leaves()
             unfit = unfit[: events.MAX_UNFIT_CHARS].encode(errors="replace").decode()
-            me = self.born.worker
-            ending = events.WorkerEnding(me, over_in, failed, marks, leaves, unfit)
+            me, step = self.born.worker, self._heartbeat.last_step()
+            ending = events.WorkerEnding(me, over_in, failed, marks, leaves, unfit, step)
             with contextlib.suppress(RendezvousError):
                 self.client.post_json(EVENTS_PATH, documents.encode(ending), deadline=STOP_S)
         # A lease that expired would count as a hang, and the process may take long to end.

@@ -302,6 +302,11 @@ class HeartbeatThread:
             for step, digest in known
         )
 
+    def last_step(self) -> int:
+        """Return the steps of the job that this worker committed last, 0 if none in its round."""
+        progress = self._progress
+        return max(progress.version, 0) if progress.steps else 0
+
     def last_leaves(self) -> tuple[events.LeafMark, ...]:
         """Return the leaves of the newest mark in short, for the end of the script."""
         progress = self._progress

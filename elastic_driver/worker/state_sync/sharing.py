@@ -57,6 +57,7 @@ def agree(
     reloads: bool = False,
     least: int = 0,
     repair: bool = False,
+    gone: int = 0,
 ) -> Agreement:
     """Apply the rule of `core.state_version` to the states of a world, by rank. Pure.
 
@@ -69,6 +70,7 @@ def agree(
         reloads: the source can load a checkpoint, so no rank needs to have a whole state.
         least: the committed steps from which an untrained state counts.
         repair: the ranks hold different states: all others receive from the source.
+        gone: committed steps of a state that no rank may begin without; 0: there is none.
 
     Raises `StateLostError` where the state was trained and no rank has it as it was committed.
     """
@@ -84,10 +86,21 @@ def agree(
                 "(docs/checkpoints.md), and start the job again"
             )
         source = 0
+    if fresh and gone and not reloads:
+        raise state_gone(gone, "it has no checkpoint_dir")
     if source is None:
         source = 0
     receivers = receivers_of(states, source, repair=repair or fresh)
     return Agreement(source, receivers, max(states[source].steps, least, 0), fresh)
+
+
+def state_gone(steps: int, why: str) -> StateLostError:
+    """Return the error for a state of so many committed steps that no worker holds any more."""
+    return StateLostError(
+        f"the state of about step {steps} is gone: every worker that held it was lost, and {why}; "
+        "give the state a checkpoint_dir to survive this (docs/checkpoints.md), or begin anew with "
+        "--restart-from-scratch"
+    )
 
 
 # ---- the state as a message --------------------------------------------------------------
@@ -122,7 +135,7 @@ class Envelope(Struct, frozen=True):
 
     Checkpoints store it too. `resumed`: the sender has read this state from a checkpoint, of this
     many committed steps. `durable`: what parts add to checkpoints only (`checkpoints.durable`).
-    `problem`: the sender could not pack its state, and why.
+    `problem`: the sender could not pack its state, and why; `lost`: it has none, as nobody has.
     """
 
     parts: dict[str, PackedValue]
@@ -131,6 +144,7 @@ class Envelope(Struct, frozen=True):
     resumed: int | None = None
     durable: dict[str, bytes] = {}
     problem: str = ""
+    lost: bool = False
 
 
 def split(state: LiveState) -> dict[str, Outgoing]:
@@ -287,6 +301,11 @@ def send(state: LiveState, route: Route, resumed: int | None = None) -> str:
     return ""
 
 
+def refuse(error: StateLostError, route: Route) -> None:
+    """Tell the other ranks that there is no state to send."""
+    carry_bytes(msgspec.msgpack.encode(Envelope({}, {}, b"", problem=str(error), lost=True)), route)
+
+
 def stand_by(route: Route) -> None:
     """Take part in the transfer, and keep this rank's own state."""
     envelope = unpack(carry_bytes(None, route))
@@ -302,6 +321,8 @@ def receive(state: LiveState, route: Route, with_random: bool) -> int | None:
     `UnfitError` for what `take_over` refuses, and where the sender could not pack its state.
     """
     envelope = unpack(carry_bytes(None, route))
+    if envelope.lost:
+        raise StateLostError(envelope.problem)
     if envelope.problem:
         raise UnfitError(f"rank {route.source} cannot send its state: {envelope.problem}")
     with_random = with_random or envelope.resumed is not None

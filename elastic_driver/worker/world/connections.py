@@ -7,15 +7,18 @@ So we hold a second descriptor of each connection. `shut_reads` makes our own co
 because gloo reads an end of file; `shut_writes` makes those of our peers fail. The connection
 itself stays open until `close`, so the last data of a peer never meets a reset.
 
-The connections of a group are those that appeared while it was built. Works on Linux only;
-elsewhere nothing is found. Times are seconds.
+The connections of a group are those that appeared while it was built, one to each peer. If there
+are more, other threads have opened some meanwhile: those of Python objects are not gloo's. Works on
+Linux only; elsewhere nothing is found. Times are seconds.
 """
 
 import contextlib
+import gc
 import os
 import socket
 import stat
 import struct
+from collections.abc import Iterator
 
 from elastic_driver.core.progress import MAX_LINKS, Links, LinkUse
 
@@ -35,21 +38,36 @@ class GroupConnections:
         self._exclude_port = exclude_port
         self._before = frozenset(inode for inode, _ in open_sockets())
 
-    def finish(self) -> None:
-        """Hold the connections that were made since this object."""
-        for inode, descriptor in open_sockets():
-            if inode in self._before:
+    def finish(self, peers: int | None = None) -> None:
+        """Hold the connections that were made since this object.
+
+        `peers`: gloo has one to each; None: to some of them. Connections of the script's own, such
+        as to a database, are left alone.
+        """
+        new = [(inode, at) for inode, at in self._connected() if inode not in self._before]
+        foreign = sockets_of_python() if peers is None or len(new) > peers else frozenset()
+        for inode, descriptor in new:
+            if inode in foreign:
                 continue
             with contextlib.suppress(OSError):  # closed meanwhile, or a listener
                 copy = os.dup(descriptor)
                 if os.fstat(copy).st_ino != inode:  # the number is another file's by now
                     os.close(copy)
                     continue
-                with socket.socket(fileno=copy) as found:
+                self.held.append(socket.socket(fileno=copy))
+
+    def _connected(self) -> Iterator[tuple[int, int]]:
+        """Yield (inode, descriptor) of each TCP connection, but for those to the rendezvous."""
+        for inode, descriptor in open_sockets():
+            try:
+                with socket.socket(fileno=os.dup(descriptor)) as found:
                     internet = found.family in (socket.AF_INET, socket.AF_INET6)
                     tcp = internet and found.type == socket.SOCK_STREAM
-                    if tcp and found.getpeername()[1] != self._exclude_port:
-                        self.held.append(socket.socket(fileno=found.detach()))
+                    ours = tcp and found.getpeername()[1] != self._exclude_port
+            except OSError:  # closed meanwhile, or a listener
+                continue
+            if ours:
+                yield inode, descriptor
 
     def shut_reads(self) -> None:
         """Make every collective of this process that waits for a peer fail now; any thread."""
@@ -107,6 +125,16 @@ def link_usage(connections: list[socket.socket]) -> Links | None:
     uses = [LinkUse(peer, round(seconds, 6), sent) for peer, (seconds, sent) in totals.items()]
     uses.sort(key=lambda use: -use.carried)
     return Links(own, tuple(uses[:MAX_LINKS]))
+
+
+def sockets_of_python() -> frozenset[int]:
+    """Return the inodes of the sockets that Python objects of this process hold."""
+    found = set()
+    for each in gc.get_objects():
+        if issubclass(type(each), socket.socket):
+            with contextlib.suppress(OSError):  # closed
+                found.add(os.fstat(each.fileno()).st_ino)
+    return frozenset(found)
 
 
 def open_sockets() -> list[tuple[int, int]]:

@@ -198,7 +198,7 @@ def build(
 
     def construct() -> RoundGroup:
         backend = make_gloo(store, rank, size, device)
-        connections.finish()
+        connections.finish(size - 1)
         group = RoundGroup(backend, connections, store=store)
         if vote is not None:
             group.elected = group.vote(vote)

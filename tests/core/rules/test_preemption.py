@@ -241,7 +241,87 @@ def test_removed_hosts_write_the_state_too_in_the_grace_period(scenario: MakeSce
     assert asked(s).seconds == 8.0
     s.wait(8.1)
     assert "could not be written in time" in s.announced("state_not_saved")[0].reason
-    assert [o.worker for o in s.orders(msg.StopWorkerOrder)] == ["a.0.1"]
+
+
+# ---- the last holder of a state ----------------------------------------------------------
+
+
+def removed(s: Scenario, version: int = 5) -> None:
+    """All hosts are gone from discovery, and the state could not be written."""
+    s.hosts()
+    leave(s, version=version)
+    saved(s, folder="")
+
+
+def test_a_state_that_nobody_else_has_stays_with_its_last_holder(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=1, elastic_timeout=60.0).training(a=1, b=1)
+    removed(s)
+    assert [o.worker for o in s.orders(msg.StopWorkerOrder)] == ["b.0.1"]
+    s.obey_stops()
+    (kept,) = s.announced("state_kept")
+    assert (kept.worker, kept.reason) == (
+        "a.0.1",
+        "it alone holds the state of step 5: it stays until another worker has it, for 60 s at "
+        "most",
+    )
+    s.wait(30.0)
+    s.hosts(c=1)
+    s.ready(*s.starting)
+    assert s.members == ["a.0.1", "c.0.1"]
+    assert s.world.members[0].version == 5
+    s.step(*s.members, step=6)
+    leave(s, version=7)
+    assert s.members == ["c.0.1"]
+    assert s.in_state("stopping") == ["a.0.1"]
+
+
+def test_a_last_holder_whose_host_comes_back_trains_on(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1).training(a=1)
+    removed(s)
+    s.hosts(a=1)
+    assert s.members == ["a.0.1"]
+    assert s.round == (2, "complete")
+
+
+def test_one_worker_is_two_while_it_hands_the_only_state_over(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, min_np=1, max_np=1).training(a=1)
+    removed(s)
+    s.hosts(b=1)
+    s.ready(*s.starting)
+    assert s.members == ["a.0.1", "b.0.1"]
+    s.step(*s.members, step=6)
+    leave(s, version=7)
+    assert s.members == ["b.0.1"]
+
+
+def test_no_other_worker_in_time_ends_the_job(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, elastic_timeout=60.0).training(a=1)
+    removed(s)
+    s.wait(61.0)
+    assert s.end is not None
+    assert s.end.exit_code == 75
+
+
+def test_a_last_holder_whose_host_goes_away_stays_until_then(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1).training(a=1)
+    tell_hosts(s, "a", deadline=40.0)
+    leave(s, version=5)
+    saved(s, folder="")
+    s.wait(34.0)
+    assert s.in_state("ready") == ["a.0.1"]
+    s.wait(1.0)
+    assert s.in_state("stopping") == ["a.0.1"]
+
+
+def test_a_drained_last_holder_stays_too(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1).training(a=1)
+    s.send(ev.DrainRequested("a", "a test says so"))
+    leave(s, version=5)
+    saved(s, folder="")
+    assert s.in_state("ready") == ["a.0.1"]
+    s.hosts(a=1, b=1)
+    s.ready(*s.starting)
+    assert s.members == ["a.0.1", "b.0.1"]
 
 
 def test_a_host_that_comes_back_while_they_write_keeps_its_workers(scenario: MakeScenario) -> None:

@@ -39,9 +39,9 @@ def test_hosts_in_whole_units(
     [
         (1, 1, 0, ""),
         (2, 1, 2, ""),
-        (2, 1, 1, "1 hosts have workers, 2 are needed (in units of 2)"),
+        (2, 1, 1, "1 host has workers, 2 are needed (in units of 2)"),
         (2, 3, 3, "3 hosts have workers, 4 are needed (in units of 2)"),
-        (1, 2, 1, "1 hosts have workers, 2 are needed"),
+        (1, 2, 1, "1 host has workers, 2 are needed"),
     ],
 )
 def test_a_shortage_of_hosts_is_put_into_words(
@@ -115,7 +115,7 @@ def test_fewer_than_a_unit_wait_and_then_give_up_with_the_reason(scenario: MakeS
     s.ready("a.0.1", "b.0.1", version=3)
     s.wait(20.0)
     assert s.end is None
-    assert s.job.effects.waiting == "1 hosts have workers, 2 are needed (in units of 2)"
+    assert s.job.effects.waiting == "1 host has workers, 2 are needed (in units of 2)"
     s.hosts(a=1, e=1)
     s.ready("e.0.1")
     assert s.members == ["a.0.1", "e.0.1"]
@@ -124,7 +124,7 @@ def test_fewer_than_a_unit_wait_and_then_give_up_with_the_reason(scenario: MakeS
     s.ready("a.0.1", "e.0.1", version=9)
     s.wait(60.0)
     assert s.end is not None
-    assert "1 hosts have workers, 2 are needed (in units of 2) for 50 s" in s.end.reason
+    assert "1 host has workers, 2 are needed (in units of 2) for 50 s" in s.end.reason
 
 
 def test_too_few_hosts_at_the_start_run_out_of_time(scenario: MakeScenario) -> None:
@@ -134,7 +134,7 @@ def test_too_few_hosts_at_the_start_run_out_of_time(scenario: MakeScenario) -> N
     s.wait(10.0)
     assert s.end is not None
     assert s.end.exit_code == 75
-    assert "1 hosts have workers, 2 are needed" in s.end.reason
+    assert "1 host has workers, 2 are needed" in s.end.reason
 
 
 def test_no_world_has_more_hosts_than_the_most(scenario: MakeScenario) -> None:

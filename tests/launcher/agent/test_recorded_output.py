@@ -91,6 +91,24 @@ def test_while_there_is_no_driver_lines_wait_and_the_oldest_are_left_out(
     play(scene)
 
 
+@pytest.mark.parametrize("line", ["ä" * 50, "\U0001f642" * 25], ids=["two", "four"])
+def test_what_waits_is_counted_in_bytes_whatever_the_alphabet(
+    monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    """Bytes came in and characters went out: the count ran away until nothing was left to drop."""
+    monkeypatch.setattr(recorded_output, "MAX_BYTES", 10 * (100 + 100))
+
+    async def scene(driver: Driver, output: RecordedOutput) -> None:
+        for number in range(200):
+            output.take("a.0.1", 0, 1, [f"{number % 10}{line}".encode()[:100]])
+        driver.up.set()
+        await output.drain(30.0)
+        assert [text[0] for text in driver.texts()] == [str(number) for number in range(10)]
+        assert driver.batches[0].dropped == 190
+
+    play(scene)
+
+
 @pytest.mark.parametrize(
     "error",
     [

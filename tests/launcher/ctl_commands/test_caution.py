@@ -24,7 +24,7 @@ def test_a_host_that_the_job_can_do_without_is_drained_without_a_word() -> None:
     assert caution.of_drain(job, "unknown") is None, "the driver refuses it"
     told = caution.of_drain(job, "a")
     assert told is not None
-    assert told.startswith("without a 1 slots are left, fewer than the 2 of --min-np: it will wait")
+    assert told.startswith("without a 1 slot is left, fewer than the 2 of --min-np: it will wait")
 
 
 def test_the_last_host_is_called_so() -> None:

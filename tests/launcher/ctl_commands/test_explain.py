@@ -19,7 +19,10 @@ from elastic_driver.core.driver_events import (
 from elastic_driver.core.job_events import JobEvent
 from launcher.ctl_commands import explain
 
-IN_A_FUNCTION = {HostsDiscovered, HostsGranted, HostsChecked, do.Announce, do.GiveOrder}
+IN_A_FUNCTION = {
+    *(HostsDiscovered, HostsGranted, HostsChecked, ev.WorkerSaved),
+    *(do.Announce, do.GiveOrder),
+}
 
 
 @pytest.mark.parametrize("kind", [*get_args(JobEvent), *get_args(do.Decision)])
@@ -37,3 +40,15 @@ def test_sentences_say_what_has_happened_and_not_which_fields_there_are() -> Non
     line = do.Announce("worker_started", "pid 7", rank=0, pid=7, worker="a.0.1", cause=1)
     assert explain.of_decision(line) == "worker a.0.1 (rank 0) started: pid 7"
     assert {StartWorkerOrder, StopWorkerOrder} <= explain._DECISIONS.keys()
+
+
+def test_a_state_that_was_not_written_is_not_called_written() -> None:
+    said = [
+        explain.of_event(ev.WorkerSaved("a.0.1", 1, *told))
+        for told in (("/ckpt/step-5",), ("", "No space left on device"), ())
+    ]
+    assert said == [
+        "a.0.1 has written the state to disk: /ckpt/step-5",
+        "a.0.1 has not written the state to disk: No space left on device",
+        "a.0.1 has not written the state to disk: it has no checkpoint_dir",
+    ]

@@ -20,7 +20,7 @@ from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.tenure import DriverKey, RunKeys, encode_key
 from elastic_driver.runtime.run_dir import Endpoint
 from elastic_driver.runtime.run_lock import RunLock
-from launcher.ctl_commands.find import Target, Where, find
+from launcher.ctl_commands.find import Target, Where, file_of_run, find, run_folder
 from rendezvous.auth import write_token_file
 from rendezvous.errors import TokenError
 from tests.support.etcd import EtcdCluster, free_ports, why_not
@@ -207,3 +207,23 @@ def test_a_damaged_endpoint_file_is_no_run(tmp_path: Path) -> None:
         (folder / "endpoint.json").write_bytes(content)
         with pytest.raises(ClusterError, match="no job of this user"):
             find(Where(tmp_path))
+
+
+def test_every_command_means_the_same_run(tmp_path: Path, listener: str) -> None:
+    """The one named, else the only one that runs, else the newest by its event log."""
+    assert run_folder(tmp_path, None) is None
+    for name, age in (("old", 200), ("newer", 100)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_text("")
+        os.utime(tmp_path / name / "events.jsonl", (1e9 - age, 1e9 - age))
+    (tmp_path / "old" / "journal.db").write_text("")  # touched later: `explain` took this run
+    assert run_folder(tmp_path, None) == tmp_path / "newer"
+    assert file_of_run(None, "journal.db", "a journal", tmp_path, None).parent.name == "newer"
+    make_run(tmp_path, "runs", listener)
+    assert run_folder(tmp_path, None) == tmp_path / "runs"
+    assert run_folder(tmp_path, "old") == tmp_path / "old"
+    make_run(tmp_path, "too", listener)
+    with pytest.raises(UsageError, match="2 jobs are running"):
+        run_folder(tmp_path, None)
+    with pytest.raises(UsageError, match="no name of a run"):
+        run_folder(tmp_path, "../old")

@@ -7,6 +7,8 @@ import pytest
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import AgentHeard, AgentSuspected
+from elastic_driver.errors import ClusterError
+from elastic_driver.runtime.results import JobResult
 from launcher import figures
 from launcher.ctl_commands import show
 from tests.core.scenario import Scenario
@@ -88,3 +90,23 @@ def test_an_event_is_a_sentence_in_one_line_whatever_its_reason() -> None:
     assert show.event(opened).endswith("1 round 3 is opened [round_opened]")
     newer = b'{"n":1,"t":0.0,"event":"moon_seen","host":"b"}'
     assert show.event(newer).endswith("1 moon seen b [moon_seen]")
+
+
+@pytest.mark.parametrize(
+    ("state", "words"), [("starting", "it is starting"), ("checking", "its hosts are checked")]
+)
+def test_a_job_that_has_not_begun_is_starting(state: str, words: str) -> None:
+    document = msgspec.json.encode(
+        {"run_id": "big", "endpoint": "http://x", "started": 50.0, "state": state, "rounds": 1}
+    )
+    assert show.status(document, 57.0) == f"run big: {words}, for 7 s"
+    with pytest.raises(ClusterError, match=f"run big is {state}; try again"):
+        show.read_job(document)
+
+
+@pytest.mark.parametrize(
+    ("code", "word"), [(0, "succeeded"), (3, "failed"), (130, "stopped"), (143, "stopped")]
+)
+def test_a_job_that_was_told_to_stop_has_not_failed(code: int, word: str) -> None:
+    result = JobResult(exit_code=code, reason="why", ended=10.0)
+    assert show.ended(result, 12.0).startswith(f"{word} 2 s ago (status {code}): why")

@@ -6,10 +6,13 @@ import io
 import time
 
 import msgspec
+import pytest
 from rich.console import Console
 
+from elastic_driver.core import events as ev
 from launcher.ctl_commands import show, top
 from launcher.ctl_commands.top import Action, View, press, pressed
+from tests.core.scenario import Scenario
 from tests.launcher.ctl_commands.test_show_figures import document, measured
 
 HOSTS = {"a": 2, "b": 1}
@@ -23,7 +26,7 @@ def job() -> show.JobDocument:
 def screen(view: View, lines: int = 40, of: show.JobDocument | None = None) -> str:
     out = io.StringIO()
     console = Console(file=out, width=160, height=lines, no_color=True)
-    console.print(top.draw(of or job(), view, 1360.0, lines))
+    console.print(top.draw(of or job(), view, 1360.0, lines, console.width))
     return out.getvalue()
 
 
@@ -107,3 +110,25 @@ def test_text_of_others_controls_no_terminal() -> None:
     text = screen(View(), of=msgspec.structs.replace(shown, hosts=(odd, *shown.hosts[1:])))
     assert "\x1b[2J" not in text
     assert "?[2J[red]x[/red]" in text
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_on_a_narrow_terminal_names_and_reasons_stay_and_figures_go(columns: int) -> None:
+    s = Scenario(start_np=3, min_np=1).training(alpha=2, bravo=1)
+    why = "its disks are replaced by new ones tonight, from ten o'clock until the work is done"
+    s.send(ev.DrainRequested("bravo", why))
+    told = {"run_id": "r1", "endpoint": "http://127.0.0.1:5", "started": 1000.0}
+    picture = msgspec.to_builtins(s.job.status(s.now))
+    drained = show.read_job(msgspec.json.encode({**told, **picture}))
+    out = io.StringIO()
+    Console(file=out, width=columns, height=30).print(
+        top.draw(drained, View(chosen=1), 1100.0, 30, columns)
+    )
+    lines = out.getvalue().splitlines()
+    assert all(len(line) <= columns for line in lines)
+    flat = " ".join(" ".join(lines).split())
+    assert f"bravo: {why}" in flat, "the reason of the chosen host is whole"
+    assert f"now: change is coming: host bravo is drained: {why}" in flat
+    assert any(line.startswith("▶  bravo  draining") and "its disks are" in line for line in lines)
+    assert any("bravo.0.1" in line and "leaves: host bravo is" in line for line in lines)
+    assert not any(line.rstrip().endswith("O…") for line in lines)

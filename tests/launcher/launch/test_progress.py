@@ -95,12 +95,15 @@ def test_a_long_job_is_summed_up() -> None:
     lines = summary(run(120.0, "job_succeeded", lost=True, step=1500), 120.0, "elasticctl report")
     assert lines[0] == "ran 2 min, 1,500 steps, goodput 75.0%"
     assert lines[1] == f"workers, 0 to 2: {'█' * 20}{'▄' * 20}"
-    assert lines[2:] == ["survived 1 lost worker, 2 steps trained again", "more: elasticctl report"]
+    assert lines[2:] == [
+        "survived 1 worker failure, 2 steps trained again",
+        "more: elasticctl report",
+    ]
 
 
 def test_a_failed_job_has_survived_nothing_in_the_end() -> None:
     lines = summary(run(120.0, "job_failed", lost=True, step=10), 120.0, "x")
-    assert lines[2] == "1 lost worker, 2 steps trained again"
+    assert lines[2] == "1 worker failure, 2 steps trained again"
 
 
 def test_a_short_job_without_a_step_to_lose_says_nothing() -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from elastic_driver import contract
+from elastic_driver.core.driver_events import HostsDiscovered
+from elastic_driver.core.events import AgentReady
 from elastic_driver.core.job import Job
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.shards import DataSets
@@ -36,13 +42,17 @@ def state_dir(tmp_path: Path) -> Path:
     run_dir = RunDir(tmp_path / "state", "big")
     run_dir.create()
     run_dir.token_file.write_text("secret")
-    journal = Journal(run_dir.journal_file, "big")
-    journal.open(Head("big", resolve(START, {}).words, str(tmp_path)))
-    parts = {"job": Job(Settings()), "shards": DataSets(), "tf": TfCluster(30.0)}
-    journal.snapshot(0, 0.0, {name: part.snapshot() for name, part in parts.items()})
-    journal.close()
+    begin_journal(run_dir, str(tmp_path), Job(Settings()))
     run_dir.leave()
     return tmp_path / "state"
+
+
+def begin_journal(run_dir: RunDir, cwd: str, job: Job) -> None:
+    journal = Journal(run_dir.journal_file, "big")
+    journal.open(Head("big", resolve(START, {}).words, cwd))
+    parts = {"job": job, "shards": DataSets(), "tf": TfCluster(30.0)}
+    journal.snapshot(0, 0.0, {name: part.snapshot() for name, part in parts.items()})
+    journal.close()
 
 
 @contextlib.contextmanager
@@ -123,7 +133,7 @@ def test_the_command_line_of_the_start_is_read_again_in_its_folder(
     state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir("/")
-    given = resolve(("--resume", "--run-id", "big", "--quiet"), {})
+    given = resolve(("--resume", "--run-id", "big", "--quiet", "--no-progress"), {})
     run_dir, run = take_named(given, state_dir)
     assert isinstance(run, ResumedRun)
     line = line_of(run, given, {"ELASTICRUN_MAX_NP": "9"})
@@ -131,6 +141,7 @@ def test_the_command_line_of_the_start_is_read_again_in_its_folder(
     assert Path.cwd() == state_dir.parent
     assert (line.command, line["num_proc"], line["max_np"]) == (("train.py",), 2, None)
     assert line.options.quiet
+    assert line.options.no_progress
 
 
 def test_a_result_is_shown_with_its_status(
@@ -170,7 +181,9 @@ def test_a_torn_or_corrupt_journal_is_one_line_and_nothing_is_changed(
     journal = RunDir(state_dir, "big").journal_file
     damaged: bytes = damage(journal.read_bytes())  # type: ignore[operator]
     journal.write_bytes(damaged)
-    assert "run big cannot go on: begin it with another --run-id" in refuse(state_dir, capsys)
+    said = refuse(state_dir, capsys)
+    assert "run big cannot go on, and its workers may train: wait until its agents have" in said
+    assert f"(mv {state_dir}/big {state_dir}/big.damaged), and begin it again" in said
     assert journal.read_bytes() == damaged
 
 
@@ -205,6 +218,67 @@ def test_a_journal_that_is_gone_begins_no_job_anew_whose_agents_were_started(
         run_dir.events_file.write_text(STARTED + f'{{"event": "{over}"}}\n')
         with folder(state_dir) as again:
             assert take_unfinished(resolve(START, {}), again, str(state_dir.parent)) is None
+
+
+STARTED_ON_A = '{"event": "job_started"}\n{"event": "agent_started", "host": "a"}\n'
+
+
+def test_a_run_whose_lock_is_gone_is_not_over(state_dir: Path) -> None:
+    run_dir = RunDir(state_dir, "big")
+    job = Job(Settings())
+    job.handle(HostsDiscovered((("a", 1),)), 1.0)
+    job.handle(AgentReady("a", 1, 7, "10.0.0.1", ()), 2.0)
+    begin_journal(run_dir, str(state_dir.parent), job)
+    run_dir.events_file.write_text(STARTED_ON_A)
+    run_dir.lock.path.unlink()
+    with folder(state_dir) as again:
+        found = take_unfinished(resolve(START, {}), again, str(state_dir.parent))
+        assert isinstance(found, ResumedRun)
+
+
+def test_a_journal_that_ends_before_the_agents_would_begin_anew_beside_them(
+    state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunDir(state_dir, "big").events_file.write_text(STARTED_ON_A)
+    assert "the journal ends before the agents on a; run big" in refuse(state_dir, capsys)
+
+
+def test_the_lock_says_that_the_job_had_begun_when_all_else_is_gone(state_dir: Path) -> None:
+    run_dir = RunDir(state_dir, "big")
+    run_dir.take()
+    run_dir.job_begins()
+    run_dir.leave()
+    run_dir.journal_file.unlink()
+    for _ in range(2):  # a driver that only looks does not change that
+        with folder(state_dir) as again, pytest.raises(UsageError, match="has started agents"):
+            take_unfinished(resolve(START, {}), again, str(state_dir.parent))
+    run_dir.create()  # the job is begun anew
+    run_dir.leave()
+    with folder(state_dir) as again:
+        assert take_unfinished(resolve(START, {}), again, str(state_dir.parent)) is None
+
+
+def test_agents_that_live_here_are_named_when_every_file_is_gone(
+    state_dir: Path, tmp_path: Path
+) -> None:
+    run_dir = RunDir(state_dir, "big")
+    shutil.rmtree(run_dir.path)
+    (tmp_path / "launcher").mkdir()
+    (tmp_path / "launcher" / "agent.py").write_text("print(flush=True); input()")
+    environ = {**os.environ, contract.JOB_MARK: str(run_dir.token_file)}
+    argv = (sys.executable, "-m", "launcher.agent")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=tmp_path, env=environ, stdin=pipe, stdout=pipe) as agent:
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        for argv in (START, ("--resume", *START)):
+            with folder(state_dir) as again, pytest.raises(UsageError) as refused:
+                take_unfinished(resolve(argv, {}), again, str(state_dir.parent))
+            assert f"end its agents (kill {agent.pid}), and begin it again" in str(refused.value)
+            assert not run_dir.path.exists(), "nothing is changed"
+        agent.kill()
+    with folder(state_dir) as again:
+        assert take_unfinished(resolve(START, {}), again, str(state_dir.parent)) is None
 
 
 def test_after_a_restart_of_the_machine_nothing_of_the_job_lives(state_dir: Path) -> None:

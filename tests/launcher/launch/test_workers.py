@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.launch.workers import driver_timeout, forwarded, is_forwarded
+from launcher.launch.workers import (
+    driver_timeout,
+    forwarded,
+    is_forwarded,
+    split_variables,
+)
 from launcher.options.values import resolve
 
 
@@ -41,6 +46,23 @@ def test_values_go_unchanged_and_in_a_stable_order() -> None:
         ("LANG", "C"),
         ("PATH", "/b"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "command"),
+    [
+        ("python train.py", {}, "python train.py"),
+        ("A=1 B_2=x=y python train.py C=3", {"A": "1", "B_2": "x=y"}, "python train.py C=3"),
+        ("EMPTY= train.py", {"EMPTY": ""}, "train.py"),
+        ("./a=b", {}, "./a=b"),
+        ("1A=2 train.py", {}, "1A=2 train.py"),
+        ("A=1", {"A": "1"}, ""),
+    ],
+)
+def test_variables_in_front_of_a_command_are_as_in_a_shell(
+    words: str, variables: dict[str, str], command: str
+) -> None:
+    assert split_variables(tuple(words.split())) == (variables, tuple(command.split()))
 
 
 # ---- without a driver --------------------------------------------------------------------

@@ -58,6 +58,15 @@ def test_a_half_received_state_is_never_what_others_get() -> None:
         agree(ranks((-1, False), (-1, False)), 2)
 
 
+def test_a_state_that_is_gone_with_its_workers_is_not_begun_anew() -> None:
+    with pytest.raises(
+        StateLostError, match=r"about step 66 is gone: .* it has no checkpoint_dir; give"
+    ):
+        agree(ranks((-1, True), (-1, True)), 2, gone=66)
+    assert agree(ranks((-1, True), (-1, True)), 2, gone=66, reloads=True).fresh
+    assert not agree(ranks((-1, True), (7, True)), 2, gone=66).fresh, "one has it after all"
+
+
 def test_a_checkpoint_is_no_excuse_to_drop_a_whole_state() -> None:
     found = agree(ranks((-1, True), (3, True)), 2, reloads=True)
     assert (found.source, found.version, found.fresh) == (1, 3, False)

@@ -33,7 +33,7 @@ def test_only_connections_made_meanwhile_and_not_to_the_rendezvous_count(
         pair = connect(listener)
         kept_open, _kept = connect(rendezvous)
         udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        made.finish()
+        made.finish(9)
         # Both ends of the pair are in this process; of the other one only the server's end is
         # not a connection *to* the rendezvous.
         assert len(made.held) == 3
@@ -42,11 +42,35 @@ def test_only_connections_made_meanwhile_and_not_to_the_rendezvous_count(
             end.close()
 
 
+@pytest.mark.parametrize("peers", [1, None])
+def test_a_connection_of_the_script_s_own_is_left_alone(
+    listener: socket.socket, peers: int | None
+) -> None:
+    """A thread opens one to a database while the group forms; gloo's are of no Python object."""
+    made = GroupConnections()
+    ours, database = connect(listener)
+    gloos = [each.detach() for each in connect(listener)]
+    try:
+        made.finish(peers)
+        assert {os.fstat(each.fileno()).st_ino for each in made.held} == {
+            os.fstat(number).st_ino for number in gloos
+        }
+        made.shut_reads()
+        database.send(b"still here")
+        assert ours.recv(100) == b"still here"
+    finally:
+        made.close()
+        for each in (ours, database):
+            each.close()
+        for number in gloos:
+            os.close(number)
+
+
 def held(listener: socket.socket) -> tuple[GroupConnections, socket.socket, socket.socket]:
     """A connection to the listener, held: (held, our end, their end)."""
     made = GroupConnections()
     ours = socket.create_connection(listener.getsockname(), timeout=5)
-    made.finish()
+    made.finish(1)
     theirs, _ = listener.accept()
     theirs.settimeout(5)
     assert len(made.held) == 1
@@ -82,7 +106,7 @@ def test_who_hangs_up_is_heard_after_what_it_has_sent(listener: socket.socket) -
 def test_a_forked_child_lets_go_of_the_connections(listener: socket.socket) -> None:
     made = GroupConnections()
     ours = socket.create_connection(listener.getsockname(), timeout=5)
-    made.finish()
+    made.finish(1)
     theirs, _ = listener.accept()
     theirs.settimeout(5)
     read, write = os.pipe()

@@ -1,0 +1,51 @@
+"""What shows that agents of a run may live, beside its journal, which may be damaged or gone.
+
+The agents of this machine are processes with the mark of the run. The event log says which hosts
+had an agent. The lock says whether a driver that did not release it had begun the job.
+"""
+
+import contextlib
+import itertools
+import shlex
+
+import psutil
+
+from elastic_driver import contract
+from elastic_driver.core.job import Job
+from elastic_driver.runtime.results import agents_started
+from elastic_driver.runtime.run_dir import RunDir
+from launcher.backends.adopted import marked
+from launcher.backends.local_agents import AGENT
+
+
+def agents_here(run_dir: RunDir) -> list[int]:
+    """Return the pids of the run's agents that live on this machine."""
+    found = []
+    for process in marked({contract.JOB_MARK: str(run_dir.token_file)}):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            words = process.cmdline()
+            if AGENT[1:] in itertools.pairwise(words):
+                found.append(process.pid)
+    return found
+
+
+def may_live(run_dir: RunDir) -> bool:
+    """Return whether something says that agents of the run were started, and nothing its end."""
+    former = run_dir.lock.former or run_dir.lock.holder
+    began = former is not None and former.began
+    return began or bool(agents_started(run_dir.events_file)) or bool(agents_here(run_dir))
+
+
+def unknown_agents(run_dir: RunDir, job: Job) -> list[str]:
+    """Return the hosts with agents, if the job knows of none of them: its journal was cut off."""
+    hosts = agents_started(run_dir.events_file)
+    return [] if any(map(job.fleet.has_had, hosts)) else sorted(hosts)
+
+
+def how_to_end(run_dir: RunDir) -> str:
+    """Return what to type, so that the same command may begin the run anew."""
+    here, folder = " ".join(map(str, agents_here(run_dir))), str(run_dir.path)
+    first = f"end its agents (kill {here})" if here else "wait until its agents have ended"
+    if not run_dir.path.exists():
+        return first
+    return f"{first}, put its files away ({shlex.join(('mv', folder, f'{folder}.damaged'))})"
