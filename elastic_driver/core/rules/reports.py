@@ -272,12 +272,11 @@ class Reports(Rule):
             if outcome.elastic:
                 self.settle_losses()  # restart all workers: each failure was counted already
             return
-        members = sum(loss.member for loss in outcome.losses)
-        when = "by themselves"
+        when = "by itself"
         if outcome.elastic:
-            when = "after training had begun" if progress else "before any of them finished a step"
+            when = "after training had begun" if progress else "before it had finished a step"
         hint = "not restarted (--max-restarts N restarts)"
-        outcome.fail(f"all {members} workers failed {when}: {hint}")
+        outcome.fail(f"every worker failed {when}: {hint}")
 
     def settle_losses(self) -> None:
         """Forget the losses of this round and the workers that have ended."""
