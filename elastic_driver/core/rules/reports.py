@@ -64,7 +64,7 @@ class Reports(Rule):
         if running and (event.round < current.number or event.round == worker.left):
             raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
         self.workers.ready(worker, event)
-        self.outcome.holds(event.version)
+        self.outcome.holds(event.version, event.phase)
         undone, why = round(event.undone, 6) or None, event.reason or "waits for a round"
         self.effects.announce("worker_ready", why, worker, undone=undone)
         if running and current.state is COMPLETE:
