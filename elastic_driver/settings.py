@@ -50,7 +50,7 @@ class Settings:
         "End the job after this many failures in a row without a finished step in between.")
     restart_from_scratch: bool = option(POLICY, o.FLAG, False,
         "If all workers that held a trained state are lost and it has no checkpoint, begin anew; "
-        "by default the job ends with status 75.")
+        "by default the job ends with status 75.", shown="on with --horovod")
     host_failures: int | None = option(POLICY, whole("K", least=1), None,
         "A host that fails K times within --host-failure-window is put in cool-down.",
         shown="3 failures of workers that never finished a step")

@@ -62,7 +62,13 @@ def run(argv: Sequence[str]) -> int:
             raise
         console.say_note(str(error), as_json=True, event="error")
         return int(error.exit_code)
-    return done if isinstance(done, int) else done.exit_code
+    if isinstance(done, int):
+        return done
+    from launcher.launch.error_file import write_error_file  # noqa: PLC0415 - see `run_job`
+
+    if problem := write_error_file(done, os.environ):
+        console.say_note(problem, as_json=_wants_json(argv))
+    return done.exit_code
 
 
 def _wants_json(argv: Sequence[str]) -> bool:

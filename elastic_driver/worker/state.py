@@ -537,7 +537,7 @@ class State:
             reloads=reloads,
             least=max(self._progress.version, 0) if leads else 0,
             repair=world.repair,
-            gone=0 if world.anew or not leads else world.gone,
+            gone=0 if world.anew else self._gone(world),
         )
         self._carry_out(agreement, world)
         self._round = world.round
@@ -618,6 +618,13 @@ class State:
     def _live(self) -> sharing.LiveState:
         return sharing.LiveState(self._tree, self._random)
 
+    def _gone(self, world: World) -> int:
+        """Return the committed steps of the state that this one follows, and that nobody holds.
+
+        0 where a training function before this one has gone on in this world.
+        """
+        return world.gone if self._leads and self._progress.version <= 0 else 0
+
     def _reload(
         self, state: sharing.LiveState, agreement: sharing.Agreement, world: World
     ) -> int | None:
@@ -630,8 +637,7 @@ class State:
         if whole.trained and whole.clean:
             return None
         resumed = None if self._checkpoints is None else self._checkpoints.load_newest(state)
-        gone = world.gone if self._leads else 0
-        lost = None
+        gone, lost = self._gone(world), None
         if resumed is None and (self._torn or whole.trained):
             lost = sharing.StateLostError(
                 "no worker holds the state of the last commit any more, and there is no checkpoint "

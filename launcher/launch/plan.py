@@ -282,6 +282,8 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
         fixed_hosts=isinstance(hosts, where.FixedHosts),
         tf_roles=tf_roles(line),
         start_together=START_TOGETHER_S if line["horovod"] else 0.0,
+        # Horovod's states have no checkpoints: its scripts read files of their own.
+        restart_from_scratch=line["restart_from_scratch"] or line["horovod"],
         failed_hosts=line["failed_hosts"] or ("leave" if line["horovod"] else "keep"),
     )
     needed, there = units.width(settings), sum(1 for _, slots in hosts.hosts or () if slots)

@@ -5,8 +5,9 @@ had an agent. The lock says whether a driver that did not release it had begun t
 """
 
 import contextlib
-import itertools
+import os
 import shlex
+from pathlib import Path
 
 import psutil
 
@@ -14,18 +15,23 @@ from elastic_driver import contract
 from elastic_driver.core.job import Job
 from elastic_driver.runtime.results import agents_started
 from elastic_driver.runtime.run_dir import RunDir
-from launcher.backends.adopted import marked
 from launcher.backends.local_agents import AGENT
+
+_MODULE = [word.encode() for word in AGENT[1:]]
 
 
 def agents_here(run_dir: RunDir) -> list[int]:
     """Return the pids of the run's agents that live on this machine."""
+    mark = os.fsencode(f"{contract.JOB_MARK}={run_dir.token_file}")
+    module = b"\0".join(_MODULE)
     found = []
-    for process in marked({contract.JOB_MARK: str(run_dir.token_file)}):
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            words = process.cmdline()
-            if AGENT[1:] in itertools.pairwise(words):
-                found.append(process.pid)
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+            process = Path(f"/proc/{pid}")
+            if module not in (process / "cmdline").read_bytes():  # most processes end here
+                continue
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append(pid)
     return found
 
 

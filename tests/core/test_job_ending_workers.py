@@ -187,7 +187,7 @@ def test_all_workers_that_fail_by_themselves_are_one_failure_of_the_script(
     s.exit("a.1.1", 3)
     assert s.end is not None
     assert s.end.exit_code == 3
-    assert "all 2 workers failed" in s.end.reason
+    assert "every worker failed" in s.end.reason
 
 
 def test_a_process_that_does_not_end_after_its_script_is_killed(scenario: MakeScenario) -> None:

@@ -335,3 +335,20 @@ def test_a_state_that_was_written_as_all_had_to_leave_is_not_called_lost(
     s.ready(*s.starting)
     assert s.world.gone == 5, "where it cannot be read, it is lost"
     assert not s.announced("state_lost")
+
+
+def test_a_later_training_function_has_lost_nothing_before_its_first_commit(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2).training(a=2, steps=0)
+    s.step("a.0.1", "a.1.1", step=3)  # of the first function
+    s.exit("a.1.1", -9)
+    s.send(ev.WorkerReady("a.0.1", 1, -1, True, "a peer is lost", phase=2))
+    assert s.world.gone == 0
+    s.ready(*s.starting)
+    s.exit("a.0.1", -9)
+    for worker in s.in_state("running"):
+        s.exit(worker, -9)
+    s.wait(2.0)
+    s.ready(*s.starting)
+    assert s.world.gone == 3, "the first function's training is gone, too"

@@ -248,3 +248,52 @@ def test_a_job_whose_state_is_gone_begins_anew_where_the_user_wants_that() -> No
         kill_all_workers(job)
         assert job.wait() == 0
         assert "is gone: training begins anew (--restart-from-scratch)" in job.stderr
+
+
+TWO_FUNCTIONS = """
+import os, sys, time, torch
+import elastic_driver as elastic
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+first = elastic.TorchState(
+    model=model, optimizer=optimizer, step=0, checkpoint_dir=sys.argv[1], every=5
+)
+second = elastic.ObjectState(step=0)
+
+@elastic.run
+def one(state):
+    ddp = elastic.wrap(model)
+    while state.step < 60:
+        optimizer.zero_grad()
+        ddp(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.step += 1
+        time.sleep(0.02)
+        state.commit()
+        print("step", state.step, "pid", os.getpid(), flush=True)
+
+@elastic.run
+def two(state):
+    for state.step in range(state.step, 5):
+        state.commit()
+
+one(first)
+two(second)
+print("both are done", flush=True)
+"""
+
+
+def test_a_function_after_the_one_that_was_read_from_a_checkpoint_has_lost_nothing(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO_FUNCTIONS)
+    with elasticrun("-np", "2", "--", str(script), str(tmp_path / "checkpoints")) as job:
+        job.until(
+            lambda: [*(tmp_path / "checkpoints").glob("step-*/manifest.json")], "a checkpoint"
+        )
+        for pid in {int(line.split()[-1]) for line in job.stdout.splitlines() if " pid " in line}:
+            job.kill(pid)
+        assert job.wait() == 0, job.describe()
+        assert "going on from step" in job.stderr
+        assert job.stdout.count("both are done") == 2

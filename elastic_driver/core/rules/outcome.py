@@ -144,6 +144,7 @@ class JobOutcome:
     steps_reported: int = 0  # the first steps of workers in their rounds
     has_progress: bool = False  # a worker has finished a step in this job
     committed: int = 0  # steps in the newest state, as far as workers have told when rounds change
+    committed_in: int = 1  # the training function of that state
     on_disk: int = 0  # the same, of the last state that was written when all workers had to leave
     restart_count: int = 0  # how often workers were started again
     losses: list[Loss] = field(default_factory=list)  # since the last round was completed
@@ -173,9 +174,11 @@ class JobOutcome:
         self.has_progress = True
         self.budget.step_finished()
 
-    def holds(self, steps: int) -> None:
-        """Record that a worker has told of a state with so many committed steps."""
-        self.committed = max(self.committed, steps)
+    def holds(self, steps: int, phase: int) -> None:
+        """Record a worker's state of so many committed steps, in a training function."""
+        if steps > 0:
+            self.committed = max(self.committed, steps)
+            self.committed_in = max(self.committed_in, phase)
 
     def saved(self, steps: int) -> None:
         """Record that the state of so many steps was written as all workers had to leave."""

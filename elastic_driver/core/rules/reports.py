@@ -64,7 +64,7 @@ class Reports(Rule):
         if running and (event.round < current.number or event.round == worker.left):
             raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
         self.workers.ready(worker, event)
-        self.outcome.holds(event.version)
+        self.outcome.holds(event.version, event.phase)
         undone, why = round(event.undone, 6) or None, event.reason or "waits for a round"
         self.effects.announce("worker_ready", why, worker, undone=undone)
         if running and current.state is COMPLETE:
@@ -272,12 +272,11 @@ class Reports(Rule):
             if outcome.elastic:
                 self.settle_losses()  # restart all workers: each failure was counted already
             return
-        members = sum(loss.member for loss in outcome.losses)
-        when = "by themselves"
+        when = "by itself"
         if outcome.elastic:
-            when = "after training had begun" if progress else "before any of them finished a step"
+            when = "after training had begun" if progress else "before it had finished a step"
         hint = "not restarted (--max-restarts N restarts)"
-        outcome.fail(f"all {members} workers failed {when}: {hint}")
+        outcome.fail(f"every worker failed {when}: {hint}")
 
     def settle_losses(self) -> None:
         """Forget the losses of this round and the workers that have ended."""

@@ -167,9 +167,10 @@ class Rounds:
 
     def _gone(self, members: Sequence[Member]) -> int:
         """Return the committed steps of a state that no member holds; 0: one does, or none was."""
-        if any(member.version > 0 for member in members):
+        steps, phase = self.outcome.committed, self.outcome.committed_in
+        # Those in a later training function have a state that has committed nothing yet.
+        if any(member.version > 0 or member.phase > phase for member in members):
             return 0
-        steps = self.outcome.committed
         if steps > self.outcome.on_disk:
             then = "goes on from its newest checkpoint, or ends if it has none"
             if self.settings.restart_from_scratch:
