@@ -58,6 +58,8 @@ BROKEN_RESUMES: dict[Break, str] = {
     worlds_are_published_once: STUCK,
     agents_are_not_awaited: "are awaited without a deadline",
     agents_that_return_are_not_compared: STUCK,
-    an_event_is_acted_upon_before_it_is_journalled: "the journal does not|is published after|everybody should have finished",
+    an_event_is_acted_upon_before_it_is_journalled: (
+        "the journal does not|is published after|everybody should have finished"
+    ),
 }
 """Each with what is said of it."""
