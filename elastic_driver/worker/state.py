@@ -404,15 +404,16 @@ class State:
     def check_host_updates(self) -> None:
         """Commit, and raise `HostsUpdatedInterrupt`, if the world changes now; else do nothing.
 
-        Costs next to nothing, so a script may check after each batch and commit less often. Every
-        rank must call it at the same places.
+        Costs next to nothing, so a script may check after each batch and commit less often. In the
+        midst of a step, with gradients that no optimizer has used, it leaves that to the next check
+        or commit. Every rank must call it at the same places.
         """
         if self._leads and self._progress.checked() and self._is_between_steps():
             self.commit()
 
     def _is_between_steps(self) -> bool:
         """Return whether the state can be committed now."""
-        return True
+        return not self._tree.gradients.are_pending
 
     def save(self) -> None:
         """Copy all that `restore()` puts back; `commit()` calls this.

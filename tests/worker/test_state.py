@@ -461,6 +461,20 @@ def test_a_check_counts_as_a_commit_does_and_commits_where_the_world_is_left() -
     assert state.step == 5  # nothing that was trained until then is lost
 
 
+def test_a_check_amid_an_accumulation_leaves_the_world_to_the_next_one() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TorchState(model=model, optimizer=optimizer)
+    state.commit()
+    state._progress.leave_reason, state._progress.leave_after = "a host joins", 1
+    model(torch.ones(1, 1)).sum().backward()
+    state.check_host_updates()
+    assert state.version == 0, "nothing is committed"
+    optimizer.step()
+    with pytest.raises(HostsUpdatedInterrupt, match="a host joins"):
+        state.check_host_updates()
+
+
 def test_told_to_leave_at_once_any_commit_interrupts() -> None:
     state = ObjectState(step=0)
     state._progress.leave_after = AT_ONCE

@@ -99,6 +99,11 @@ class Gradients:
             for parameter, optimizer in chosen.values()
         ]
 
+    @property
+    def are_pending(self) -> bool:
+        """Whether a backward pass has left gradients that no optimizer's step has used."""
+        return bool(self._pending)
+
     def passed(self, optimizer: int) -> None:
         """A backward pass has reached parameters of this optimizer."""
         self._pending.add(optimizer)
