@@ -25,6 +25,7 @@ from elastic_driver.policies.story import Story
 from elastic_driver.runtime.event_words import ALARMS, WORDS, describe_world
 from elastic_driver.runtime.event_words import Level as Level  # noqa: PLC0414 - for importers
 from elastic_driver.runtime.failures import advice_on, describe_failure, last_words
+from elastic_driver.runtime.repeated import Repeated
 
 NAME = "elasticrun"
 MAX_EXITS_SHOWN = 8  # of workers that failed in one round; the event log has them all
@@ -67,6 +68,7 @@ class Reporter:
         self.last_change: Change | None = None
         self._lock = threading.Lock()
         self._exits = 0  # failed workers since the last complete round
+        self._repeated = Repeated()
         self._outlet: Outlet | None = None
         with contextlib.suppress(OSError, ValueError):  # a StringIO, or a closed stream
             self._outlet = open_outlet(stream.fileno())
@@ -99,7 +101,14 @@ class Reporter:
             return
         if self._json:
             self._write([line.decode()])
-        elif event.event not in ("job_succeeded", "job_failed"):  # `job_ended` says it at the end
+            return
+        if self._level is Level.NORMAL:
+            who = event.rank, event.host, event.worker
+            more = self._repeated.take(event.event, who, time.monotonic())
+            if more is None:
+                return
+            text += more
+        if event.event not in ("job_succeeded", "job_failed"):  # `job_ended` says it at the end
             alarm = event.event in ALARMS
             self._say(f"{text} ({event.reason})" if event.reason else text, alarm=alarm)
 
