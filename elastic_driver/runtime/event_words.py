@@ -70,6 +70,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "shard_quarantined": (Level.QUIET, "a data shard is in quarantine"),
     "nodes_checked": (Level.VERBOSE, "nodes were checked"),
     "round_opened": (Level.VERBOSE, "round {round} is opened"),
+    "processes_started": (Level.NORMAL, "round {round}: {world}"),
     "round_completed": (Level.NORMAL, "round {round} complete: {world}"),
     "round_closed": (Level.VERBOSE, "round {round} is closed"),
     "job_leaving": (Level.NORMAL, "the job is to end"),

@@ -219,3 +219,13 @@ def test_a_json_line_is_one_object_with_its_time_whatever_is_in_it() -> None:
     assert [note["event"] for note in notes] == ["note", "bug", "note"]
     assert notes[0]["text"] == strange
     assert all(note["t"] > 1.7e9 for note in notes)
+
+
+def test_a_plain_round_is_told_when_its_workers_run_and_not_again() -> None:
+    facts: dict[str, str | int | float | bool | None] = {"size": 2, "hosts": 1}
+    run = Announce("processes_started", "every process was started", round=1, detail=facts)
+    told = completed(1, 2, 1, "every process was started")
+    told.detail["told"] = True
+    assert said(run, told) == [
+        "elasticrun: round 1: 2 workers on 1 host (every process was started)"
+    ]

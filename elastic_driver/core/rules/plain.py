@@ -14,6 +14,8 @@ from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, STARTING
 from elastic_driver.words import counted
 
+TELL_S = 2.0  # an elastic script is usually in its round by then, which is told at once
+
 
 @dataclass(slots=True)
 class Plain(Rule):
@@ -69,6 +71,8 @@ class Plain(Rule):
         if self.outcome.kind is ScriptKind.UNDECLARED:
             at = started_at + self.settings.plain_after
             waiting = "to see whether the script calls elastic.init()"
+            if self.effects.due_or_set_alarm(started_at + TELL_S, now, waiting):
+                self.rounds.tell_running()
             if not self.effects.due_or_set_alarm(at, now, waiting):
                 return
             self.outcome.declare(ScriptKind.PLAIN)

@@ -63,6 +63,7 @@ class Round:
     stepped: bool = False  # a member has finished a step in it
     repairs: bool = False  # all members take over the state of rank 0
     gone: int = 0  # committed steps of a state that none of its members holds
+    told: bool = False  # people know that its workers run
     broken: str = ""  # a plain round: why it cannot go on though no worker failed
     founders: tuple[str, ...] = ()  # the workers started for it, by their rank then
     founded_at: float | None = None
@@ -133,6 +134,15 @@ class Rounds:
         self.current.founders = tuple(worker.id for worker in by_rank)
         self.current.founded_at, self.current.need = now, min(need, len(by_rank))
 
+    def tell_running(self) -> None:
+        """Announce once that all processes of the round run; its completion is no news then."""
+        current = self.current
+        if not current.told:
+            current.told = True
+            hosts = {self.workers.workers[worker].host for worker in current.founders}
+            what, size = "every process was started", len(current.founders)
+            self.effects.announce("processes_started", what, size=size, hosts=len(hosts))
+
     def complete(self, workers: Iterable[Worker], now: float, reason: str) -> None:
         """Make these workers the round's members, and publish its world."""
         by_id = {worker.id: worker for worker in workers}
@@ -163,7 +173,10 @@ class Rounds:
         size, what = len(members), f"{counted(len(members), 'worker')}: {reason}"
         if self.capacity.wanted in (None, size):
             self.capacity.answered()
-        self.effects.announce("round_completed", what, size=size, hosts=len(ranks))
+        facts: dict[str, Any] = {"size": size, "hosts": len(ranks)}
+        if current.told and not self.outcome.elastic:
+            facts["told"] = True
+        self.effects.announce("round_completed", what, **facts)
 
     def _gone(self, members: Sequence[Member]) -> int:
         """Return the committed steps of a state that no member holds; 0: one does, or none was."""
