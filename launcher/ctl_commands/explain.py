@@ -72,6 +72,7 @@ _DECISIONS: dict[type, str] = {
     do.SealRound: "round {d.round} is over: {d.reason}",
     do.CheckHosts: "hosts are checked: {d.reason}",
     do.PublishNotice: "the members leave round {d.round}: {d.reason}",
+    do.PublishPlace: "{d.worker} is told rank {d.place.rank} of {d.place.size}: {d.reason}",
     do.PublishWorld: "round {d.world.round} begins with {size}: {d.reason}",
     do.EndJob: "the job ends with status {d.exit_code}: {d.reason}",
     StartWorkerOrder: "{o.worker} is started: {d.reason}",

@@ -65,7 +65,8 @@ def test_all_workers_are_lost_and_the_checkpoint_has_its_shards(
 
 @pytest.mark.slow
 def test_all_workers_are_lost_before_the_first_checkpoint(tmp_path: Path) -> None:
-    with elasticrun("-np", "3", "--", JOB, env=environment(tmp_path, STEP_MS="100")) as job:
+    options = ("-np", "3", "--restart-from-scratch")
+    with elasticrun(*options, "--", JOB, env=environment(tmp_path, STEP_MS="100")) as job:
         job.until_size(3, steps=12)
         kill_workers(job)
         assert complete(tmp_path) == []

@@ -90,7 +90,8 @@ def test_survivors_of_a_loss_go_on_from_the_last_commit(tmp_path: Path) -> None:
 def test_newcomers_have_the_ranks_that_they_were_told(
     tmp_path: Path, lost: tuple[int, ...], late: str
 ) -> None:
-    command = ["-np", "4", "--min-np", "1", "--", str(JOBS / "elastic.py"), str(tmp_path), "0.02"]
+    options = ["-np", "4", "--min-np", "1", "--restart-from-scratch"]
+    command = [*options, "--", str(JOBS / "elastic.py"), str(tmp_path), "0.02"]
     with elasticrun(*command, env={"LATE": late}) as job:
         start(tmp_path, job, 10)
         ranks = {facts[-1]["rank"]: pid for pid, facts in written(tmp_path, "entered").items()}
