@@ -93,7 +93,7 @@ def test_a_job_that_is_told_to_end_leaves_the_terminal_as_it_was(terminal: Termi
     args = ("-np", "1", "--", "sleep", "1000")
     env = {"TERM": "xterm", "NO_COLOR": "1"}
     with elasticrun(*args, env=env, inside=terminal.inside) as job:
-        until_last_row(job, terminal, r"^1 worker \| .* round 1 complete: 1 worker on 1 host")
+        until_last_row(job, terminal, r"^1 worker \| .* round 1: 1 worker on 1 host")
         job.kill(job.process.pid, signal.SIGTERM)
         assert job.wait() == 143
     until_shown(terminal, "elasticrun: job stopped: told to stop by SIGTERM")
