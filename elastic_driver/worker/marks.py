@@ -32,7 +32,7 @@ from elastic_driver.worker.state_sync.values import UnkeptError
 
 FIRST = (2, 4, 8, 16)  # commits of a round
 SHARE = 0.0006  # of the training time
-EARLY_S = 0.01  # of marks in a round that may take more than this share: each `EARLY`th commit
+EARLY_S = 0.005  # of marks in a round that may take more than this share: each `EARLY`th commit
 EARLY = 16
 LONGEST = 1 << 20  # commits between two marks
 MARKS_IN_A_PAUSE = 8  # of heartbeats, at most

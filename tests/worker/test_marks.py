@@ -143,7 +143,7 @@ def test_marks_are_so_far_apart_that_they_take_a_thousandth_of_the_time() -> Non
     rank.progress.step_times.clear()
     rank.progress.step_times.extend([0.010] * 20)
     rank.marks._cost, rank.marks._commits = 0.0, max(FIRST) + 1
-    early = int(EARLY_S / 0.004)
+    early = int(EARLY_S / 0.004)  # of 4 ms each
     for _ in range(early):
         rank.marks._choose(0.004, rank.progress)
         assert rank.marks._every == EARLY, "the first ones of a round may take more"
