@@ -433,7 +433,8 @@ class State:
             self._arranged = tree.changes
             self._arrange()
         last = self._last
-        last.before, last.at, last.random = last.at, next(_commits), self._random.take()
+        last.before, last.at = last.at, next(_commits)
+        last.random = self._random.take()
 
     def restore(self) -> None:
         """Go back to the last commit; gradients that do not belong to it are dropped.

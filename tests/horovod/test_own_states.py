@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +12,9 @@ import torch
 import elastic_driver.horovod.torch as hvd
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.horovod.common.elastic import ObjectState, State, kept_of
-from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.progress import AT_ONCE
 
-
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
-    current.forget()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 class Counting(State):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,13 +23,7 @@ from elastic_driver.horovod.common.exceptions import NotInYetError
 from elastic_driver.horovod.torch.elastic import state as states
 from elastic_driver.worker import current
 
-
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
-    current.forget()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def place(rank: int, size: int) -> None:

@@ -77,7 +77,8 @@ class Tree:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.values, self.steps = values, steps
-        self._make_part, self._needs_part, self._clock = make_part, needs_part, clock
+        self._make_part, self._needs_part = make_part, needs_part
+        self._clock = clock
         self.parts: dict[str, StatePart] = {}
         self.leaves = Leaves(steps)
         self.gradients = Gradients()
@@ -271,7 +272,8 @@ class Tree:
         for part, each in taken:
             part.kept = each
         self.gradients.committed(gradients, now)
-        self._kept, self._kept_parts, self._settled = kept, self.parts, self._glance
+        self._kept, self._kept_parts = kept, self.parts
+        self._settled = self._glance
         self._is_torn = False
         self.steps.restart()
 
