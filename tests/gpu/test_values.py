@@ -64,7 +64,7 @@ def test_a_compiled_model(run: Run, note: Note) -> None:
 
 
 def test_tensors_of_the_device_over_gloo(run: Run, note: Note) -> None:
-    train(run, note, "over gloo", BACKEND="gloo", WIDTH="2048")
+    train(run, note, "over gloo", BACKEND="gloo", WIDTH="512" if ON_CPU else "2048")
 
 
 def test_a_step_that_the_scaler_skips_for_a_lost_peer_is_never_committed(
@@ -86,3 +86,21 @@ def test_a_step_that_the_scaler_skips_for_a_lost_peer_is_never_committed(
                 scale, grown = scale * 2, 0
         seen = found[step]
         assert (seen["updates"], seen["scale"]) == (updates, scale), (step, seen)
+
+
+def test_a_training_thread_that_hangs_while_others_wait_for_the_device(
+    run: Run, note: Note
+) -> None:
+    limit = 3.0
+    args = ("-np", "3", "--min-np", "1", "--hang-timeout", str(limit), "--", VALUES)
+    with run(*args, STEPS="100", WITH="hang") as job:
+        mark = job.folder / "hung"
+        pids = set(job.until_size(3, START_S, steps=5))
+        job.until(lambda: mark.exists() and mark.read_text(), "rank 1 hangs", START_S)
+        victim, since = mark.read_text().split()
+        took = next_step_of(job, pids - {int(victim)}, float(since))
+        note("a rank that hangs: next step", f"{took - limit:+.2f} s beyond --hang-timeout")
+        assert took < limit + 10
+        assert all(is_running(pid) for pid in pids - {int(victim)}), job.describe()
+        assert job.wait(60) == 0, job.describe()
+        assert all(float(words["difference"]) < 0.01 for words in last_words(job))

@@ -2,14 +2,16 @@
 
 All ranks have the same batch, so the average of their gradients is that of one process, but for
 rounding. WITH has words: `stream` (a stream of its own), `compile` (torch.compile), `scaler` (a
-GradScaler, with a loss that is infinite at each tenth step). After each step a worker writes down
-the loss, Adam's count of its steps and the scaler's scale. In the end each trains all steps again,
+GradScaler, with a loss that is infinite at each tenth step), `hang` (the training thread of rank 1
+hangs once, and the others read their loss while they wait for it). After each step a worker writes
+down the loss, Adam's count of its steps and the scaler's scale. In the end each trains all steps again,
 alone and without those words but `scaler`, and tells the largest relative difference of a loss.
 """
 
 import contextlib
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +28,7 @@ STEPS, WIDTH = int(os.environ["STEPS"]), int(os.environ.get("WIDTH", "512"))
 STEP_S = float(os.environ.get("STEP_MS", "20")) / 1000
 WORKER = os.environ["ELASTIC_WORKER_ID"]
 RECORDS = Path(os.environ["STEP_RECORDS"])
+HANG_STEP = 30
 VALUES = RECORDS.parent / "values"
 VALUES.mkdir(exist_ok=True)
 elastic.init(backend=BACKEND)
@@ -56,8 +59,12 @@ class Training:
         kind = torch.float16 if DEVICE == "cuda" else torch.bfloat16
         with torch.autocast(DEVICE, kind, enabled=self.scaler.is_enabled()):
             loss = (net(inputs) - inputs.sin().sum(1, keepdim=True)).pow(2).mean()
+        if "hang" in WITH and number == HANG_STEP and net is not self.model:
+            hang_once()
         whole = loss * torch.inf if "scaler" in WITH and number % 10 == 7 else loss
         self.scaler.scale(whole).backward()
+        if "hang" in WITH:
+            loss.item()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
@@ -66,6 +73,13 @@ class Training:
         """How often the optimizer has changed the model."""
         states = self.optimizer.state.values()
         return int(max((float(each["step"]) for each in states), default=0))
+
+
+def hang_once():
+    mark = RECORDS.parent / "hung"
+    if elastic.rank() == 1 and not mark.exists():
+        mark.write_text(f"{os.getpid()} {time.time()}")
+        threading.Event().wait()
 
 
 def write(path, facts):
