@@ -160,7 +160,9 @@ def test_a_fixed_batch_ends_in_the_same_bits_whoever_dies(run: Run) -> None:
     """Over NCCL without and with a kill, and over gloo."""
     digests = []
     for kills, more in ((0, {}), (1, {}), (0, {"BACKEND": "gloo"})):
-        with run("-np", "3", "--min-np", "1", "--", TRAIN, MODE="fixed", STEP_MS="5", **more) as job:
+        with run(
+            "-np", "3", "--min-np", "1", "--", TRAIN, MODE="fixed", STEP_MS="5", **more
+        ) as job:
             for _ in range(kills):
                 job.kill(max(job.until_size(3, START_S, steps=5)))
             assert job.wait(60) == 0, job.describe()

@@ -23,9 +23,7 @@ STEPS = 200
 INIT_SCALE, GROWS_AFTER = 2.0**12, 6  # of the script's scaler
 
 
-def train(
-    run: Run, note: Note, what: str, kills: int = 2, **env: str
-) -> dict[int, dict[str, Any]]:
+def train(run: Run, note: Note, what: str, kills: int = 2, **env: str) -> dict[int, dict[str, Any]]:
     """Train with kills; return what all have written down, by step.
 
     The survivors keep their processes, and all end with the same losses, those of one process.

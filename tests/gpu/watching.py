@@ -1,4 +1,4 @@
-"""What the tests on a GPU look for in a job: its next step, equal numbers, its workers' last words."""
+"""What the tests on a GPU look for: the next step, equal numbers, the workers' last words."""
 
 from __future__ import annotations
 

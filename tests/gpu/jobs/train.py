@@ -74,9 +74,9 @@ def digest():
     for tensor in map(torch.Tensor.detach, tensors):
         if not torch.isfinite(tensor).all():
             return "not finite"
-        if tensor.numel() > LARGE:  # a sum of all bits stays on the device
-            tensor = tensor.view(torch.int32).sum(dtype=torch.int64)
-        found.update(tensor.cpu().contiguous().numpy().tobytes())
+        large = tensor.numel() > LARGE  # the sum of its bits is built on the device
+        kept = tensor.view(torch.int32).sum(dtype=torch.int64) if large else tensor
+        found.update(kept.cpu().contiguous().numpy().tobytes())
     return found.hexdigest()[:16]
 
 
