@@ -23,7 +23,9 @@ STEPS = 200
 INIT_SCALE, GROWS_AFTER = 2.0**12, 6  # of the script's scaler
 
 
-def train(run: Run, note: Note, what: str, kills: int = 2, **env: str) -> dict[int, dict[str, Any]]:
+def train(
+    run: Run, note: Note, what: str, kills: int = 2, start_s: float = START_S, **env: str
+) -> dict[int, dict[str, Any]]:
     """Train with kills; return what all have written down, by step.
 
     The survivors keep their processes, and all end with the same losses, those of one process.
@@ -31,7 +33,7 @@ def train(run: Run, note: Note, what: str, kills: int = 2, **env: str) -> dict[i
     took = []
     with run("-np", "3", "--min-np", "1", "--", VALUES, STEPS=str(STEPS), **env) as job:
         for _ in range(kills):
-            pids = set(job.until_size(3, START_S, steps=5))
+            pids = set(job.until_size(3, start_s, steps=5))
             victim = max(pids)
             killed_at = job.kill(victim)
             took.append(next_step_of(job, pids - {victim}, killed_at))
@@ -57,8 +59,9 @@ def test_a_stream_of_its_own(run: Run, note: Note) -> None:
     train(run, note, "side stream", WITH="stream")
 
 
+@pytest.mark.timeout(150)
 def test_a_compiled_model(run: Run, note: Note) -> None:
-    train(run, note, "torch.compile", kills=1, WITH="compile")
+    train(run, note, "torch.compile", kills=1, start_s=90, WITH="compile")
 
 
 def test_tensors_of_the_device_over_gloo(run: Run, note: Note) -> None:
