@@ -21,7 +21,6 @@ pytestmark = [
 TRAIN = str(JOBS / "train.py")
 AFTER_S = (0.0, 0.03, 0.06, 0.09)  # of a second kill, after a round was formed
 FROZEN_MB = "512" if ON_CPU else "3072"
-INTO_TRANSFER_S = 0.3 if ON_CPU else 0.6  # after a round was formed: connecting takes less
 
 
 def test_a_peer_that_dies_while_the_others_connect(run: Run, note: Note) -> None:
@@ -56,8 +55,9 @@ def test_a_peer_that_dies_while_a_state_travels(
         began = time.time()
         while (formed := event_after(job, "round_completed", began))["size"] < 4:
             began = formed["t"]
-        time.sleep(max(0.0, formed["t"] + INTO_TRANSFER_S - time.time()))
         newcomers = {e["pid"] for e in job.events("worker_started")} - set(holders)
+        marks = [job.folder / f"arrives-{pid}" for pid in newcomers]
+        job.until(lambda: all(mark.exists() for mark in marks), "the state is under way", START_S)
         source = min(holders, key=lambda pid: holders[pid].rank)
         victim = source if lost == "source" else max(newcomers)
         killed_at = job.kill(victim)
@@ -67,6 +67,8 @@ def test_a_peer_that_dies_while_a_state_travels(
         took = next_step_of(job, kept, killed_at)
         job.until_size(4, START_S, steps=11)
         assert all(is_running(pid) for pid in kept), job.describe()
+        under_way = killed_at - formed["t"]
+        note("a state is under way, after its round was formed", f"{under_way:.2f} s")
         note(f"{lost} of {FROZEN_MB} MiB lost on the way: next step", f"{took:.2f} s")
         note("… four train", f"{time.time() - killed_at:.2f} s")
         sent = [f"{e['seconds']:.2f} s to {e['receivers']}" for e in job.events("state_synced")]

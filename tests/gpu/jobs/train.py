@@ -40,6 +40,18 @@ LARGE = 10**6  # elements
 DIGESTS.mkdir(exist_ok=True)
 if len(list(RECORDS.iterdir())) >= int(os.environ["WORLD_SIZE"]):  # others have trained before
     time.sleep(float(os.environ.get("NEWCOMERS_WAIT", "0")))
+
+
+def watch_frozen():
+    """Leave a mark once the state of others begins to arrive."""
+    before = model.frozen[0].item()
+    while model.frozen[0].item() == before:
+        if training.wait(0.01):
+            return
+    (RECORDS.parent / f"arrives-{os.getpid()}").touch()
+
+
+training = threading.Event()
 elastic.init(backend=BACKEND)
 torch.manual_seed(int(os.environ["LOCAL_RANK"]))  # models differ until the state is shared
 # Over gloo, the broadcast of its statistics is a wait in C++, which cannot be given up.
@@ -54,6 +66,7 @@ model = torch.nn.Sequential(
 if FROZEN_MB:
     frozen = torch.randn(FROZEN_MB * 2**18, device=DEVICE)
     model.register_parameter("frozen", torch.nn.Parameter(frozen, requires_grad=False))
+    threading.Thread(target=watch_frozen, daemon=True).start()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
 common = {"model": model, "optimizer": optimizer, "epoch": 0, "step": 0}
 
@@ -111,6 +124,7 @@ def loss_of(net, inputs):
 
 
 def train_ddp(state):
+    training.set()
     ddp = elastic.wrap(state.model)
     if SECOND_GROUP:
         dist.all_reduce(torch.ones(1, device=DEVICE), group=dist.new_group())
