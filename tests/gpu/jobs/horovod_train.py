@@ -106,7 +106,9 @@ def train(state):
         loss = training.step(state.step)
         state.step += 1
         state.losses.append(loss.item())
-        write(VALUES / WORKER, {"step": state.step, "loss": state.losses[-1]})
+        parameters = (parameter.detach() for parameter in training.model.parameters())
+        bits = [int(p.view(torch.int32).sum(dtype=torch.int64)) for p in parameters]
+        write(VALUES / WORKER, {"step": state.step, "bits": bits})
         place = {"rank": hvd.rank(), "size": hvd.size(), "worker": WORKER, "round": state.rounds}
         facts = {"t": time.time(), "step": state.step, "pid": os.getpid(), **place}
         write(RECORDS / f"{WORKER}.jsonl", facts)

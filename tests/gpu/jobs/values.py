@@ -4,7 +4,7 @@ All ranks have the same batch, so the average of their gradients is that of one 
 rounding. WITH has words: `stream` (a stream of its own), `compile` (torch.compile), `scaler` (a
 GradScaler, with a loss that is infinite at each tenth step), `hang` (the training thread of rank 1
 hangs once, and the others read their loss while they wait for it). After each step a worker writes
-down the loss, Adam's count of its steps and the scaler's scale. In the end each trains all steps
+down the model's bits, Adam's count of its steps and the scaler's scale. In the end each trains all steps
 again, alone and without those words but `scaler`, and tells the largest relative difference of a
 loss.
 """
@@ -70,6 +70,11 @@ class Training:
         self.scaler.update()
         return loss
 
+    def bits(self):
+        """Sums of the parameters' bits."""
+        parameters = (parameter.detach() for parameter in self.model.parameters())
+        return [int(p.view(torch.int32).sum(dtype=torch.int64)) for p in parameters]
+
     def updates(self):
         """How often the optimizer has changed the model."""
         states = self.optimizer.state.values()
@@ -112,7 +117,7 @@ def train(state):
             loss = training.step(ddp, state.step)
             state.step += 1
             state.losses.append(loss.item())
-            here = {"step": state.step, "loss": state.losses[-1], "updates": training.updates()}
+            here = {"step": state.step, "updates": training.updates(), "bits": training.bits()}
             write(VALUES / WORKER, {**here, "scale": training.scaler.get_scale()})
             place = {"rank": elastic.rank(), "size": elastic.size(), "worker": WORKER}
             about = {"t": time.time(), "step": state.step, "round": elastic.round_id(), **place}
