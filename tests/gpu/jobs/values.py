@@ -4,9 +4,9 @@ All ranks have the same batch, so the average of their gradients is that of one 
 rounding. WITH has words: `stream` (a stream of its own), `compile` (torch.compile), `scaler` (a
 GradScaler, with a loss that is infinite at each tenth step), `hang` (the training thread of rank 1
 hangs once, and the others read their loss while they wait for it). After each step a worker writes
-down the model's bits, Adam's count of its steps and the scaler's scale. In the end each trains all steps
-again, alone and without those words but `scaler`, and tells the largest relative difference of a
-loss.
+down the model's bits, Adam's count of its steps and the scaler's scale. In the end each trains all
+steps again, alone and without those words but `scaler`, and tells the largest relative difference
+of a loss.
 """
 
 import contextlib
