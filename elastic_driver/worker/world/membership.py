@@ -220,7 +220,7 @@ class JobMembership:
         group.half = DeviceHalf(device)
         try:
             group.install(create, device.backends)
-            self._notices.run_attempt(round_id, CONNECT_DEVICES_S, device.connect)
+            self._notices.run_attempt(round_id, CONNECT_DEVICES_S, group.half.connect)
         except Exception as error:
             if problem := group.cut_off_device(broken=True):
                 self._notices.end_process(problem)

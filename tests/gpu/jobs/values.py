@@ -107,6 +107,7 @@ parts = {"model": training.model, "optimizer": training.optimizer}
 if "scaler" in WITH:
     parts["scaler"] = training.scaler
 state = elastic.TorchState(**parts, step=0, losses=[])
+state.local("losses")  # each rank's own: a device rounds the same batch in more than one way
 
 
 @elastic.run
