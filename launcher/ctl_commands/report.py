@@ -129,7 +129,7 @@ def text(story: Story, path: Path, now: float) -> str:
         f"{counted(story.rounds, 'round')}{drivers}",
         f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}",
         *show.goodput(figures),
-        f"{shares['slots']:.4g} slots on average; events: {path}",
+        f"slots on average: {shares['slots']:.4g}; events: {path}",
     ]
     return "\n".join(lines)
 

@@ -88,7 +88,9 @@ class Plain(Rule):
         free = self.placement.free_slots(self.placement.room_left())
         where, have = self.placement.founding_slots(), len(free)
         shortage = units.shortage(len({host for host, _ in free}), settings)
-        waiting = shortage or f"{have} of at least {need} slots have an agent"
+        waiting = (
+            shortage or f"{have} of at least {counted(need, 'slot has', 'slots have')} an agent"
+        )
         timeout = settings.start_timeout if first else settings.elastic_timeout
         if self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
             if first and settings.start_min_np is not None:

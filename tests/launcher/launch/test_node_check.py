@@ -137,7 +137,7 @@ def test_when_all_nodes_are_bad_the_first_reason_is_the_error(
     assert status == ClusterError.exit_code
     assert ran_on == []
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("elasticrun: all 2 nodes failed the check; the first: localhost faulty")
+    assert last.startswith("elasticrun: each node failed the check (2); the first: localhost faulty")
 
 
 @pytest.mark.usefixtures("quick_tasks")
