@@ -196,6 +196,7 @@ def ended(result: JobResult, now: float) -> str:
     rows = []
     for w in result.workers:
         code = "lost" if w.exit_code is None else str(w.exit_code)
+        code = "hung" if w.hung else code
         took = "-" if w.seconds is None else duration(w.seconds)
         words = w.last_words.rpartition("\n")[2]
         rank = "-" if w.rank is None else str(w.rank)

@@ -232,6 +232,7 @@ class JobOutcome:
         if failure is not None:
             code = failure.exit_code
             what = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            what = failure.lost or what
             reason = f"rank {failure.rank} on {failure.host} failed first ({what}); {reason}"
         self.finish_with(failure, reason)
 

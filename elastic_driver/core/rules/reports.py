@@ -35,6 +35,11 @@ STATE_GONE = (
 )
 MAY_BE_MISSING = "what it does after training, such as saving the model, may be missing"
 SOME_RANKS = 8  # that are named in a sentence
+_LOST = {
+    Cause.HUNG: "stopped making progress",
+    Cause.AGENT: "was lost with its agent",
+    Cause.MEMORY: "ran out of memory",
+}
 _ENDED_BADLY = (Cause.OWN, Cause.VICTIM)  # a non-zero exit status
 
 
@@ -208,7 +213,8 @@ class Reports(Rule):
             self.outcome.succeeded(now)
             return
         rank, member = worker.place.rank, worker.is_member and not worker.left_behind
-        failure = Failure(worker.id, rank, worker.host, worker.pid, exit_code, log_tail)
+        lost = _LOST.get(cause, "")
+        failure = Failure(worker.id, rank, worker.host, worker.pid, exit_code, log_tail, lost)
         reason = _describe(failure, cause)
         current, given = self.rounds.current, self.settings.host_failures
         trains = current.state is COMPLETE and now - current.since >= PLAIN_PROGRESS_S
@@ -368,6 +374,4 @@ class Reports(Rule):
 def _describe(failure: Failure, cause: Cause) -> str:
     code, after = failure.exit_code, " after losing a peer" if cause is Cause.VICTIM else ""
     text = f"was killed by signal {-code}" if code < 0 else f"exited {code}"
-    others = {Cause.HUNG: "stopped making progress", Cause.AGENT: "was lost with its agent"}
-    others[Cause.MEMORY] = "ran out of memory"
-    return others.get(cause, text + after)
+    return _LOST.get(cause, text + after)
