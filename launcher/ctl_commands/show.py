@@ -246,7 +246,7 @@ def hosts_by_state(document: JobDocument) -> str:
     odd = [h for h in document.hosts if h.state != "usable" or h.evidence]
     if not odd:
         return text
-    return f"{text}\n\n{_hosts(document, odd[:MOST_ODD])}{_more(len(odd), 'hosts')}"
+    return f"{text}\n\n{_hosts(document, odd[:MOST_ODD])}{_more(len(odd), 'host')}"
 
 
 def workers(document: JobDocument) -> str:
@@ -292,7 +292,7 @@ def workers_by_host(document: JobDocument) -> str:
     text = table(head, rows)
     if not odd:
         return text
-    return f"{text}\n\n{_workers(document, odd[:MOST_ODD])}{_more(len(odd), 'workers')}"
+    return f"{text}\n\n{_workers(document, odd[:MOST_ODD])}{_more(len(odd), 'worker')}"
 
 
 def _summary(document: JobDocument, group: Sequence[MemberStatus]) -> tuple[str, ...]:
@@ -301,6 +301,7 @@ def _summary(document: JobDocument, group: Sequence[MemberStatus]) -> tuple[str,
     found = [measured[w.worker] for w in group if w.worker in measured]
     ranks = [w.rank for w in group if w.rank >= 0]
     span = UNKNOWN if not ranks else f"{min(ranks)}-{max(ranks)}"
+    span = str(ranks[0]) if len(ranks) == 1 else span
     states = Counter(w.state for w in group).most_common()
     step = figures.over((w.step for w in found), max)
     return (
@@ -316,7 +317,7 @@ def _summary(document: JobDocument, group: Sequence[MemberStatus]) -> tuple[str,
 
 def _more(number: int, what: str) -> str:
     hidden = number - MOST_ODD
-    return f"\n… and {hidden} more {what}; --all shows every one" if hidden > 0 else ""
+    return f"\n… and {counted(hidden, f'more {what}')}; --all shows every one" if hidden > 0 else ""
 
 
 def event(line: bytes) -> str:
