@@ -161,7 +161,8 @@ class Reporter:
             if advice := advice_on(words):
                 lines.append(f"{NAME}: {advice}")
             lines.append(f"{NAME}: first failure: {describe_failure(failure)}")
-        lines.append(f"{NAME}: job {'stopped' if exit_code in _STOPPED else 'failed'}: {reason}")
+        stopped = failure is None and exit_code in _STOPPED
+        lines.append(f"{NAME}: job {'stopped' if stopped else 'failed'}: {reason}")
         facts = {"reason": reason, "exit_code": exit_code, "first_failure": failure}
         self._show(lines, event="job_ended", **facts)
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver.core.decisions import StackGroup
+from elastic_driver.core.documents import Failure
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
@@ -182,16 +183,16 @@ def goodput(found: GoodputFigures | None) -> list[str]:
     return [f"goodput {found.goodput:.1%}" + (f" ({', '.join(lost)})" if lost else "")]
 
 
-def how_it_ended(exit_code: int | None) -> str:
-    """Return how a job has ended: a job that was told to stop has not failed."""
-    if exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+def how_it_ended(exit_code: int | None, failure: Failure | None) -> str:
+    """Return how a job has ended: one that was told to stop, and not by a failure, is stopped."""
+    if failure is None and exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         return "stopped"
     return "failed" if exit_code else "succeeded"
 
 
 def ended(result: JobResult, now: float) -> str:
     """Return the end of a job and of each of its workers; `now`: unix seconds."""
-    word, when = how_it_ended(result.exit_code), duration(now - result.ended)
+    word, when = how_it_ended(result.exit_code, result.failure), duration(now - result.ended)
     head = f"{word} {when} ago (status {result.exit_code})"
     rows = []
     for w in result.workers:

@@ -343,3 +343,31 @@ def test_ranks_that_take_their_time_are_waited_for_where_the_user_wants_that(
     s.exit("a.0.1", 0)
     assert s.end is not None
     assert s.end.exit_code == 0
+
+
+def test_max_restarts_restarts_all_also_when_some_have_finished(scenario: MakeScenario) -> None:
+    s = _declared(scenario(start_np=2, max_restarts=1, settle=0.0), a=2)
+    s.exit("a.1.1", 0)
+    s.exit("a.0.1", 1)
+    s.obey_stops()
+    s.wait(1.0)
+    assert s.end is None
+    assert s.members == ["a.0.2", "a.1.2"]
+    s.exit("a.1.2", 0)
+    assert s.end is None
+    s.exit("a.0.2", 1)
+    assert s.end is not None
+    assert s.end.exit_code == 1
+    assert "2 failures are more than the limit of 1 restart" in s.end.reason
+
+
+def test_a_restarted_job_succeeds_when_its_ranks_do(scenario: MakeScenario) -> None:
+    s = _declared(scenario(start_np=2, max_restarts=1, settle=0.0), a=2)
+    s.exit("a.1.1", 0)
+    s.exit("a.0.1", -11)
+    s.obey_stops()
+    s.wait(1.0)
+    for worker in ("a.0.2", "a.1.2"):
+        s.exit(worker, 0)
+    assert s.end is not None
+    assert s.end.exit_code == 0

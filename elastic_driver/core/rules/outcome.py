@@ -193,9 +193,11 @@ class JobOutcome:
         """Record that the whole job has to go."""
         self.departure = departure
 
-    def restarted(self) -> None:
-        """Count a restart of workers."""
+    def restarted(self, *, all_workers: bool = False) -> None:
+        """Count a restart of workers; `all_workers`: those that had finished, too."""
         self.restart_count += 1
+        if all_workers:
+            self.first_success = None
 
     def record(self, loss: Loss) -> None:
         """Record a worker's failure."""

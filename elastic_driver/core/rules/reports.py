@@ -322,6 +322,8 @@ class Reports(Rule):
         grace = self.settings.grace_period
         over_at = (self.outcome.first_success or 0.0) + grace
         waiting = f"a worker has finished; {left} still running"
+        if bad is not None and not self.outcome.elastic and self.settings.max_restarts:
+            return  # `plain` restarts all, those that have finished too, or ends the job
         if bad is not None and (left == 0 or not self.outcome.elastic):
             who = f"rank {bad.failure.rank} on {bad.failure.host} {bad.reason}"
             if self.outcome.elastic and bad.cause not in _ENDED_BADLY:
