@@ -72,7 +72,10 @@ def route(spec: JobSpec, local_rank: int) -> Routing:
     terminal.
     """
     redirected = parse_streams(spec.redirects, local_rank) if spec.log_dir else 0
-    teed = parse_streams(spec.tee, local_rank) if spec.log_dir else 0
+    teed = 0
+    if spec.log_dir:
+        rest = (OUT | ERR) & ~redirected
+        teed = rest if spec.tee is None else parse_streams(spec.tee, local_rank)
     shown = (OUT | ERR) & (~redirected | teed)
     if spec.local_ranks_filter is not None and local_rank not in spec.local_ranks_filter:
         shown = 0
