@@ -8,6 +8,8 @@ TESTS  ?= tests
 BENCH  ?=
 
 BIN    := $(VENV)/bin
+GPU_PYTHON ?= $(BIN)/python
+GPU_TESTS  ?= tests/gpu
 READY  := $(VENV)/.installed
 TRAINS := $(VENV)/.trains
 
@@ -34,8 +36,9 @@ demo: $(TRAINS) ## train on three workers, kill one on the way, show what happen
 test: $(READY) ## run the tests, three files at a time (TESTS=tests/launcher for some of them)
 	$(BIN)/python -m pytest $(TESTS) -q -n 3 --dist loadfile --no-loadscope-reorder
 
-test-gpu: $(READY) ## the tests that need an NVIDIA GPU, with their figures (docs/nccl.md)
-	$(BIN)/python -m pytest -m gpu tests/gpu -v -s
+# On a machine with a torch of its own: make test-gpu GPU_PYTHON=python3
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## the tests that need an NVIDIA GPU, with a table of figures (docs/nccl.md)
+	$(GPU_PYTHON) -m pytest -c tests/gpu/alone.ini --rootdir . -m gpu $(GPU_TESTS) -v -s
 
 check: $(READY) ## formatting, lint, types, and which package may import which
 	$(BIN)/ruff format --check .

@@ -79,8 +79,9 @@ class WorkerClient:
         progress = self.progress
         if progress.round == 0:
             progress.entered(1, 0, size)
+        cost = StepCost(STEP_S / 2, STEP_S / 2)
         for step in range(progress.version + 1, int((time.monotonic() - since) / STEP_S)):
-            progress.samples.record(step, StepCost(STEP_S / 2, STEP_S / 2))
+            progress.samples.record(step, lambda: cost)
             progress.committed(step)
             progress.step_time = STEP_S
             progress.step_times.append(STEP_S)

@@ -24,7 +24,7 @@ step and sends no message. Times are seconds.
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,15 +79,16 @@ class ComputeClock:
         """Drop the current step: its cost would not compare with that of others."""
         self._step, self._finished = _Step(), _Step()
 
-    def finish_step(self) -> StepCost | None:
-        """End the step and begin the next; return its cost, None where it is not known.
+    def finish_step(self) -> Callable[[], StepCost | None]:
+        """End the step and begin the next; return a function that computes its cost.
 
-        It is not known for the first step after `restart`, without `backward()` or
+        Any thread may call it, later: a commit does not wait for the sum. The cost is None where it
+        is not known: for the first step after `restart`, without `backward()` or
         `optimizer.step()`, and where the watched parameters got no gradient.
         """
         step, now = self._step, self._moment()
-        self._step, step.ended = _Step(began=now), now
-        return self._cost(step)
+        self._step, step.ended = _Step(now), now
+        return partial(self._cost, step)
 
     def _cost(self, step: _Step) -> StepCost | None:
         if not step.waits or step.began is None or step.stepped is None or step.ended is None:
@@ -147,11 +148,17 @@ class DeviceClock(ComputeClock):
         devices = (parameter.device for parameter in _parameters(optimizers))
         self._device = next((d for d in devices if self.times(d)), None)
 
-    def _cost(self, step: _Step) -> StepCost | None:
-        """Return the cost of the step before; None where the device has not ended it."""
+    def finish_step(self) -> Callable[[], StepCost | None]:
+        """See `ComputeClock.finish_step`; it is the step before that has a cost now.
+
+        The cost is None where the device has not ended that step.
+        """
+        step, now = self._step, self._moment()
+        self._step, step.ended = _Step(now), now
         before, self._finished = self._finished, step
         known = before.ended is not None and before.ended.query()
-        return super()._cost(before) if known else None
+        cost = self._cost(before) if known else None
+        return lambda: cost
 
     def _moment(self) -> Any:
         """Return an event of now in the stream that trains; None while a graph is captured."""

@@ -101,7 +101,9 @@ def training_loop(
                 companions.start_all()
                 if rejoined:
                     reset_all()
-                if not meet(state, phase):
+                with member.exchanging():
+                    met = meet(state, phase)
+                if not met:
                     return cast("R", None)
                 training_begins()
                 state._begins()

@@ -28,14 +28,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from elastic_driver.core.documents import SaveRequest, World
-from elastic_driver.core.measured import StepTimes
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError, WorldBrokenError
 from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
 from elastic_driver.worker.compute_clock import ComputeClock, clock_for
-from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress
+from elastic_driver.worker.heartbeat.progress import StepTiming, TrainingProgress
 from elastic_driver.worker.marks import Marks
 from elastic_driver.worker.mistakes.watch import Mistakes
 from elastic_driver.worker.positions import (
@@ -141,6 +140,8 @@ class _GoingBack(NamedTuple):
 class _Last:
     """The last commit of a state."""
 
+    version: int = UNTRAINED  # the committed steps until then
+    phase: int = 0  # the call of the training function that has made it
     at: int = 0  # its place among the commits of all states
     before: int = 0  # that of the commit before it
     random: dict[str, Any] | None = None  # the random generators; None: there was no commit
@@ -197,10 +198,8 @@ class State:
         self._marks = Marks()
         self._mistakes = Mistakes(self._tree, _trees)
         self._round = 0  # the round this state was last synchronised in
-        self._version = UNTRAINED
         self._torn = False  # the sender was lost while its tensors arrived
         self._local: frozenset[str] = frozenset()
-        self._phase = 0  # of the last commit
         # What the ranks of a round have of this state, and whether it leads there; see `_expect`.
         self._met: tuple[int, Sequence[StateVersion], bool] | None = None
         self._leads = True  # its commits are the job's steps: it is that of the training function
@@ -209,7 +208,7 @@ class State:
         self._arranged = -1  # the tree's count of changes when `_arrange` was called last
         self._counted = Counted()
         self._parameters: int | None = None
-        self._looks = self._said_size = 0  # at what each commit copies
+        self._said_size = 0  # bytes that each commit copies
         if checkpoint_dir is None and (every, keep) != (None, None):
             raise UsageError("every= and keep= are of checkpoints: give checkpoint_dir= as well")
         self._checkpoints: Checkpoints | None = None
@@ -272,6 +271,13 @@ class State:
             self._counted = self._count()
         self._parameters = count_parameters(self._all(Module))
         self._clock = clock_for(optimizers, self._clock)
+        self._tell_sizes()
+
+    def _tell_sizes(self) -> None:
+        """Note what the driver is told of the model and the batch of the training function."""
+        if self._leads:
+            self._progress.parameters = self._parameters
+            self._progress.micro_batches, self._progress.batch = division_of(self._sources)
 
     def _all(self, kind: Any) -> list[Any]:
         """Return the attributes of a kind."""
@@ -282,7 +288,7 @@ class State:
     @property
     def version(self) -> int:
         """The number of committed steps in this state; −1 before the first sync."""
-        return self._version
+        return self._last.version
 
     @property
     def clean(self) -> bool:
@@ -311,7 +317,7 @@ class State:
 
     def _commit(self) -> bool:
         """Mark a step boundary; return whether the round has to be left here."""
-        if self._version == UNTRAINED and current.is_initialized() and current.size() > 1:
+        if self._last.version == UNTRAINED and current.is_initialized() and current.size() > 1:
             raise UsageError(
                 "this state is committed, but was never made the same on all ranks: make it before "
                 "the function under @elastic.run is called, on every rank, or call its sync() at "
@@ -323,19 +329,19 @@ class State:
             self.save()
         except WorldBrokenError as error:  # what an accelerator was to exchange will never come
             raise self._mistakes.leaving(error, self._progress)  # noqa: B904 - it has its cause
-        self._version += 1
-        self._phase = _Phase.number
+        last = self._last
+        last.version = version = last.version + 1
+        last.phase = _Phase.number
         if self._checkpoints is not None:
-            self._checkpoints.take_if_due(self._live(), self._version)
+            self._checkpoints.take_if_due(self._live(), version)
         if not self._leads:
             return False
-        progress, committing = self._progress, time.perf_counter() - began
-        if (computed := self._clock.finish_step()) is not None:
-            progress.samples.record(self._version, computed)
-        self._measure(computed, committing)
-        leaves = progress.committed(self._version)
-        self._marks.committed(self._version, self._compared)
-        self._say_copies()
+        progress = self._progress
+        self._measure(version, time.perf_counter() - began)
+        leaves = progress.committed(version)
+        self._marks.committed(version, self._compared)
+        if not progress.steps & (progress.steps - 1):  # it takes time: at the 1st, 2nd, 4th …
+            self._say_copies()
         return leaves
 
     def _compared(self) -> list[tuple[Tree, frozenset[str]]]:
@@ -359,9 +365,9 @@ class State:
     def _mark_end(self) -> None:
         """Mark the last commit: the training function, or the script, is over."""
         if self._leads:
-            self._marks.end(self._version, self._compared)
+            self._marks.end(self._last.version, self._compared)
 
-    def _measure(self, cost: StepCost | None, committing: float) -> None:
+    def _measure(self, version: int, committing: float) -> None:
         """Note the samples and the times of a step, whose commit took so many seconds."""
         progress, waited = self._progress, 0.0
         if self._sources:
@@ -369,14 +375,11 @@ class State:
             self._counted = after = self._count()
             progress.trained += after.samples - before.samples
             waited = after.waited - before.waited
-        progress.micro_batches, progress.batch = division_of(self._sources)
-        progress.parameters = self._parameters
+            progress.micro_batches, progress.batch = division_of(self._sources)
+        cost = self._clock.finish_step()
+        progress.samples.record(version, cost)
+        progress.timing = StepTiming(cost, waited, committing)
         progress.gradients = gradient_norms()
-        if cost is None:
-            progress.times = StepTimes(waited or None, commit=committing)
-            return
-        worked = max(cost.worked - committing - waited, 0.0)
-        progress.times = StepTimes(waited or None, worked, cost.waited, committing)
 
     def _count(self) -> Counted:
         """Return what the samplers and batches of this state have counted so far."""
@@ -388,9 +391,8 @@ class State:
         leaves = self._tree.leaves
         if leaves.copy_all or (leaves.learning and leaves.names):
             return
-        self._looks += 1
-        if self._looks & (self._looks - 1) or not current.is_initialized() or current.rank():
-            return  # it takes time: at each second, fourth, eighth commit
+        if not current.is_initialized() or current.rank():
+            return
         found = self._tree.copies()
         size, count = sum(each[0] for each in found), sum(each[1] for each in found)
         if size >= max(SAID_BYTES, 2 * self._said_size):
@@ -502,13 +504,13 @@ class State:
     @property
     def _is_over(self) -> bool:
         """Whether no commit has come since the training function of now was called."""
-        return self._phase != _Phase.number
+        return self._last.phase != _Phase.number
 
     def state_version(self) -> StateVersion:
         """Return the version to report when this worker is READY for the next round."""
-        if self._torn or self._version == UNTRAINED:
+        if self._torn or self._last.version == UNTRAINED:
             return StateVersion(UNTRAINED, clean=not self._torn)
-        return StateVersion(self._version, self.clean)
+        return StateVersion(self._last.version, self.clean)
 
     def on_reset(self) -> None:
         """Reset positions and call the callbacks: the world has changed."""
@@ -545,6 +547,7 @@ class State:
         self._round = world.round
         if leads:
             self._progress.synced_at = time.monotonic()
+            self._tell_sizes()
             self._marks.entered(self._progress, world.size)
             self._progress.on_end = partial(_ends, weakref.ref(self))
             self._mistakes.entered(self._progress, world.size)
@@ -557,8 +560,8 @@ class State:
         """
         if self._checkpoints is None:
             return None
-        if not self.clean or self._version != request.step:
-            problem = f"step {request.step} was requested; this worker is at {self._version}"
+        if not self.clean or self._last.version != request.step:
+            problem = f"step {request.step} was requested; this worker is at {self._last.version}"
             raise UsageError(problem)
         self.restore()  # the script may have gone on since its last commit
         return self._checkpoints.take_last(self._live(), request, rank)
@@ -568,7 +571,7 @@ class State:
 
         `world`: the members of the last world, by rank. `seconds`: the time that is left.
         """
-        step = self._version
+        step = self._last.version
         if self._checkpoints is None or step <= 0:
             why = (
                 "it has no checkpoint_dir (docs/checkpoints.md)" if step > 0 else "nothing to keep"
@@ -603,14 +606,14 @@ class State:
         elif rank in agreement.receivers:
             self._torn = True
             # A rank that is behind cannot draw again what the others have drawn since.
-            behind = not agreement.fresh and self._version != agreement.version
+            behind = not agreement.fresh and self._last.version != agreement.version
             resumed = sharing.receive(state, agreement, with_random=behind)
             self._torn = False
         elif agreement.takes_all:
             sharing.stand_by(agreement)
-        self._version = agreement.version if resumed is None else resumed
+        self._last.version = agreement.version if resumed is None else resumed
         if self._leads:
-            self._progress.version = self._version
+            self._progress.version = self._last.version
         self._keep(from_others=True)
         for module in self._all(Module):
             mark_in_sync(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,26 @@ def test_a_job_grows_loses_a_worker_and_one_hangs_and_it_ends_with_equal_weights
         assert len({line.rpartition("digest=")[2] for line in said}) == 1
         assert "garbage" not in job.stderr
         job.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_who_stands_by_keeps_the_state_when_its_source_dies_on_the_way(tmp_path: Path) -> None:
+    """All take part in a transfer to two newcomers. Gloo forgets a broadcast whose source dies."""
+    hosts = Hosts(tmp_path, "localhost:2")
+    args = (
+        *("--host-discovery-script", str(hosts.script), "--discovery-interval", "0.2"),
+        *("-np", "2", "--min-np", "1", "--max-np", "4", "--", DEVICE),
+    )
+    with elasticrun(*args, env={"FROZEN_MB": "512", "PYTHONPATH": str(ROOT)}) as job:
+        holders = job.until_size(2, steps=5)
+        hosts.set("localhost:4")
+        formed = job.until(
+            lambda: [e for e in job.events("round_completed") if e["size"] == 4], "four meet"
+        )[0]
+        time.sleep(max(0.0, formed["t"] + 0.5 - time.time()))  # connecting takes 0.2 s
+        source = min(holders, key=lambda pid: holders[pid].rank)
+        killed_at = job.kill(source)
+        arrived = [e for e in job.events("state_synced") if formed["t"] < e["t"] < killed_at]
+        assert not arrived, "the kill came too late"
+        assert set(holders) - {source} <= set(job.until_size(4))
+        assert_no_step_lost_or_repeated(job, min(r.step for r in job.live().values()))

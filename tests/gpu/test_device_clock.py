@@ -43,7 +43,7 @@ def test_what_the_gpu_computes_counts_and_what_it_waits_for_does_not() -> None:
         torch.cuda._sleep(3 * CYCLES)  # as a stream does that waits for a slower rank
         torch.cuda.synchronize()
         optimizer.step()
-        laps.append(clock.finish_step())
+        laps.append(clock.finish_step()())
     known = [lap.compute for lap in laps if lap is not None]
     assert len(known) >= 5
     assert 0.9 * busy < statistics.median(known) < 2 * busy
@@ -56,11 +56,11 @@ def test_nobody_waits_for_the_gpu() -> None:
     clock.watch([optimizer])
     model(torch.ones(4, 64, device="cuda")).sum().backward()
     optimizer.step()
-    clock.finish_step()
+    clock.finish_step()()
     busy = seconds_of(10 * CYCLES)
     torch.cuda._sleep(10 * CYCLES)
     model(torch.ones(4, 64, device="cuda")).sum().backward()
     optimizer.step()
     begun = time.perf_counter()
-    clock.finish_step()
+    clock.finish_step()()
     assert time.perf_counter() - begun < busy / 2

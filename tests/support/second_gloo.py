@@ -36,6 +36,7 @@ class SecondGloo:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self._tell = tell
         self._queue: list[tuple[Any, torch.Tensor]] = []
+        self._backend: Any = None  # of this round, once it connects
         self._aborted = threading.Event()
         self._connections = GroupConnections()
 
@@ -61,7 +62,7 @@ class SecondGloo:
         self._queue.clear()
         self._aborted.clear()
 
-    def connect(self) -> None:
+    def connect(self, _is_over: Callable[[], bool] = lambda: False) -> None:
         self._tell("connects")
         self._connections.finish()
         self._backend = c10d._get_default_group()._get_backend(DEVICE)
@@ -93,4 +94,4 @@ class SecondGloo:
             _never_freed.append(self._backend)  # gloo may forget a send: `TrainingThread`
         self._queue.clear()
         c10d._abort_process_group()  # as for NCCL; it aborts gloo's half as well
-        del self._backend
+        self._backend = None

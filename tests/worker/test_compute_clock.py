@@ -45,7 +45,7 @@ def measured(
     laps = []
     for _ in range(8):
         step(optimizer)
-        lap = clock.finish_step()
+        lap = clock.finish_step()()
         laps.append(None if lap is None else lap.compute)
     return laps
 
@@ -131,7 +131,7 @@ def one_rank() -> tuple[nn.Module, torch.optim.Optimizer, ComputeClock]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = ComputeClock()
     clock.watch([optimizer])
-    clock.finish_step()
+    clock.finish_step()()
     return model, optimizer, clock
 
 
@@ -142,13 +142,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def test_a_step_without_a_backward_pass_or_without_the_optimizer_is_not_measured() -> None:
     model, optimizer, clock = one_rank()
-    assert clock.finish_step() is None
+    assert clock.finish_step()() is None
     model(torch.randn(2, 4)).sum().backward()
-    assert clock.finish_step() is None
+    assert clock.finish_step()() is None
     optimizer.step()
-    assert clock.finish_step() is None
+    assert clock.finish_step()() is None
     train(model, optimizer)
-    assert clock.finish_step() is not None
+    assert clock.finish_step()() is not None
 
 
 def test_the_first_step_after_a_change_of_the_world_is_not_measured() -> None:
@@ -156,16 +156,16 @@ def test_the_first_step_after_a_change_of_the_world_is_not_measured() -> None:
     train(model, optimizer)
     clock.restart()
     train(model, optimizer)
-    assert clock.finish_step() is None
+    assert clock.finish_step()() is None
     train(model, optimizer)
-    assert clock.finish_step() is not None
+    assert clock.finish_step()() is not None
 
 
 def test_what_is_done_after_the_optimizer_counts() -> None:
     model, optimizer, clock = one_rank()
     train(model, optimizer)
     time.sleep(0.03)
-    lap = clock.finish_step()
+    lap = clock.finish_step()()
     assert lap is not None
     assert lap.compute - lap.one_pass >= 0.03, "no part of the pass: others cannot take it over"
 
@@ -177,16 +177,16 @@ def test_a_frozen_last_layer_does_not_blind_the_clock() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = ComputeClock()
     clock.watch([optimizer])
-    clock.finish_step()
+    clock.finish_step()()
     train(model, optimizer)
-    assert clock.finish_step() is not None
+    assert clock.finish_step()() is not None
 
 
 def test_other_optimizers_take_the_place_of_the_first_and_leave_nothing_behind() -> None:
     model, optimizer, clock = one_rank()
     clock.watch([])
     train(model, optimizer)
-    assert clock.finish_step() is None
+    assert clock.finish_step()() is None
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
@@ -205,9 +205,9 @@ def test_an_optimizer_that_wraps_another_one_is_followed_by_that_ones_steps() ->
     outer = Wrapping(optimizer, optimizer.param_groups)
     clock.watch([outer])
     train(model, outer)
-    clock.finish_step()
+    clock.finish_step()()
     train(model, outer)
-    assert clock.finish_step() is not None
+    assert clock.finish_step()() is not None
 
 
 def test_an_optimizer_without_hooks_is_not_measured() -> None:
@@ -216,20 +216,20 @@ def test_an_optimizer_without_hooks_is_not_measured() -> None:
     clock.watch([outer])
     for _ in range(3):
         train(model, outer)
-        assert clock.finish_step() is None
+        assert clock.finish_step()() is None
 
 
 def test_what_is_computed_behind_the_passes_is_told_apart_from_waiting() -> None:
     model, optimizer, clock = one_rank()
     train(model, optimizer)
-    clock.finish_step()
+    clock.finish_step()()
     model(torch.randn(2, 4)).sum().backward()
     until = time.process_time() + 0.03
     while time.process_time() < until:  # as whoever sums gradients
         pass
     time.sleep(0.05)  # and then waits for its peers
     optimizer.step()
-    lap = clock.finish_step()
+    lap = clock.finish_step()()
     assert lap is not None
     assert lap.exchange >= 0.03
     assert lap.exchange < 0.08 - 0.01, "waiting is not in it"

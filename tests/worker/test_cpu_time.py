@@ -75,7 +75,7 @@ def test_the_exchange_is_told_as_long_as_it_took(monkeypatch: pytest.MonkeyPatch
     account(monkeypatch, (1.0, 1.0), (2.0, 4.0))
     samples = StepSamples()
     samples.collect(1.0)
-    samples.record(1, StepCost(0.5, 0.2, 0.01))
+    samples.record(1, lambda: StepCost(0.5, 0.2, 0.01))
     (told,) = samples.collect(1.0)
     assert told.exchange == pytest.approx(0.04)
     assert (told.compute, told.one_pass) == (0.5, 0.2), "what the clock has measured stays"

@@ -74,7 +74,7 @@ def trainer() -> tuple[Doubled, Callable[[], None]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     clock = Doubled()
     clock.watch([optimizer])
-    clock.finish_step()
+    clock.finish_step()()
 
     def train() -> None:
         model(torch.randn(2, 4)).sum().backward()
@@ -89,14 +89,14 @@ def test_a_step_is_told_with_the_next_one_if_the_device_has_passed_it(
     clock, train = trainer
     train()
     time.sleep(0.03)
-    assert clock.finish_step() is None
+    assert clock.finish_step()() is None
     monkeypatch.setattr(Passed, "late", 60.0)
     train()
-    lap = clock.finish_step()
+    lap = clock.finish_step()()
     assert lap is not None
     assert lap.compute - lap.one_pass >= 0.03, "what is done after the optimizer counts"
     train()
-    assert clock.finish_step() is None, "the device is not that far, and nobody waits for it"
+    assert clock.finish_step()() is None, "the device is not that far, and nobody waits for it"
 
 
 def test_what_is_recorded_for_later_or_not_seen_whole_is_not_measured(
@@ -106,15 +106,15 @@ def test_what_is_recorded_for_later_or_not_seen_whole_is_not_measured(
     clock.capturing = True
     train()
     clock.capturing = False
-    assert clock.finish_step() is None
-    assert clock.finish_step() is None, "the captured one"
+    assert clock.finish_step()() is None
+    assert clock.finish_step()() is None, "the captured one"
     train()
     clock.restart()
     train()
-    assert clock.finish_step() is None
+    assert clock.finish_step()() is None
     train()
-    assert clock.finish_step() is None, "the world changed in it"
-    assert clock.finish_step() is not None
+    assert clock.finish_step()() is None, "the world changed in it"
+    assert clock.finish_step()() is not None
 
 
 def test_a_clock_follows_the_parameters_of_its_own_kind_of_device() -> None:

@@ -136,7 +136,7 @@ class Kept(state.State):
         if "save" in self._calls:
             self._calls["save"] = True
             self._keep_values()
-        elif self._version == state.UNTRAINED or not session.is_in_job():
+        elif self._last.version == state.UNTRAINED or not session.is_in_job():
             self._keep_values()
         else:
             self._is_saving = True
@@ -192,7 +192,7 @@ class Kept(state.State):
                 announce_change()
         else:
             others = frozenset(range(1, world.size))
-            self._carry_out(Agreement(0, others, max(self._version, 0), fresh=True), world)
+            self._carry_out(Agreement(0, others, max(self._last.version, 0), fresh=True), world)
         self._write_owner()
         self.owner._saved_state = dict(self._values)
 

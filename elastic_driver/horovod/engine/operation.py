@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_driver.horovod.engine import streams
 from elastic_driver.horovod.engine.messages import Request
 
 
@@ -33,9 +34,12 @@ class Operation:
     Args:
         tensors: the inputs, detached.
         outputs: where results go, if their size is known; an output may be an input.
+
+    `given` and `written` are events of a device's streams: the inputs are computed, the result is
+    there; None on the CPU.
     """
 
-    __slots__ = ("done", "error", "outputs", "request", "result", "tensors")
+    __slots__ = ("done", "error", "given", "outputs", "request", "result", "tensors", "written")
 
     def __init__(
         self, request: Request, tensors: Sequence[Any] = (), outputs: Sequence[Any] = ()
@@ -43,6 +47,8 @@ class Operation:
         self.request = request
         self.tensors = tensors
         self.outputs = outputs
+        self.given = streams.mark(tensors)
+        self.written: Any = None
         self.done = False
         self.error: Exception | None = None
         self.result: Any = None

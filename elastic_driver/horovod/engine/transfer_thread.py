@@ -11,6 +11,7 @@ from queue import SimpleQueue
 
 import torch
 
+from elastic_driver.horovod.engine import streams
 from elastic_driver.horovod.engine.errors import HorovodInternalError, first_line
 from elastic_driver.horovod.engine.messages import Agreement
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
@@ -97,6 +98,8 @@ class TransferThread:
                 timeline.began(batch)
             items = list(zip(batch, operations, strict=True))
             with self._failing(here):
+                for operation in here:
+                    streams.follow(operation.given, operation.tensors)
                 finish = transfers.start(items, self._place(process_set))
             return _UnderWay(batch, here, finish, timeline)
         self._finish(here)
@@ -110,6 +113,9 @@ class TransferThread:
         written = [tensor for operation in operations for tensor in operation.outputs]
         if written:
             torch.autograd.graph.increment_version(written)
+        for operation in operations:
+            if operation.given is not None:
+                operation.written = streams.mark(operation.tensors)
         self._mark_done(operations)
 
     def _complete(self, started: _UnderWay) -> None:

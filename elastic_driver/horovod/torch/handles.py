@@ -10,7 +10,7 @@ import torch
 
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.common.process_sets import ProcessSet
-from elastic_driver.horovod.engine import running
+from elastic_driver.horovod.engine import running, streams
 from elastic_driver.horovod.engine.agreement import title
 from elastic_driver.horovod.engine.arithmetic import DTYPES
 from elastic_driver.horovod.engine.engine import Engine
@@ -183,6 +183,7 @@ def synchronize(handle: Any) -> Any:
     engine, operation, pick = _find(handle)
     try:
         result = engine.wait(operation)
+        streams.follow(operation.written, operation.tensors)
         if (log := running.log()).level <= TRACE:
             log.write(TRACE, f"{title(operation.request)} is done")
         return pick(result)

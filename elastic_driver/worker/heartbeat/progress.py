@@ -58,6 +58,25 @@ class StepCost(Struct, frozen=True):
     waited: float = 0.0
 
 
+Cost = Callable[[], StepCost | None]  # computes it; None: not known
+
+
+class StepTiming(NamedTuple):
+    """What is known of the times of one step, in seconds."""
+
+    cost: Cost
+    data: float  # waiting for the next batch; 0: not known
+    commit: float
+
+    def times(self) -> StepTimes:
+        """Return the parts of the step."""
+        cost = self.cost()
+        if cost is None:
+            return StepTimes(self.data or None, commit=self.commit)
+        worked = max(cost.worked - self.commit - self.data, 0.0)
+        return StepTimes(self.data or None, worked, cost.waited, self.commit)
+
+
 class Done(NamedTuple):
     """The last step of this process: when it ended, and all steps and samples until then."""
 
@@ -81,13 +100,13 @@ class StepSamples:
     """
 
     def __init__(self) -> None:
-        self._recorded: deque[tuple[int, StepCost]] = deque(maxlen=LARGEST_BACKLOG)
+        self._recorded: deque[tuple[int, Cost]] = deque(maxlen=LARGEST_BACKLOG)
         # The fields below belong to the heartbeat thread.
         self._kept: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._slowdown = CpuSlowdown()
         self._unfinished: list[tuple[float, float, float]] = []  # steps of the next sample
 
-    def record(self, step: int, cost: StepCost) -> None:
+    def record(self, step: int, cost: Cost) -> None:
         """Record the cost of a committed step; called by the training thread."""
         self._recorded.append((step, cost))
 
@@ -98,7 +117,9 @@ class StepSamples:
         """
         every, slowdown = steps_per_sample(step_time), self._slowdown.factor()
         while self._recorded:
-            step, cost = self._recorded.popleft()
+            step, known = self._recorded.popleft()
+            if (cost := known()) is None:
+                continue
             self._unfinished.append((cost.compute, cost.one_pass, cost.exchange * slowdown))
             if step % every == 0:
                 means = map(fmean, zip(*self._unfinished, strict=True))
@@ -161,7 +182,7 @@ class TrainingProgress:
     step_reported: bool = False  # by the script, and not committed yet
     total: int | None = None  # steps in all, as the script said
     numbers: dict[str, float] = field(default_factory=dict)  # the script's last ones
-    times: StepTimes | None = None  # of the last step
+    timing: StepTiming | None = None  # of the last step
     micro_batches: int | None = None  # of a step of a `FixedBatch`
     batch: int | None = None  # its samples
     parameters: int | None = None  # of the models of the state
@@ -182,6 +203,11 @@ class TrainingProgress:
     allocation: Allocation | None = None  # the newest one
     leave_after: int = NEVER  # leave the round at this boundary; see `boundary`
     leave_reason: str = ""  # written before `leave_after`
+
+    @property
+    def times(self) -> StepTimes | None:
+        """The parts of the last step."""
+        return None if self.timing is None else self.timing.times()
 
     @property
     def boundary(self) -> int:
@@ -224,10 +250,13 @@ class TrainingProgress:
         self.boundaries.append(now)
         self.steps += 1
         if self.step_reported:  # it counts once
-            self.step_reported, self.active_at = False, now
-            self._done(now)
+            self.step_reported = False
         else:
-            self.reported(now)
+            self.step_times.append(now - self.active_at)
+            self.reported_steps += 1
+            self.steps_done += 1
+        self.active_at = now
+        self._done(now)
         if self.steps == 1:
             self.on_first_step()
         return max(version, 0) + self.checks >= self.leave_after  # `must_leave`, in fewer calls
@@ -275,7 +304,7 @@ class TrainingProgress:
         self.leave_after, self.steps, self.reported_steps, self.checks = NEVER, 0, 0, 0
         self.optimizer_steps = 0
         self.marks.clear()
-        self.reported_step, self.step_reported, self.times = None, False, None
+        self.reported_step, self.step_reported, self.timing = None, False, None
         self.gradients = None
         self.division, self.wants_allocations, self.samples = None, False, StepSamples()
         self.round = self.steps_of = round_id

@@ -91,9 +91,10 @@ class Attributes:
         self._looks = {key: look for key, look in self._looks.items() if key in now}
         self._moving = {key: None for key in self._moving if key[0] in now}
 
-    def is_due(self, now: float) -> bool:
-        """Return whether `take` has something to do; `now`: seconds, of its clock."""
-        return bool(self._left > 0 or self._moving or now >= self._look_at)
+    @property
+    def rest_until(self) -> float:
+        """The time, of its clock, until which `take` has nothing to do."""
+        return float("-inf") if self._left > 0 or self._moving else self._look_at
 
     def take(self) -> list[Attribute]:
         """Return copies of the attributes that change, for a commit."""

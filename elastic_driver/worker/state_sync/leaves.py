@@ -45,23 +45,25 @@ Memory = tuple[str, Tensor, Tensor | None]  # name, tensor, and the parameter it
 
 
 class _Commit(NamedTuple):
-    """The tensors as they were at a commit."""
+    """The tensors of a commit; usually they are those of the commit before it."""
 
     names: list[str]
     tensors: list[Tensor]
-    versions: list[int]  # of the first ones, which are read at each commit
-    pointers: list[int]
-    others: Read  # of what optimizers remember: the tensors behind these
     still: list[int]  # numbers of the tensors that were not copied
     moved: list[Tensor]  # the tensors that were copied, and the copies
     copies: list[Tensor]
 
-    def versions_now(self) -> list[int]:
+
+class _Seen(NamedTuple):
+    """What shows whether tensors have changed since a commit."""
+
+    versions: list[int]  # of the first ones, which are read at each commit
+    pointers: list[int]
+    others: Read  # of what optimizers remember: the tensors behind these
+
+    def all_versions(self) -> list[int]:
         """Return the version that each tensor had at the commit."""
         return self.versions + self.others.expected()
-
-
-_NOTHING = _Commit([], [], [], [], Read([], [], 0), [], [], [])
 
 
 class Leaves:
@@ -85,7 +87,8 @@ class Leaves:
         self._still: list[int] = []  # numbers of the tensors that are not copied
         self._last: object = None  # steps and growth of the last commit
         self._unproven: set[str] = set()  # copied until they are known to stand still
-        self._commit = _NOTHING
+        self._commit = _Commit([], [], [], [], [])
+        self._seen = _Seen([], [], Read([], [], 0))
         self._is_torn = False  # a copy was begun and not finished
         # The first tensors of now, as they were at the commit.
         self._versions: list[int] | None = None
@@ -167,22 +170,15 @@ class Leaves:
             self._others.forget()
         else:
             self._learn(versions, pointers, collectives)
-        if self._choice is None:
-            self._choose()
-        copies = self._copy(self._choice or [])
+        choice = self._choose() if self._choice is None else self._choice
+        copies, commit = self._copy(choice), self._commit
         self._versions, self._pointers = versions, pointers
-        self._commit = _Commit(
-            self.names,
-            self.tensors,
-            versions,
-            pointers,
-            self._others.last,
-            self._still,
-            self._choice or [],
-            copies,
-        )
+        self._seen = _Seen(versions, pointers, self._others.last)
+        if commit.copies is not copies or commit.moved is not choice:
+            self._commit = _Commit(self.names, self.tensors, self._still, choice, copies)
         self._is_torn = False
-        self._early, self._contents = set(), {}
+        if self._contents or self._early:
+            self._early, self._contents = set(), {}
         if self.copy_all:
             return
         now = self._clock()
@@ -190,12 +186,14 @@ class Leaves:
             self._contents = self._look(self._not_moving())
             self._check_at = now + 3 * (self._clock() - now) / SHARE
 
-    def _choose(self) -> None:
+    def _choose(self) -> list[Tensor]:
         """Decide which tensors are copied, after something has changed about that."""
         copied = {*self.moving, *self._unproven, *self._small}
         chosen = [self.copy_all or name in copied for name in self.names]
-        self._choice = [t for t, is_copied in zip(self.tensors, chosen, strict=True) if is_copied]
+        choice = [t for t, is_copied in zip(self.tensors, chosen, strict=True) if is_copied]
+        self._choice = choice
         self._still = [number for number, is_copied in enumerate(chosen) if not is_copied]
+        return choice
 
     def _copy(self, choice: list[Tensor]) -> list[Tensor]:
         """Return copies of tensors, in the memory of the last ones where that fits."""
@@ -309,7 +307,7 @@ class Leaves:
         """Return the names of tensors that have changed since the commit and were not copied."""
         commit = self._commit
         stepped = _changed_by(self._steps.optimizers()) if commit.still else set()
-        versions, pointers = commit.versions_now(), commit.pointers
+        versions, pointers = self._seen.all_versions(), self._seen.pointers
         found = []
         unknown = []  # seem to be unchanged, and their content is known
         for number in commit.still:
@@ -353,17 +351,13 @@ class Leaves:
 
     def note(self) -> None:
         """Note that the tensors hold what was committed, though they were written to."""
-        commit = self._commit
-        first = len(commit.versions)
-        versions = list(map(_version, commit.tensors))
-        self._commit = commit._replace(
-            versions=versions[:first],
-            pointers=list(map(_pointer, commit.tensors[:first])),
-            others=Read.at(versions[first:]),
-        )
-        if self.tensors is commit.tensors:
-            self._versions, self._pointers = self._commit.versions, self._commit.pointers
-            self._others.last = self._commit.others
+        tensors = self._commit.tensors
+        first = len(self._seen.versions)
+        versions = list(map(_version, tensors))
+        pointers = list(map(_pointer, tensors[:first]))
+        self._seen = _Seen(versions[:first], pointers, Read.at(versions[first:]))
+        if self.tensors is tensors:
+            self._versions, self._pointers, self._others.last = self._seen
 
 
 def _look_before_step(me: "weakref.ref[Leaves]") -> None:

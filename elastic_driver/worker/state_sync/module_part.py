@@ -13,8 +13,10 @@ from elastic_driver.worker.state_sync.attributes import Attribute, Attributes, l
 from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.part import (
+    NEVER,
     Named,
     Outgoing,
+    Rest,
     StatePart,
     names_in,
     require_tensor,
@@ -147,12 +149,12 @@ class ModulePart(StatePart):
         extra = [copied(module.get_extra_state()) for _, module in walk.extra]
         return _Kept(walk, training, flags, extra, own)
 
-    def is_settled(self, now: float, /) -> bool:
-        """See `StatePart.is_settled`: there is nothing but tensors and flags."""
-        kept: _Kept | None = self.kept
-        if kept is None or kept.walk is not self._walk or kept.extra or kept.own:
-            return False
-        return not self._keeps_nothing() and not self._attributes.is_due(now)
+    def rest(self) -> Rest:
+        """See `StatePart.rest`: there is nothing but tensors and flags."""
+        kept: _Kept = self.kept
+        if kept.walk is not self._walk or kept.extra or kept.own or self._keeps_nothing():
+            return NEVER
+        return Rest(self._attributes.rest_until)
 
     def _keeps_nothing(self) -> bool:
         walk = self._walk

@@ -10,11 +10,13 @@ from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.attributes import Attribute, Attributes
-from elastic_driver.worker.state_sync.glance import Glance, Structure
+from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.part import (
+    NEVER,
     Named,
     Outgoing,
+    Rest,
     StatePart,
     require_tensor,
 )
@@ -58,7 +60,6 @@ class OptimizerPart(StatePart):
         self._plain: list[int] = []  # places in there of what is no tensor
         self._shape: _Shape | None = None  # of these, once it is kept
         self._settings: list[tuple[list[Any], Any]] = []  # of each group: values, and their copy
-        self._set = Glance(())  # at the groups, as `take` saw them
         self._is_fixed = False  # all settings are values that stay what they are
         self._known: dict[str, Tensor] = {}  # the state's parameters, trained here or not
         self._named: dict[int, str] = {}  # names of these and of its own, by identity
@@ -186,16 +187,16 @@ class OptimizerPart(StatePart):
         ]
         others = Taker(alone=True).take(self._others(), self.name) if self._plain else None
         settings = [copy for _, copy in self._settings]
-        self._set = Glance([Structure(groups, groups)])
         self._is_fixed = all(values[0] is not _END for values, _ in self._settings)
         return _Kept(self._shape, settings, others, attributes)
 
-    def is_settled(self, now: float, /) -> bool:
-        """See `StatePart.is_settled`: the groups have their settings, and nothing else changes."""
-        kept: _Kept | None = self.kept
-        if kept is None or kept.shape is not self._shape or kept.own or self._plain:
-            return False
-        return self._is_fixed and self._set.is_same() and not self._attributes.is_due(now)
+    def rest(self) -> Rest:
+        """See `StatePart.rest`: the groups have their settings, and nothing else changes."""
+        kept: _Kept = self.kept
+        if kept.shape is not self._shape or kept.own or self._plain or not self._is_fixed:
+            return NEVER
+        groups = self.thing.param_groups
+        return Rest(self._attributes.rest_until, groups, [dict(group) for group in groups])
 
     def _settings_of(
         self, group: dict[str, Any], number: int, values: list[Any], copy: Any

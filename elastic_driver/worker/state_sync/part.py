@@ -11,7 +11,7 @@ For sending, a part becomes a document of plain data and a list of tensors (`mes
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,17 @@ from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError, too
 
 Named = list[tuple[str, Tensor]]
 Outgoing = tuple[Any, Named]  # a document of plain data; name and tensor of each number in it
+
+
+class Rest(NamedTuple):
+    """How long commits can spare a part, while a glance at its structure shows nothing new."""
+
+    until: float  # seconds, of the clock of `attributes`
+    settings: Any = None  # and no longer than these live objects equal those that were kept
+    kept: Any = None
+
+
+NEVER = Rest(float("-inf"))
 
 
 class StatePart:
@@ -70,13 +81,9 @@ class StatePart:
         except RecursionError:
             raise too_deep(self.name) from None
 
-    def is_settled(self, now: float, /) -> bool:  # noqa: ARG002 - some parts ask a clock
-        """Return whether `take` would return `kept` again, so that a commit can spare it.
-
-        It is asked only while a glance at `structure()` shows nothing new; `now`: seconds, of the
-        clock of `attributes`.
-        """
-        return False
+    def rest(self) -> Rest:
+        """Return, right after a commit, how long `take` would return `kept` again."""
+        return NEVER
 
     def copies(self) -> Any:
         """Return what is a copy in `kept`."""

@@ -7,9 +7,9 @@ from torch.optim import Optimizer
 
 from elastic_driver.worker.state_sync.module_part import ModulePart, OwnStatePart
 from elastic_driver.worker.state_sync.optimizer_part import OptimizerPart
-from elastic_driver.worker.state_sync.part import Named, Outgoing, StatePart
+from elastic_driver.worker.state_sync.part import Named, Outgoing, Rest, StatePart
 
-__all__ = ["ModulePart", "Named", "OptimizerPart", "Outgoing", "StatePart", "part_for"]
+__all__ = ["ModulePart", "Named", "OptimizerPart", "Outgoing", "Rest", "StatePart", "part_for"]
 
 
 def part_for(name: str, thing: Any) -> StatePart | None:

@@ -25,6 +25,7 @@ from elastic_driver.worker.state_sync.message import ComparingWriter
 from elastic_driver.worker.state_sync.parts import (
     ModulePart,
     OptimizerPart,
+    Rest,
     StatePart,
     part_for,
 )
@@ -55,6 +56,25 @@ class _Usual(NamedTuple):
         things = map(values.get, self.things)
         is_like = self.kinds == list(map(type, values.values()))
         return is_like and all(map(is_, things, self.things.values()))
+
+
+class _Resting(NamedTuple):
+    """Parts that commits can spare."""
+
+    glance: Glance | None  # at what all parts are made of
+    rests: dict[StatePart, Rest]
+
+    def awake(self, now: float) -> list[StatePart]:
+        """Return the parts that cannot be spared now."""
+        rests = self.rests
+        try:
+            return [
+                part
+                for part, (until, settings, kept) in rests.items()
+                if now >= until or settings != kept
+            ]
+        except Exception:  # a setting is a tensor now, say, which equals nothing
+            return [*rests]
 
 
 class Tree:
@@ -88,7 +108,7 @@ class Tree:
         self._usual: _Usual | None = None  # None: each of them has to be looked at
         self._glance: Glance | None = None  # at what they are made of
         self._is_seen = False  # the last walk has found this to be the same
-        self._settled: Glance | None = None  # at what they were made of at the last commit
+        self._resting: _Resting | None = None  # what the next commit can spare
         self._optimizers: list[Optimizer] | None = None
         self._kept: dict[str, Any] | None = None  # of the attributes: values, copies, objects
         self._kept_parts: dict[str, StatePart] = {}
@@ -261,11 +281,12 @@ class Tree:
         """
         kept, now = self.walk(), self.steps.now()
         gradients = self.gradients.take(self.optimizers(), from_others=from_others)
-        parts: Collection[StatePart] = self.parts.values()
-        if self._is_seen and self._settled is self._glance:
-            at = self._clock()
-            parts = [part for part in parts if not part.is_settled(at)]
-        self._settled = None
+        resting = self._resting if self._is_seen and not from_others else None
+        if resting is not None and resting.glance is self._glance:
+            parts = resting.awake(self._clock())
+        else:
+            parts, resting = [*self.parts.values()], None
+        self._resting = None
         taken = [(part, part.take()) for part in parts]
         self.leaves.keep(now, from_others=from_others)
         # Nothing fails from here on: a commit counts as a whole, or the last one still does.
@@ -273,7 +294,8 @@ class Tree:
             part.kept = each
         self.gradients.committed(gradients, now)
         self._kept, self._kept_parts = kept, self.parts
-        self._settled = self._glance
+        self._resting = resting or _Resting(self._glance, {})
+        self._resting.rests.update((part, part.rest()) for part in parts)
         self._is_torn = False
         self.steps.restart()
 

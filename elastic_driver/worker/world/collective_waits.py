@@ -8,7 +8,8 @@ thread waits here, in slices, and can leave; the forgotten operation sleeps on, 
 
 `CollectiveWaits` replaces `wait` of torch's work objects, once for the process. Other waits stay as
 they are: those with a timeout of their own, those for point-to-point operations (gloo breaks the
-whole group when they time out), and those of rounds with an accelerator's collectives.
+whole group when they time out), and, in rounds with an accelerator's collectives, all but those of
+an exchange that gloo carries (`exchanging`).
 DistributedDataParallel waits in C++ for a future: `guarded` returns one that can be given up. Any
 other wait in C++ cannot be. Torch's reducer raises the error of such a future as "RuntimeError:
 Unable to cast ... to Tensor": `cause_of` finds the error that is quoted there.
@@ -19,7 +20,8 @@ A script may catch the error of a lost peer and go on. So the first one of a rou
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -56,6 +58,22 @@ class CollectiveWaits:
         self._failure: Exception | None = None  # the first error of a guarded future
         self.lost: Exception | None = None  # the first one that says that a peer is lost
         self._refused = 0
+        self.is_exchanging = False  # the training thread waits for gloo alone
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Within it, the training thread's waits are for gloo's operations, and can be given up.
+
+        Matters in rounds with an accelerator's collectives, whose waits must not have a timeout.
+        """
+        if CollectiveWaits._current is not None:
+            yield
+            return
+        CollectiveWaits._current, self.is_exchanging = self, True
+        try:
+            yield
+        finally:
+            CollectiveWaits._current, self.is_exchanging = None, False
 
     @staticmethod
     def use(waits: "CollectiveWaits | None") -> None:
@@ -198,9 +216,14 @@ def current_waits() -> CollectiveWaits | None:
 def _wait(work: dist.Work, timeout: timedelta = timedelta()) -> bool:
     """Wait as torch does, until the round's waits are given up."""
     waits = CollectiveWaits._current
-    if timeout or waits is None or work._get_op_type() in _POINT_TO_POINT:
-        return _torch_wait(work, timeout)
     of_script = threading.current_thread() is threading.main_thread()
+    if (
+        timeout
+        or waits is None
+        or work._get_op_type() in _POINT_TO_POINT
+        or (waits.is_exchanging and not of_script)  # it may be an accelerator's
+    ):
+        return _torch_wait(work, timeout)
     if waits.lost is not None and of_script:
         waits.refuse()
     try:

@@ -23,6 +23,7 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,13 +77,25 @@ class Accelerator:
         """
         self._module.set_device(self._device)
 
-    def connect(self) -> None:
-        """Connect to the peers; may block for ever, so it runs on a thread of its own."""
+    def connect(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Connect to the peers; may block for ever, so it runs on a thread of its own.
+
+        `is_over`: whether the round was given up meanwhile. What has been connected is aborted
+        then: whoever gave the round up could not, and would never be rid of it.
+        """
         if self._opening is not None:
             self._opening.join()
         self._module.set_device(self._device)  # of this thread
         backend = c10d._get_default_group()._get_backend(self._device)
-        backend.eager_connect_single_device(self._device)  # backends that cannot do nothing here
+        try:
+            backend.eager_connect_single_device(self._device)  # if the backend can do that
+            self._use_first(backend)
+        finally:
+            if is_over():
+                backend.abort()
+
+    def _use_first(self, backend: Any) -> None:
+        """Carry out the first collectives of a group, if they connect anything; the same thread."""
 
     def settle(self) -> None:
         """Wait for the stream that the optimizer is going to use; on the training thread."""
@@ -145,6 +158,10 @@ class DeviceHalf:
         self._deadline = math.inf  # of the cut-off
         self._ended = threading.Event()
         self._error: str | None = None  # why the cut-off failed
+
+    def connect(self) -> None:
+        """Connect the device to those of the peers; see `Accelerator.connect`."""
+        self.device.connect(lambda: self.reason is not None)
 
     def settle(self) -> None:
         """Wait until the device has done its work; called on the training thread.

@@ -7,6 +7,7 @@ that `elasticrun` did not start is a world of one. Times are seconds.
 
 import threading
 import time
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -219,7 +220,7 @@ class JobMembership:
         group.half = DeviceHalf(device)
         try:
             group.install(create, device.backends)
-            self._notices.run_attempt(round_id, CONNECT_DEVICES_S, device.connect)
+            self._notices.run_attempt(round_id, CONNECT_DEVICES_S, group.half.connect)
         except Exception as error:
             if problem := group.cut_off_device(broken=True):
                 self._notices.end_process(problem)
@@ -283,6 +284,10 @@ class JobMembership:
         """
         if self.group is not None and self.group.half is not None:
             self.group.half.settle()
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Return a context for an exchange that gloo carries: a wait in it can be given up."""
+        return self._notices.waits.exchanging()
 
     def leave(self) -> None:
         """Take the process group down, healthy or broken, without waiting for a peer.

@@ -15,8 +15,11 @@ Pitfalls of torch's calls (docs/nccl.md lists what was tried on a GPU):
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+import torch
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.worker_log import say
@@ -24,6 +27,8 @@ from elastic_driver.worker.world.device import Accelerator
 from elastic_driver.worker.world.nccl_threads import ProxyThreads
 
 KIND, BACKEND = "cuda", "nccl"
+FIRST_SIZES = 1, 2**18, 2**22  # elements; NCCL chooses its ways by the size
+ROOM_BYTES = 2**30  # outside of torch's cache; a communicator takes less
 SPIN_S = 0.002  # before a wait for the device sleeps
 # Torch reads them whenever it makes a ProcessGroupNCCL: `elastic.init()` is early enough.
 _VARIABLES = {
@@ -70,11 +75,18 @@ class Nccl(Accelerator):
         uuid = self._module.get_device_properties(self._device).uuid
         return f"{os.environ.get('NCCL_HOSTID', '')}/{uuid}"
 
-    def connect(self) -> None:
+    def begin(self) -> None:
+        """See `Accelerator.begin`. Makes room for NCCL, which cannot use what torch keeps."""
+        super().begin()
+        kept = self._module.memory_reserved(self._device)  # 0 as long as the device is not open
+        if kept and self._module.mem_get_info(self._device)[0] < ROOM_BYTES:
+            self._module.empty_cache()
+
+    def connect(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """See `Accelerator.connect`. Raises `UsageError` where NCCL refuses the devices."""
         self._threads = ProxyThreads()
         try:
-            super().connect()
+            super().connect(is_over)
             self._threads.finish()
         except (RuntimeError, ValueError) as error:
             if any(text in str(error) for text in _MISUSE):
@@ -84,6 +96,18 @@ class Nccl(Accelerator):
                     "needs a GPU of its own (see CUDA_VISIBLE_DEVICES), or use backend='gloo'"
                 ) from error
             raise
+
+    def _use_first(self, backend: Any) -> None:
+        """See `Accelerator._use_first`: NCCL connects rings and trees in their first collective.
+
+        On the training thread a peer that dies meanwhile would leave that inside of NCCL, whose
+        memory an abort frees.
+        """
+        values = [torch.zeros(size, device=self._device) for size in FIRST_SIZES]
+        for each in values:
+            backend.allreduce([each])
+            backend.broadcast([each])
+        self._module.synchronize(self._device)
 
     def abort(self) -> None:
         """See `Accelerator.abort`."""

@@ -195,7 +195,8 @@ class RoundNotices:
             if half is not None and half.is_ending() and problem is None:
                 return CHECK_S  # the training thread waits for that, which has a limit of its own
             asleep = self._thread.count_asleep()
-            if problem is None and asleep >= GIVE_UP_CHECKS and half is None:
+            of_gloo = half is None or self.waits.is_exchanging
+            if problem is None and asleep >= GIVE_UP_CHECKS and of_gloo:
                 self.waits.give_up(FORGOTTEN)
             if problem is None and asleep < HOPELESS_CHECKS:
                 return CHECK_S

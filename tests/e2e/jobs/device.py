@@ -1,4 +1,7 @@
-"""Trains over a pretended device (`tests.support.second_gloo`) in NCCL's place, for ever."""
+"""Trains over a pretended device (`tests.support.second_gloo`) in NCCL's place, for ever.
+
+FROZEN_MB: the size of a parameter that nothing trains; it differs until the state is shared.
+"""
 
 import hashlib
 import json
@@ -23,7 +26,10 @@ device = SecondGloo()
 session.choose_backend = lambda *_: BackendChoice(device)
 torch.manual_seed(1)
 model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 1))
-optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+trained = list(model.parameters())
+if size := int(os.environ.get("FROZEN_MB", "0")) * 2**18:
+    model.frozen = torch.nn.Parameter(torch.full((size,), float(os.getpid())), requires_grad=False)
+optimizer = torch.optim.Adam(trained, lr=0.01)
 state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
 
 
@@ -44,7 +50,7 @@ def train(state):
             x = torch.randn(16, 20, generator=generator)
             optimizer.zero_grad()
             (model(x) - x.sum(1, keepdim=True)).pow(2).mean().backward()
-            for parameter in model.parameters():
+            for parameter in trained:
                 device.all_reduce(parameter.grad.div_(elastic.size()))
             optimizer.step()
             time.sleep(0.01)

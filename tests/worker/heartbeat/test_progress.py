@@ -57,7 +57,7 @@ def state_of(progress: TrainingProgress, **parts: object) -> elastic.TorchState:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = elastic.TorchState(model=model, optimizer=optimizer, **parts)
     state._progress = progress
-    state._version = 0
+    state._last.version = 0
     return state
 
 
@@ -88,7 +88,7 @@ def test_a_fixed_batch_counts_the_samples_of_commits_and_its_wait_for_data(
     batches = elastic.FixedBatch(DATA, 4, model=model, virtual_workers=3)
     state = elastic.TorchState(model=model, optimizer=optimizer, batches=batches)
     state._progress = progress
-    state._version = 0
+    state._last.version = 0
     for step in batches:
         for inputs, labels in step:
             (model(inputs) - labels).pow(2).mean().backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from elastic_driver.core.documents import decode, encode
 from elastic_driver.core.progress import MAX_SAMPLES, Progress, Sample
 from elastic_driver.worker.heartbeat.progress import (
@@ -13,8 +15,8 @@ from elastic_driver.worker.heartbeat.progress import (
 )
 
 
-def cost(seconds: float) -> StepCost:
-    return StepCost(seconds, seconds / 2)
+def cost(seconds: float) -> Callable[[], StepCost]:
+    return lambda: StepCost(seconds, seconds / 2)
 
 
 def told(step: int, seconds: float) -> Sample:

@@ -53,6 +53,21 @@ def test_a_wait_ends_once_it_is_given_up(pair: list[Any], waits: CollectiveWaits
     assert first.tolist() == [2, 2, 2]
 
 
+def test_beside_an_accelerator_only_an_exchange_over_gloo_is_given_up(pair: list[Any]) -> None:
+    CollectiveWaits.use(None)
+    waits = CollectiveWaits()
+    threading.Timer(0.3, waits.give_up, args=(REASON,)).start()
+    tensors = [torch.ones(3) for _ in pair]
+    with waits.exchanging():
+        assert waits.is_exchanging
+        with pytest.raises(WorldBrokenError, match=REASON):
+            pair[0].allreduce([tensors[0]]).wait()
+    assert not waits.is_exchanging
+    assert current_waits() is None
+    assert pair[1].allreduce([tensors[1]]).wait(), "torch's own wait again"
+    assert tensors[1].tolist() == [2, 2, 2]
+
+
 def test_a_guarded_future_has_the_value_or_the_reason(
     pair: list[Any], waits: CollectiveWaits
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -135,6 +136,18 @@ class Cuda:
         self.calls: list[object] = []
         self.capturing = False
         self.done = False
+        self.kept = self.free = 0
+
+    def set_device(self, device: torch.device) -> None: ...
+
+    def memory_reserved(self, _: torch.device) -> int:
+        return self.kept
+
+    def mem_get_info(self, _: torch.device) -> tuple[int, int]:
+        return self.free, 2**36
+
+    def empty_cache(self) -> None:
+        self.calls.append("emptied")
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
@@ -172,6 +185,52 @@ def test_before_a_roll_back_all_streams_are_waited_for(device: nccl.Nccl) -> Non
     half.cut_off("a.0.1 was killed")
     half.wait_until_cut_off()
     assert cuda.calls == ["all of cuda:0"]
+
+
+def test_the_first_collectives_are_carried_out_by_the_thread_that_connects(
+    device: nccl.Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    half = Half(Backend("nccl", calls))
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: half)
+    monkeypatch.setattr(nccl.torch, "zeros", lambda size, device: size)
+    cuda = device._module = Cuda()
+    device.connect()
+    assert calls[0] == "nccl.eager_connect_single_device"
+    assert set(calls[1:]) == {"nccl.allreduce", "nccl.broadcast"}
+    assert cuda.calls[-1] == "all of cuda:0"
+
+
+@pytest.mark.parametrize("error", ["", "ncclRemoteError: connection refused"])
+def test_what_connects_after_its_round_was_given_up_is_aborted(
+    device: nccl.Nccl, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    calls: list[str] = []
+    backend = Backend("late", calls)
+    half = DeviceHalf(device)
+
+    def connect(_: object) -> None:  # meanwhile the round ends, and nothing is there to abort
+        half.cut_off("a.0.1 was killed")
+        half.wait_until_cut_off()
+        calls.append("connected")
+        if error:
+            raise RuntimeError(error)
+
+    backend.__dict__["eager_connect_single_device"] = connect
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: Half(backend))
+    monkeypatch.setattr(device, "_use_first", lambda _: None)
+    device._module = Cuda()
+    with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
+        half.connect()
+    assert calls == ["connected", "late.abort"]
+
+
+def test_room_is_made_for_a_communicator_where_torch_keeps_the_memory(device: nccl.Nccl) -> None:
+    cuda = device._module = Cuda()
+    for kept, free, emptied in ((0, 0, 0), (2**30, 2**34, 0), (2**30, 2**20, 1)):
+        cuda.kept, cuda.free, cuda.calls = kept, free, []
+        device.begin()
+        assert cuda.calls.count("emptied") == emptied
 
 
 @pytest.mark.parametrize(
