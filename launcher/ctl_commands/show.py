@@ -137,10 +137,12 @@ def heading(document: JobDocument, now: float) -> list[str]:
     counters = document.counters
     most = "any" if document.max_np is None else document.max_np
     wanted = "any" if document.wanted is None else document.wanted
+    ending = sum(member.state == "ending" for member in document.members)
+    size = counted(document.size, "worker") + f" and {ending} ending" * bool(ending)
     head = [
         f"run {document.run_id} at {document.endpoint}",
         f"{document.state} for {duration(now - document.started)}, round {document.round}: "
-        f"{counted(document.size, 'worker')} ({wanted} wanted, {document.min_np} to {most}) "
+        f"{size} ({wanted} wanted, {document.min_np} to {most}) "
         f"for {duration(document.round_age)}",
         *progress(document.measured),
         *goodput(document.goodput),
