@@ -41,8 +41,9 @@ class NotEnoughSlotsError(ClusterError):
     """Too few slots stayed available until the deadline."""
 
     def __init__(self, *, needed: int, available: int, waited: float) -> None:
+        slots = "1 slot" if needed == 1 else f"{needed} slots"
         super().__init__(
-            f"need {needed} slots, found {available} after {waited:.0f} s; "
+            f"need {slots}, found {available} after {waited:.0f} s; "
             "lower --min-np, raise --start-timeout, or check the hosts in cool-down"
         )
         self.needed, self.available = needed, available

@@ -6,6 +6,9 @@ failed first. The agent checks the last lines of a worker's output, a worker the
 exception. Pure.
 """
 
+import re
+import unicodedata
+
 # Only torch.distributed's own transports and stores, and TensorFlow's collectives, write these.
 CERTAIN = (
     "gloo/transport/",  # in every failed read, write and time-out of gloo's pairs
@@ -44,6 +47,18 @@ TORCH = (
     "gloo",
     "NCCL",
 )
+
+
+_PLACE = re.compile(
+    r"\[?(?:in: )?\S*/\S+\.(?:cc|cpp|cu|cuh|h|hpp|cxx):\d+\]?,? ?"
+)  # of a C++ library
+_ADVICE = re.compile(r"[.,;]? ?(?:This is typically|This may indicate|Check the logs|GLHF).*")
+
+
+def in_short(text: str) -> str:
+    """Return the first line of a library's error, without its place, advice and pictures."""
+    line = _ADVICE.sub("", _PLACE.sub("", text.strip().partition("\n")[0]))
+    return "".join(c for c in line if unicodedata.category(c) != "So" and c != "\ufe0f").strip()
 
 
 def looks_like_peer_loss(text: str) -> bool:

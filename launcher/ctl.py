@@ -13,12 +13,9 @@ _HELP = """\
 usage: elasticctl COMMAND [OPTIONS]
 
 A running job
-  status [--json] [--watch]   the job, its hosts and its workers
   open                        an address at which a browser shows the job, live
   top                         the same live, with keys to drain a host or see the stacks
-  events [-f] [--since N]     its events so far, and with -f those to come
   hosts [--json]              its hosts
-  logs [-f] [--rank R]        what its workers write; also of a run that is over
   stacks [--last]             the stack of every rank, equal ones together
   scale N                     ask for another number of workers
   apply PLAN.yaml             change its workers, slots per host, CPUs and memory per worker
@@ -28,6 +25,9 @@ The job is the only one that runs below the state directory (--state-dir D), or 
 --run-id ID, or of --endpoint URL with --token-file F.
 
 A job that runs or is over
+  status [--json] [--watch]   the job, its hosts and its workers; or how each worker has ended
+  events [-f] [--since N]     its events so far, and with -f those to come
+  logs [-f] [--rank R]        what its workers write
   explain rank R | host H     what happened to it, and because of which event
   report [LOG] [--html]       duration, workers over time, failures, and where the time went
   replay [JOURNAL] [--at N]   every event and decision, and the job after event N

@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+from elastic_driver.words import counted
+
 GROUP = "elastic_driver.algorithms"  # of the entry points
 BUILT_IN = "fair"  # the name of the algorithm that is used if no other is named
 LIMIT_S = 5.0  # for one plan
@@ -120,16 +122,17 @@ def faults(view: View, plan: Plan) -> list[str]:
             continue
         for host, count in workers.items():
             if host not in slots or count < 0:
-                found.append(f"{name}: {count} workers on {host!r}")
+                found.append(f"{name}: {counted(count, 'worker')} on {host!r}")
             elif count > (most := min(job.room.get(host, count), job.planned.get(host, count))):
-                found.append(f"{name}: {count} workers on {host}, allowed are {most}")
+                found.append(f"{name}: {counted(count, 'worker')} on {host}, allowed are {most}")
             else:
                 used[host] += count
         size = sum(workers.values())
         most = size if job.most is None else job.most
         if size and not job.least <= size <= most:
-            found.append(f"{name}: {size} workers, allowed are {job.least} to {job.most or 'all'}")
+            allowed = f"{job.least} to {job.most or 'all'}"
+            found.append(f"{name}: {counted(size, 'worker')}, allowed are {allowed}")
     for host, count in used.items():
         if count > slots[host]:
-            found.append(f"{host}: {count} workers on {slots[host]} slots")
+            found.append(f"{host}: {counted(count, 'worker')} on {counted(slots[host], 'slot')}")
     return found

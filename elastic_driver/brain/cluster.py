@@ -39,6 +39,7 @@ from elastic_driver.brain.plans import MakeView, Plans
 from elastic_driver.core.driver_events import Tick
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.errors import assert_never
+from elastic_driver.words import counted
 
 SILENT_S = 60.0  # a job without a report for so long is silent, whatever its lease says
 ENDED_KEPT = 1000  # runs that are over, whose last reports may come late
@@ -151,13 +152,13 @@ class Cluster(Restorable):
         found = []
         for host, used in claimed(self.runs()).items():
             if used > (most := max(self.hosts.get(host, 0), self._excess.get(host, 0))):
-                found.append(f"{host}: {used} slots may be in use, of {most}")
+                found.append(f"{host}: {counted(used, 'slot')} may be in use, of {most}")
         for job in self.runs():
             numbers = [grant.number for grant in job.grants]
             if numbers != sorted(set(numbers)) or max(numbers, default=0) > self.number:
                 found.append(f"{job.name}: its grants have the numbers {numbers}")
             if job.size and job.size < job.floor:
-                found.append(f"{job.name}: {job.size} slots, it needs {job.floor}")
+                found.append(f"{job.name}: {counted(job.size, 'slot')}, it needs {job.floor}")
         return found
 
     # ---- jobs ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from statistics import fmean
 
 from elastic_driver.brain.algorithm import HostView
 from elastic_driver.brain.replay import Outcome, Played, Recorded, best_possible
+from elastic_driver.words import counted
 
 _MARK = "*"
 
@@ -30,7 +31,8 @@ def comparison(
         ]
         for number, (job, most) in enumerate(zip(jobs, best, strict=True))
     ]
-    lines = [f"{len(jobs)} jobs on {slots} slots ({names})", "", *_columns([head, *rows]), ""]
+    what = f"{counted(len(jobs), 'job')} on {counted(slots, 'slot')}"
+    lines = [f"{what} ({names})", "", *_columns([head, *rows]), ""]
     for name, outcome in outcomes.items():
         lines += _summary(name, jobs, best, outcome)
     if any(job.extrapolated for outcome in outcomes.values() for job in outcome.jobs):

@@ -19,6 +19,7 @@ from elastic_driver.brain.space import Space, space_of
 from elastic_driver.policies.scaling.autoscaler import HORIZON_S, REPAYS
 from elastic_driver.policies.scaling.search import CLOSE, Search
 from elastic_driver.policies.scaling.speed_model import Layout, SpeedModel, fit
+from elastic_driver.words import counted
 
 GAIN = 0.02  # a plan has to save this share of the costs of the jobs that it changes
 FITTED = 25  # jobs; with more of them, models would take too long to fit
@@ -57,7 +58,7 @@ def _reason(job: JobView, size: int, why: str) -> str:
 
 
 def _workers(count: int) -> str:
-    return f"{count} worker" if count == 1 else f"{count} workers"
+    return counted(count, "worker")
 
 
 def _why_shares(jobs: Sequence[SharedJob], found: Mapping[str, int], slots: int) -> dict[str, str]:
@@ -67,7 +68,7 @@ def _why_shares(jobs: Sequence[SharedJob], found: Mapping[str, int], slots: int)
     whys = {}
     for job, costs in zip(sharing, share_costs(sharing, slots), strict=True):
         size = found[job.name]
-        part = f"its part of {slots} slots (weight {job.weight:g} of {total:g})"
+        part = f"its part of {counted(slots, 'slot')} (weight {job.weight:g} of {total:g})"
         near = [max((n for n in costs if n < size), default=None)]
         near.append(min((n for n in costs if n > size), default=None))
         others = [f"with {n} {costs[n]:.3g}" for n in near if n is not None]

@@ -216,6 +216,7 @@ class Failure(Struct, frozen=True):
     pid: int
     exit_code: int  # as subprocess gives it: negative for a signal
     log_tail: str = ""
+    lost: str = ""  # what happened, where the worker did not end by itself
 
 
 T = TypeVar("T")

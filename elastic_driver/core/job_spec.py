@@ -32,8 +32,9 @@ class JobSpec:
     driver_timeout: float = 0.0  # seconds to wait for the next driver; 0: end with this one
     log_dir: str | None = option(Heading.OUTPUT, text("DIR"), None,
         "Also write each worker's output to files below DIR.", aliases=("--output-filename",))
-    tee: str = option(Heading.OUTPUT, STREAMS, "3",
-        "With --log-dir: streams that go both to the terminal and to files.", aliases=("-t",))
+    tee: str | None = option(Heading.OUTPUT, STREAMS, None,
+        "With --log-dir: streams that go both to the terminal and to files.", aliases=("-t",),
+        shown="those that are not redirected")
     redirects: str = option(Heading.OUTPUT, STREAMS, "0",
         "With --log-dir: streams that go to files only. 0 none, 1 stdout, 2 stderr, 3 both; per "
         "local rank as 0:3,1:1.", aliases=("-r",))

@@ -20,6 +20,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.shard_messages import Quarantined, Shard
 from elastic_driver.policies.shard_sources import RangeSource, Source, StreamSource
+from elastic_driver.words import counted
 
 MAX_AGREED = 8  # answers that are kept for requests which come again
 
@@ -89,11 +90,14 @@ class ShardLedger:
             return m.Granted(same, held.tokens[same], self._lease)
         if held is not None and len(held.tokens) >= self._max_held:
             self.renew(worker, now)
-            return m.Wait(f"{worker} holds {len(held.tokens)} shards; report one done first")
+            return m.Wait(
+                f"{worker} holds {counted(len(held.tokens), 'shard')}; report one done first"
+            )
         shard = self._take()
         while shard is None:
             if self._doing:
-                return m.Wait(f"the last {len(self._doing)} shards are with {self._who_holds()}")
+                last = counted(len(self._doing), "shard is", "shards are")
+                return m.Wait(f"the last {last} with {self._who_holds()}")
             if not self.source.drained():
                 return m.Wait("the stream has no new records")
             if self._is_all_poison() or not self.source.next_epoch():
@@ -138,13 +142,18 @@ class ShardLedger:
 
     def _who_holds(self) -> str:
         names = sorted(self._holders)
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+        return ", ".join(names[:3]) + (
+            f" and {counted(len(names) - 3, 'other')}" if len(names) > 3 else ""
+        )
 
     def _end(self) -> m.End:
         names = tuple(shard.name for shard in self._quarantine)
         reason = "every record was trained"
         if names:
-            reason = f"all but {len(names)} shards in quarantine were trained: {names[0]}, …"
+            reason = (
+                f"all but {counted(len(names), 'shard')} in quarantine were trained: {names[0]}"
+            )
+            reason += ", …" * (len(names) > 1)
         return m.End(complete=not names, quarantined=names, reason=reason)
 
     def done(self, worker: str, shard: Shard, token: int, now: float) -> m.DoneAnswer:
@@ -296,7 +305,7 @@ class ShardLedger:
             past.tokens.add(self._drop(shard))
         else:
             self._returned.remove(shard)
-        reason = f"{past.losses} workers died training it, the last one {last}"
+        reason = f"{counted(past.losses, 'worker')} died training it, the last one {last}"
         entry = Quarantined(shard, past.losses, reason)
         self._quarantine[shard] = self._poison[_records(shard)] = entry
         return [entry]

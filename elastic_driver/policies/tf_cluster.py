@@ -26,6 +26,7 @@ from elastic_driver.policies.messages import (
     Reply,
     RequestDropped,
 )
+from elastic_driver.words import counted
 
 HELD_UP_S = 0.5  # a Tick that is this late means that the driver itself stood still
 RENEWAL_S = 1.0  # for renewals that wait in socket buffers to be read
@@ -376,7 +377,7 @@ class TfCluster(Restorable):
 
     def _not_yet(self) -> Rejection:
         least = self._wished.min_nodes if self._wished is not None else 1
-        problem = f"{len(self._waiting)} nodes wait, {least} are needed"
+        problem = f"{counted(len(self._waiting), 'node waits', 'nodes wait')}, {least} needed"
         if self._living:
             problem = f"{len(self._living)} members train in generation {self._generation}"
         hint = f"ask again: the place is kept for {self._lease:g} s"

@@ -21,6 +21,7 @@ from elastic_driver.errors import ExitCode
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.driver_port import DriverPort, Request
+from elastic_driver.words import counted
 from rendezvous.auth import Caller, Role
 from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
 from rendezvous.wire import EVENTS_PATH, UNREADABLE
@@ -177,12 +178,13 @@ def _check_sizes(bounds: tuple[int, int | None], *sizes: int | None) -> None:
     for size in sizes:
         if size is None:
             continue
+        workers = counted(size, "worker is", "workers are")
         if size < least:
-            problem = f"{size} workers are fewer than the job's minimum of {least}"
+            problem = f"{workers} fewer than the job's minimum of {least}"
             hint = f"ask for at least {least}, or start the job with a lower --min-np"
             raise Problem(422, "below_min", problem, hint)
         if most is not None and size > most:
-            problem = f"{size} workers are more than the job's maximum of {most}"
+            problem = f"{workers} more than the job's maximum of {most}"
             hint = f"ask for at most {most}, or start the job with a higher --max-np"
             raise Problem(422, "above_max", problem, hint)
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
+from elastic_driver.words import counted
+
 
 class Level(IntEnum):
     """The amount of output: -q, default, -v."""
@@ -123,5 +125,5 @@ def sentence(event: str, reason: str, facts: Mapping[str, Any]) -> str:
 def describe_world(facts: Mapping[str, Any]) -> str:
     """Return `3 workers on 2 hosts`, without a number that the event lacks."""
     counts = {"worker": facts.get("size"), "host": facts.get("hosts")}
-    parts = [f"{n} {noun}{'' if n == 1 else 's'}" for noun, n in counts.items() if n is not None]
+    parts = [counted(n, noun) for noun, n in counts.items() if n is not None]
     return " on ".join(parts)

@@ -151,4 +151,4 @@ def describe_failure(failure: Failure) -> str:
     """Describe a failed worker in one line: rank, host, worker, pid, exit code."""
     process = f"pid {failure.pid}" if failure.pid else "never started"
     which = f"rank {failure.rank} on host {failure.host} (worker {failure.worker}, {process})"
-    return f"{which}: {describe_exit(failure.exit_code)}"
+    return f"{which}: {failure.lost or describe_exit(failure.exit_code)}"

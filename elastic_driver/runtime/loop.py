@@ -28,7 +28,7 @@ from elastic_driver.core.job import Job
 from elastic_driver.core.job_events import TOGETHER, EventBatch
 from elastic_driver.core.machine import Machine, stamped
 from elastic_driver.core.measured import Measured
-from elastic_driver.core.rules.workers import RUNNING
+from elastic_driver.core.rules.workers import OCCUPYING, RUNNING
 from elastic_driver.errors import ElasticError, ExitCode
 from elastic_driver.policies.messages import KeysRead, MachineName, Reply
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
@@ -42,6 +42,7 @@ from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.checks import CheckAnswer, NodeChecks
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.collector import collector_paused
+from elastic_driver.runtime.event_words import Level
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.journal.codec import JOURNALLED
@@ -51,8 +52,10 @@ from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
 from elastic_driver.runtime.measurements import Measurements
 from elastic_driver.runtime.run_ledger import sizes_of
 from elastic_driver.runtime.speed import loads_seen, new_auto_scaler, sample_of, speed_seen
+from elastic_driver.words import counted
 
 MAX_TOGETHER = 1000  # events that are handled together
+TELL_S = 2.0  # for workers to end, before the user is told of the wait
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
 _SPIN_GUARD_S = 0.01  # the least time between two ticks
 _HELD_S = 0.02  # between two looks at a journal that does not answer
@@ -172,8 +175,24 @@ class DriverLoop:
             plain = self.job is not None and not self.job.outcome.elastic
             interrupt = interrupted and plain  # elastic workers go back to their last commit
             self.executor.shut_down_agents(grace, self.end.reason, interrupt=interrupt)
+        tell_at: float | None = self.clock() + TELL_S
         while not self._stop_now and self.executor.orders and self.clock() < deadline:
-            self.turn(deadline)
+            self.turn(deadline if tell_at is None else min(deadline, tell_at))
+            if tell_at is not None and self.clock() >= tell_at:
+                tell_at = None
+                self._tell_of_wait(deadline - AGENT_EXIT_S - self.clock())
+
+    def _tell_of_wait(self, left: float) -> None:
+        """Say whom the end of the job waits for, and for how long at most."""
+        count = 0 if self.job is None else self.job.workers.count(*OCCUPYING)
+        if self.end is None or not count:
+            return
+        waits = f"waiting for {counted(count, 'worker')} to end, {max(left, 0.0):.0f} s at most"
+        stopped = self.end.failure is None and self.end.exit_code == ExitCode.INTERRUPTED
+        again = "; Ctrl-C again kills at once" if stopped else ""
+        self.executor.record.reporter.note(
+            f"{waits} ({self.end.reason}){again}", level=Level.NORMAL
+        )
 
     # ---- messages ------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from elastic_driver.runtime.event_words import ALARMS, WORDS, describe_world
 from elastic_driver.runtime.event_words import Level as Level  # noqa: PLC0414 - for importers
 from elastic_driver.runtime.failures import advice_on, describe_failure, last_words
 from elastic_driver.runtime.repeated import Repeated
+from elastic_driver.words import counted
 
 NAME = "elasticrun"
 MAX_EXITS_SHOWN = 8  # of workers that failed in one round; the event log has them all
@@ -160,7 +161,8 @@ class Reporter:
             if advice := advice_on(words):
                 lines.append(f"{NAME}: {advice}")
             lines.append(f"{NAME}: first failure: {describe_failure(failure)}")
-        lines.append(f"{NAME}: job {'stopped' if exit_code in _STOPPED else 'failed'}: {reason}")
+        stopped = failure is None and exit_code in _STOPPED
+        lines.append(f"{NAME}: job {'stopped' if stopped else 'failed'}: {reason}")
         facts = {"reason": reason, "exit_code": exit_code, "first_failure": failure}
         self._show(lines, event="job_ended", **facts)
 
@@ -203,7 +205,7 @@ class Reporter:
                     poll.poll()
 
     def _describe_lost(self, count: int) -> bytes:
-        text = f"{count} lines were dropped: the terminal did not take them"
+        text = f"{counted(count, 'line was', 'lines were')} dropped: the terminal took no more"
         line = _as_json({"event": "note", "text": text}) if self._json else f"{NAME}: {text}"
         return line.encode() + b"\n"
 

@@ -39,6 +39,7 @@ class WorkerResult(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     seconds: float | None  # from the start of its process; None: it was never started
     last_words: str = ""  # its traceback, or else the last lines of its stderr
+    hung: bool = False  # it made no progress any more, and was killed
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +89,8 @@ class WorkerResults:
         if expected and (self._world is None or self._world.member(worker) is None):
             return  # it was stopped before it took part, or after the others had gone on
         report = exited if event.event == "worker_exited" else None
+        before, _ = self._of_slot.get((host, slot), (None, False))
+        hung = hung or (before is not None and before.worker == worker and before.hung)
         self._drop((host, slot))
         result = WorkerResult(
             worker=worker,
@@ -100,6 +103,7 @@ class WorkerResults:
             ended=now,
             seconds=None if began is None else now - began,
             last_words="" if report is None else self._words(report.log_tail),
+            hung=hung,
         )
         self._chars += len(result.last_words)
         self._of_slot[host, slot] = result, result.exit_code == 0 and not expected

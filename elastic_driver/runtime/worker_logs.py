@@ -25,6 +25,7 @@ from msgspec import Meta, Struct
 from elastic_driver.core.fields import Host, WorkerId
 from elastic_driver.core.output_lines import WorkerLine
 from elastic_driver.line_writer import LineWriter
+from elastic_driver.words import counted
 from rendezvous.wire import UNREADABLE
 
 FILES = 8  # of one run
@@ -146,7 +147,7 @@ class WorkerLogs:
 
 
 def _left_out(count: int, host: str = "") -> bytes:
-    text = f"{count} lines were left out here: there were too many at once"
+    text = f"{counted(count, 'line was', 'lines were')} left out here: there were too many at once"
     return _encode(LogLine(time.time(), "", -1, host, "stderr", text)) + b"\n"
 
 

@@ -15,6 +15,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from elastic_driver.core.state_version import StateVersion, source_of
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
+from elastic_driver.peer_loss import in_short
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
 from elastic_driver.worker.state import (
     State,
@@ -217,8 +218,12 @@ def broke_the_world(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> str:
     """Return one line for the event log."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, HostsUpdatedInterrupt) and text:
+        return text
+    if tells_of_loss(error):
+        return f"a collective broke: {in_short(text) or type(error).__name__}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def clear_frames(error: BaseException) -> None:

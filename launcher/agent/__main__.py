@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 
+from launcher.agent import stdin
 from launcher.agent.agent import Agent
 from launcher.agent.command_line import parse
 from launcher.agent.processes import forbid_core_dumps
@@ -20,13 +21,13 @@ def main() -> int:
         return 0
     config = parse(arguments)
     forbid_core_dumps()
-    inherited = inherit(os.environ)
+    inherited, given = inherit(os.environ), stdin.inherit(os.environ)
     try:
         credentials = read_credentials(config.token_file)
     except TokenError as error:
         print(f"elasticrun: agent on {config.host}: {error}", file=sys.stderr)
         return int(error.exit_code)
-    return asyncio.run(Agent(config, credentials, inherited).run())
+    return asyncio.run(Agent(config, credentials, inherited, given).run())
 
 
 if __name__ == "__main__":

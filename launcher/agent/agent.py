@@ -56,10 +56,15 @@ class Agent:
     """Carries out the driver's orders on this host until it ends; `run` is called once."""
 
     def __init__(
-        self, config: AgentConfig, given: Credentials, inherited: WarmParent | None = None
+        self,
+        config: AgentConfig,
+        given: Credentials,
+        inherited: WarmParent | None = None,
+        stdin: int | None = None,
     ) -> None:
         token, known_by = own_token(given.token, config.host), given.fingerprint
         self._config, self._token, self._known_by = config, token, known_by
+        self._stdin = stdin
         self._client = RendezvousClient(config.endpoint, token, fingerprint=known_by)
         marks = {contract.JOB_MARK: os.environ.get(contract.JOB_MARK, config.token_file)}
         self._starter = WorkerStarter(self._say, marks, inherited)
@@ -182,6 +187,7 @@ class Agent:
             report=link.report,
             say=self._say,
             record=record,
+            stdin=self._stdin,
         )
 
     def _link_to_driver(self, spec: JobSpec, term: int, consoles: Consoles) -> DriverLink:

@@ -122,6 +122,8 @@ class Lifetime:
             if not os.read(0, 4096):
                 asyncio.get_running_loop().remove_reader(0)
                 link, why = self.link, "its pipe to us has closed"
+                if self.workers is not None:
+                    self.workers.read_nothing()
                 if self._config.kept or link is None or not link.waits:
                     self._lose_driver(why)
                 elif not self.is_over:

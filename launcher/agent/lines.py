@@ -62,6 +62,10 @@ class LineSplitter:
         """Return whether the unfinished line is a progress bar."""
         return b"\r" in self._rest
 
+    def waits(self) -> bool:
+        """Return whether there is an unfinished line, such as a question."""
+        return bool(self._rest) and not self.has_progress()
+
     def finish(self) -> list[bytes]:
         """Return the last line, if it ended without a newline."""
         rest, self._rest = visible(self._rest), b""

@@ -26,11 +26,13 @@ from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.job_spec import JobSpec
 from launcher.agent.lines import HoldBack, LineSplitter, visible
 from launcher.agent.recorded_output import Record
+from launcher.agent.stdin import waits_for_line
 
 OUT, ERR = 1, 2  # bits of torchrun's Std
 READ_BYTES = 64 * 1024
 PIPE_READS = 16  # reads at the end: enough for a full pipe, if a process still holds it open
 PROGRESS_S = 1.0  # between two states of a progress bar that are shown
+QUESTION_S, QUESTION_MOST_S = 0.2, 5.0  # between two looks whether a worker waits for an answer
 ENDING_CPU_S = 2.0  # CPU seconds; more than an interpreter with torch needs for its end
 TAIL_LINES = 30
 TAIL_BYTES = 32 * 1024
@@ -70,7 +72,10 @@ def route(spec: JobSpec, local_rank: int) -> Routing:
     terminal.
     """
     redirected = parse_streams(spec.redirects, local_rank) if spec.log_dir else 0
-    teed = parse_streams(spec.tee, local_rank) if spec.log_dir else 0
+    teed = 0
+    if spec.log_dir:
+        rest = (OUT | ERR) & ~redirected
+        teed = rest if spec.tee is None else parse_streams(spec.tee, local_rank)
     shown = (OUT | ERR) & (~redirected | teed)
     if spec.local_ranks_filter is not None and local_rank not in spec.local_ranks_filter:
         shown = 0
@@ -137,6 +142,7 @@ class Stream:
         self._tail = b""
         self._timer: asyncio.TimerHandle | None = None
         self._paused = False
+        self._patience = QUESTION_S
         self.ended = asyncio.Event()
         self._fd, self.child_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._fd, False)
@@ -202,7 +208,14 @@ class Stream:
         self._show(self._lines.feed(data))
         if self._lines.has_progress():
             self._wake_at(self._loop.time() + PROGRESS_S)
+        elif self._asks():
+            self._patience = QUESTION_S
+            self._wake_at(self._loop.time() + QUESTION_S)
         return True
+
+    def _asks(self) -> bool:
+        """Return whether the unfinished line may be a question to the person at the terminal."""
+        return self._worker.on_terminal and self._lines.waits()
 
     def _end(self) -> None:
         if self._fd >= 0:
@@ -247,7 +260,7 @@ class Stream:
         self._timer = self._loop.call_at(when, self._wake)
 
     def _wake(self) -> None:
-        """Show a held traceback that is due, and a progress bar that has moved."""
+        """Show a held traceback that is due, a progress bar that has moved, and a question."""
         self._timer, now = None, self._loop.time()
         if (hold := self._holdback) is not None and (due := hold.due()) is not None:
             # A process that may be on its way to its end keeps its traceback a little longer.
@@ -256,6 +269,12 @@ class Stream:
             self._wake_at(hold.due())
         if (state := self._lines.progress()) is not None:
             self._show([state])
+        if self._asks():
+            if waits_for_line(self._worker.pid):
+                self._show(self._lines.finish())
+            else:
+                self._patience = min(2 * self._patience, QUESTION_MOST_S)
+                self._wake_at(now + self._patience)
 
 
 class WorkerOutput:
@@ -268,6 +287,7 @@ class WorkerOutput:
         consoles: our stdout and stderr.
         say: shows a sentence to the user when a file cannot be written.
         record: takes the lines for the driver; None: it wants none.
+        on_terminal: the worker reads a terminal, so a question is shown without a newline, too.
     """
 
     def __init__(
@@ -279,8 +299,9 @@ class WorkerOutput:
         say: Callable[[str], None],
         *,
         record: Record | None = None,
+        on_terminal: bool = False,
     ) -> None:
-        self._worker, self._record = order.worker, record
+        self._worker, self._record, self.on_terminal = order.worker, record, on_terminal
         self.rank, self.timestamp, self.say = order.place.rank, spec.timestamp, say
         self.pid = 0  # of the worker, once it was started
         self._cpu_then = 0.0  # CPU seconds of the worker when its last traceback began

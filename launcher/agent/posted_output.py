@@ -15,6 +15,7 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.console import HIGH_WATER, LOW_WATER, Console
 from elastic_driver.core.output_lines import MAX_OUTPUT_LINES, OutputLine, OutputLines
+from elastic_driver.words import counted
 from rendezvous.errors import RequestError
 
 MAX_BYTES = 8 * 1024 * 1024  # of lines that wait
@@ -108,7 +109,8 @@ class PostedOutput:
         if not count:
             return []
         where = f"elasticrun: agent on {self._host}"
-        told = f"{where}: {count} lines of output were dropped while no driver took them"
+        lines = counted(count, "line")
+        told = f"{where}: {lines} of output dropped while no driver took output"
         return [OutputLine(2, told)]
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import psutil
 
 from elastic_driver import contract
+from launcher.agent import stdin
 
 EXIT_NOT_EXECUTABLE = 126  # as the shells say it
 EXIT_NOT_FOUND = 127
@@ -199,9 +200,11 @@ class ProcessSpec:
     cwd: str
     stdout_fd: int
     stderr_fd: int
-    # An agent's stdin: a pipe that shows it our end. None for a worker, which reads /dev/null and
-    # is killed by the kernel when we die.
+    # An agent's own stdin: a pipe that shows it our end. None for a worker, which is killed by the
+    # kernel when we die.
     lifeline: int | None = None
+    # What the worker reads, or the workers of the agent; None: nothing (/dev/null).
+    stdin_fd: int | None = None
 
 
 class StartError(Exception):
@@ -219,7 +222,10 @@ def start_fresh(spec: ProcessSpec) -> int:
     it.
     """
     _check_folder(spec.cwd)
-    parent, worker = os.getpid(), spec.lifeline is None
+    parent, worker, env = os.getpid(), spec.lifeline is None, spec.env
+    own = spec.stdin_fd if worker else spec.lifeline
+    if not worker and spec.stdin_fd is not None:
+        env = {**env, stdin.VARIABLE: str(spec.stdin_fd)}
 
     def bind_to_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -231,11 +237,12 @@ def start_fresh(spec: ProcessSpec) -> int:
     try:
         process = subprocess.Popen(
             spec.argv,
-            stdin=subprocess.DEVNULL if spec.lifeline is None else spec.lifeline,
+            stdin=subprocess.DEVNULL if own is None else own,
             stdout=spec.stdout_fd,
             stderr=spec.stderr_fd,
             cwd=spec.cwd,
-            env=spec.env,
+            env=env,
+            pass_fds=() if worker or spec.stdin_fd is None else (spec.stdin_fd,),
             start_new_session=True,
             preexec_fn=bind_to_parent if worker else None,  # noqa: PLW1509 - system calls only
         )

@@ -35,6 +35,7 @@ import psutil
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode
 from launcher import version
+from launcher.agent import stdin
 from launcher.agent.folders import (
     held_folder,
     holder_of,
@@ -142,7 +143,13 @@ def start_agent(
     argv += ["--token-file", str(token_file), "--orphan-file", str(token_file)]
     argv += ["--lifeline", "--kept"]
     env = {**os.environ, contract.JOB_MARK: str(token_file)}
-    return subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.PIPE, start_new_session=True)
+    with stdin.of_this_process() as given:
+        fds = () if given is None else (given,)
+        if given is not None:
+            env[stdin.VARIABLE] = str(given)
+        return subprocess.Popen(
+            argv, cwd=cwd, env=env, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True
+        )
 
 
 # ---- wait --------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from launcher.agent.output import WorkerOutput, link_ranks
 from launcher.agent.processes import EXIT_NOT_EXECUTABLE, ProcessSpec, StartError, WorkerProcess
 from launcher.agent.recorded_output import Record
 from launcher.agent.stacks import look
+from launcher.agent.stdin import is_terminal
 from launcher.agent.warm.starter import WorkerStarter
 from rendezvous.auth import Credentials, worker_token, write_token_file
 from rendezvous.errors import TokenError
@@ -43,6 +44,7 @@ class Workers:
         report: takes the events for the driver, in order.
         say: shows a sentence to the user.
         record: takes the lines of workers for the driver; None: it wants none.
+        stdin: what workers read; None: nothing.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class Workers:
         report: Callable[[WorkerStarted | WorkerExited | WorkerStack], None],
         say: Callable[[str], None],
         record: Record | None = None,
+        stdin: int | None = None,
     ) -> None:
         self._spec, self._meeting, self._starter = spec, meeting, starter
-        self._own, self._record = own, record
+        self._own, self._record, self._stdin = own, record, stdin
         self._consoles, self._report, self._say = consoles, report, say
         self._inherited, self._memory = dict(os.environ), MemoryJudge()
         self._log_dir = None if spec.log_dir is None else Path(spec.cwd, spec.log_dir)
@@ -84,6 +87,12 @@ class Workers:
     def driver_moved(self, url: str) -> None:
         """Let workers that are started from now on begin with this address of the driver."""
         self._meeting = dataclasses.replace(self._meeting, endpoint=url)
+
+    def read_nothing(self) -> None:
+        """Give workers that are started from now on no stdin: the command that had it has ended."""
+        if self._stdin is not None:
+            os.close(self._stdin)
+        self._stdin = None
 
     def start(self, order: StartWorkerOrder) -> None:
         """Start a worker as soon as the starter is ready; a failure is reported as its end.
@@ -178,7 +187,13 @@ class Workers:
         self._pending.discard(worker)
         try:
             output = WorkerOutput(
-                order, self._spec, self._log_dir, self._consoles, self._say, record=self._record
+                order,
+                self._spec,
+                self._log_dir,
+                self._consoles,
+                self._say,
+                record=self._record,
+                on_terminal=is_terminal(self._stdin),
             )
         except (OSError, ValueError) as error:
             self._ended(WorkerExited(worker, EXIT_NOT_EXECUTABLE, f"cannot start: {error}"))
@@ -215,7 +230,7 @@ class Workers:
         token = worker_token(self._own.token, order.worker)
         file = self._meeting.token_file(order.worker)
         write_token_file(file, token, self._own.fingerprint)
-        spec = ProcessSpec(self._spec.command, env, self._spec.cwd, *fds)
+        spec = ProcessSpec(self._spec.command, env, self._spec.cwd, *fds, stdin_fd=self._stdin)
         output.pid = pid = self._starter.start(spec)
         output.close_child_side()
         marks = {contract.RUN_ID: self._spec.run_id, contract.WORKER_ID: order.worker}

@@ -22,7 +22,7 @@ from elastic_driver import contract
 from elastic_driver.console import say
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.runtime.backend import OnLost
-from launcher.agent import processes
+from launcher.agent import processes, stdin
 from launcher.agent.folders import sweep_scratch
 from launcher.agent.processes import ProcessSpec, StartError
 from launcher.agent.spare import SPARE_FLAG, send_arguments
@@ -219,13 +219,15 @@ class LocalAgents:
 
     def _start(self, agent: LocalAgent) -> None:
         """Start the agent in a session of its own, which Ctrl-C in our terminal does not reach."""
-        stdin, agent.lifeline = os.pipe2(os.O_CLOEXEC)
+        own, agent.lifeline = os.pipe2(os.O_CLOEXEC)
         plan = agent.plan
-        spec = ProcessSpec(plan.argv, {**os.environ, **plan.env}, str(plan.cwd), 1, 2, stdin)
+        env = {**os.environ, **plan.env}
         try:
-            agent.pid = self._starter.start(spec)
+            with stdin.of_this_process() as given:
+                spec = ProcessSpec(plan.argv, env, str(plan.cwd), 1, 2, own, given)
+                agent.pid = self._starter.start(spec)
         finally:
-            os.close(stdin)
+            os.close(own)
 
     async def _end_of(self, agent: LocalAgent) -> str:
         """Wait for an agent's end and clean up after it; return the reason for the driver."""

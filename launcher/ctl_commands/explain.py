@@ -27,7 +27,6 @@ _EVENTS: dict[type, str] = {
     seen.AgentLost: "the agent {e.host}.{e.incarnation} is gone: {e.reason}",
     seen.LeaseExpired: "{e.owner} is silent: {e.reason}",
     ev.WorkerStarted: "the process of {e.worker} is up",
-    ev.WorkerReady: "{e.worker} waits for a round (committed steps: {e.version}): {e.reason}",
     ev.WorkerStepped: "{e.worker} has finished step {e.step}, its first in round {e.round}",
     ev.WorkerStalled: "{e.worker} has made no progress for {e.seconds:.1f} s",
     ev.WorkerResumed: "{e.worker} makes progress again",
@@ -78,6 +77,7 @@ _DECISIONS: dict[type, str] = {
     StartWorkerOrder: "{o.worker} is started: {d.reason}",
     StopWorkerOrder: "{o.worker} is stopped: {d.reason}",
 }
+_JOB = "job"  # the machine that all events of workers and agents are for
 # Orders, and the events that may follow from them.
 _ORDERS = (do.StartAgent, do.StopAgent, do.KillAgent, StartWorkerOrder, StopWorkerOrder)
 _FOLLOWS = (ev.AgentReady, seen.AgentLost, ev.WorkerStarted, ev.WorkerExited)
@@ -132,7 +132,8 @@ def chain(subject: Subject, steps: Sequence[Step], unix: Callable[[float], float
         events = step.event.events if isinstance(step.event, EventBatch) else (step.event,)
         about = [event for event in events if subject.concerns(event)]
         followed = [d for d in step.decisions if subject.concerns(getattr(d, "order", d))]
-        if about or followed:
+        # Other machines hear of the job's events, too; they are told where something follows.
+        if followed or (about and step.machine == _JOB):
             first = about[0] if about else events[0]
             cause = ordered.get(_addressee(first)) if isinstance(first, _FOLLOWS) else None
             after = "" if cause is None else f" (after event {cause})"
@@ -173,13 +174,16 @@ def of_event(event: Any) -> str:
     if isinstance(event, seen.HostsChecked):
         good = sum(result.passed for result in event.results)
         return f"the check of {counted(len(event.results), 'host')} is over; {good} may be used"
+    if isinstance(event, ev.WorkerReady):
+        steps = counted(max(event.version, 0), "committed step")
+        return _short(f"{event.worker} waits for a round ({steps}): {event.reason}")
     if isinstance(event, ev.WorkerSaved):
         if event.folder:
             return _short(f"{event.worker} has written the state to disk: {event.folder}")
         why = event.problem or "it has no checkpoint_dir"
         return _short(f"{event.worker} has not written the state to disk: {why}")
     if isinstance(event, ShardBatch):
-        return f"{len(event.requests)} requests for shards"
+        return counted(len(event.requests), "request") + " for shards"
     words = _EVENTS.get(type(event))
     return _short(_facts(event) if words is None else words.format(e=event))
 
@@ -187,8 +191,10 @@ def of_event(event: Any) -> str:
 def of_decision(decision: Any) -> str:
     """Return a sentence that says what was decided, with the reason."""
     if isinstance(decision, do.Announce):
-        facts = {**msgspec.structs.asdict(decision), **decision.detail}
-        return _short(sentence(decision.event, decision.reason, facts))
+        facts, reason = {**msgspec.structs.asdict(decision), **decision.detail}, decision.reason
+        if decision.event == "round_completed":  # its size is in the sentence already
+            reason = reason.partition(": ")[2] or reason
+        return _short(sentence(decision.event, reason, facts))
     order = getattr(decision, "order", None)
     words = _DECISIONS.get(type(decision if order is None else order))
     size = counted(decision.world.size, "worker") if isinstance(decision, do.PublishWorld) else ""

@@ -8,6 +8,7 @@ started, changed or removed.
 
 import contextlib
 import os
+import shlex
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,8 @@ def _named(where: Where, run_id: str) -> Endpoint:
     if run is None and RunDir(where.state_dir, run_id).unfinished:  # its agents have given up
         raise ClusterError(_unfinished(run_id, where.state_dir, "its driver"))
     if run is None:
-        raise ClusterError(f"run {run_id} is over{f'; its events are in {log}' * log.exists()}")
+        told = f"; how it went: elasticctl report {shlex.quote(str(folder))}"
+        raise ClusterError(f"run {run_id} is over{told * log.exists()}")
     if not _answers(run):
         raise ClusterError(_silent(run, where.state_dir))
     return run

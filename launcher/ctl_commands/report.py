@@ -14,6 +14,7 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.policies.story import Story, picture, read_story
+from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE
 from elastic_driver.words import counted
 from launcher.ctl_commands import show
@@ -116,7 +117,10 @@ def text(story: Story, path: Path, now: float) -> str:
     ledger, end = story.ledger, story.end
     wall, began = ledger.wall(now), ledger.began or now
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
-    state = "not over yet" if end is None else show.how_it_ended(end.exit_code)
+    state = "not over yet"
+    if end is not None:
+        result = read_result(path)
+        state = show.how_it_ended(end.exit_code, None if result is None else result.failure)
     why = "" if end is None else f": {show.printable(end.reason)}"
     most = max((world.size for world in story.worlds), default=0)
     redone = f", {count(ledger.steps_redone)} of them trained again" * bool(ledger.steps_redone)
@@ -129,7 +133,7 @@ def text(story: Story, path: Path, now: float) -> str:
         f"{counted(story.rounds, 'round')}{drivers}",
         f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}",
         *show.goodput(figures),
-        f"{shares['slots']:.4g} slots on average; events: {path}",
+        f"slots on average: {shares['slots']:.4g}; events: {path}",
     ]
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver.core.decisions import StackGroup
+from elastic_driver.core.documents import Failure
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
@@ -136,10 +137,12 @@ def heading(document: JobDocument, now: float) -> list[str]:
     counters = document.counters
     most = "any" if document.max_np is None else document.max_np
     wanted = "any" if document.wanted is None else document.wanted
+    ending = sum(member.state == "ending" for member in document.members)
+    size = counted(document.size, "worker") + f" and {ending} ending" * bool(ending)
     head = [
         f"run {document.run_id} at {document.endpoint}",
         f"{document.state} for {duration(now - document.started)}, round {document.round}: "
-        f"{counted(document.size, 'worker')} ({wanted} wanted, {document.min_np} to {most}) "
+        f"{size} ({wanted} wanted, {document.min_np} to {most}) "
         f"for {duration(document.round_age)}",
         *progress(document.measured),
         *goodput(document.goodput),
@@ -182,20 +185,21 @@ def goodput(found: GoodputFigures | None) -> list[str]:
     return [f"goodput {found.goodput:.1%}" + (f" ({', '.join(lost)})" if lost else "")]
 
 
-def how_it_ended(exit_code: int | None) -> str:
-    """Return how a job has ended: a job that was told to stop has not failed."""
-    if exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+def how_it_ended(exit_code: int | None, failure: Failure | None) -> str:
+    """Return how a job has ended: one that was told to stop, and not by a failure, is stopped."""
+    if failure is None and exit_code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         return "stopped"
     return "failed" if exit_code else "succeeded"
 
 
 def ended(result: JobResult, now: float) -> str:
     """Return the end of a job and of each of its workers; `now`: unix seconds."""
-    word, when = how_it_ended(result.exit_code), duration(now - result.ended)
+    word, when = how_it_ended(result.exit_code, result.failure), duration(now - result.ended)
     head = f"{word} {when} ago (status {result.exit_code})"
     rows = []
     for w in result.workers:
         code = "lost" if w.exit_code is None else str(w.exit_code)
+        code = "hung" if w.hung else code
         took = "-" if w.seconds is None else duration(w.seconds)
         words = w.last_words.rpartition("\n")[2]
         rank = "-" if w.rank is None else str(w.rank)
@@ -245,7 +249,7 @@ def hosts_by_state(document: JobDocument) -> str:
     odd = [h for h in document.hosts if h.state != "usable" or h.evidence]
     if not odd:
         return text
-    return f"{text}\n\n{_hosts(document, odd[:MOST_ODD])}{_more(len(odd), 'hosts')}"
+    return f"{text}\n\n{_hosts(document, odd[:MOST_ODD])}{_more(len(odd), 'host')}"
 
 
 def workers(document: JobDocument) -> str:
@@ -291,7 +295,7 @@ def workers_by_host(document: JobDocument) -> str:
     text = table(head, rows)
     if not odd:
         return text
-    return f"{text}\n\n{_workers(document, odd[:MOST_ODD])}{_more(len(odd), 'workers')}"
+    return f"{text}\n\n{_workers(document, odd[:MOST_ODD])}{_more(len(odd), 'worker')}"
 
 
 def _summary(document: JobDocument, group: Sequence[MemberStatus]) -> tuple[str, ...]:
@@ -300,6 +304,7 @@ def _summary(document: JobDocument, group: Sequence[MemberStatus]) -> tuple[str,
     found = [measured[w.worker] for w in group if w.worker in measured]
     ranks = [w.rank for w in group if w.rank >= 0]
     span = UNKNOWN if not ranks else f"{min(ranks)}-{max(ranks)}"
+    span = str(ranks[0]) if len(ranks) == 1 else span
     states = Counter(w.state for w in group).most_common()
     step = figures.over((w.step for w in found), max)
     return (
@@ -315,7 +320,7 @@ def _summary(document: JobDocument, group: Sequence[MemberStatus]) -> tuple[str,
 
 def _more(number: int, what: str) -> str:
     hidden = number - MOST_ODD
-    return f"\n… and {hidden} more {what}; --all shows every one" if hidden > 0 else ""
+    return f"\n… and {counted(hidden, f'more {what}')}; --all shows every one" if hidden > 0 else ""
 
 
 def event(line: bytes) -> str:

@@ -48,7 +48,7 @@ def check_before_training(
         say(show(report, plan))
     if len(bad) == len(report.nodes):
         raise ClusterError(
-            f"all {len(bad)} nodes failed the check; the first: {report.nodes[0].node} "
+            f"each node failed the check ({len(bad)}); the first: {report.nodes[0].node} "
             f"{next(iter(bad.values()))}; repair them, or start without --network-check"
         )
     return bad

@@ -27,6 +27,7 @@ from elastic_driver.masking import masked, without_password
 from elastic_driver.options import ACCELERATORS
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
+from elastic_driver.words import counted
 from launcher.launch import hosts as where
 from launcher.launch.hosts import Facts, MachineFacts
 from launcher.launch.workers import check_tf_roles, job_spec, tf_roles
@@ -289,7 +290,7 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
     needed, there = units.width(settings), sum(1 for _, slots in hosts.hosts or () if slots)
     if settings.fixed_hosts and there < needed:
         raise ClusterError(
-            f"need {needed} hosts (--nnodes, --node-unit), but there are {there} ({described}); "
+            f"need {counted(needed, 'host')} (--nnodes, --node-unit), found {there} ({described}); "
             "name more of them, or let nodes join with --rdzv-endpoint or --serve "
             "(docs/joining.md)"
         )
@@ -314,11 +315,13 @@ def _start_and_most(
     most = wish.most or (None if grows else wish.asked)
     start = wish.asked or max(min(capacity, wish.most or capacity), least)
     if capacity < (wish.least or start):
+        slots = counted(wish.least or start, "slot")
         raise ClusterError(
-            f"need {wish.least or start} slots, but there are {capacity} ({described}); name more "
+            f"need {slots}, found {capacity} ({described}); name more "
             "hosts or slots with -H, --hostfile or --slots-per-host, or lower -np or --min-np"
         )
     if start <= capacity:
         return start, most, ""
-    remark = f"starting with {capacity} workers instead of {start}: {described} has no more slots"
+    workers = counted(capacity, "worker")
+    remark = f"starting with {workers} instead of {start}: {described} has no more slots"
     return capacity, most, remark

@@ -31,9 +31,9 @@ def status_line(now: JobNow | None, columns: int) -> str:
 def _parts(now: JobNow) -> list[str]:
     """Return the parts of the line, the most important one first."""
     measured, aim = now.measured, max(now.aim, now.workers)
-    workers = f"{aim} worker{'s' * (aim != 1)}"
+    workers = counted(aim, "worker")
     if not now.workers:
-        return [f"no world yet, {workers} wanted"]
+        return [f"no world {'now' if now.measured.step else 'yet'}, {workers} wanted"]
     parts = [workers if aim == now.workers else f"{now.workers} of {workers}"]
     speed, left = measured.steps_per_s, None
     if measured.step:

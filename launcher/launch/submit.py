@@ -29,6 +29,7 @@ from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
 from elastic_driver.runtime.telemetry import telemetry_settings
+from elastic_driver.words import counted
 from launcher.backends.registry import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.launch.bind_address import bind_again, choose_bind_host
@@ -246,7 +247,8 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
         return replace(plan, settings=replace(settings, start_np=min(settings.start_np, slots)))
     if plan.hosts.hosts is None:
         return plan  # the discovery may find others before --start-timeout is over
+    left = counted(slots, "slot is", "slots are")
     raise ClusterError(
-        f"{len(problems)} of {len(hosts)} hosts failed the check, see above; {slots} slots are "
-        f"left and {least} are needed: repair the hosts, or lower --min-np"
+        f"{len(problems)} of {counted(len(hosts), 'host')} failed the check, see above; "
+        f"{left} left and {least} needed: repair the hosts, or lower --min-np"
     )

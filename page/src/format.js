@@ -83,6 +83,9 @@ export const clock = (unix) => new Date(unix * 1000).toLocaleTimeString("en-GB")
 /** Return 14:05, or 14:05:09 if it is no whole minute. */
 export const tick = (unix) => (unix % 60 ? clock(unix) : clock(unix).slice(0, 5));
 
+/** Return `1 worker` or `3 workers`. */
+export const counted = (number, noun, many = `${noun}s`) => `${number} ${number === 1 ? noun : many}`;
+
 /** Return `3 running, 1 lost`. */
 export const counts = (states) =>
   Object.entries(states || {}).map(([name, n]) => `${n} ${name}`).join(", ");

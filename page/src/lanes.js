@@ -1,6 +1,6 @@
 // A lane for each worker, or for each host of a large job, coloured by state over time.
 
-import { $, byName, colour, element, onScreen } from "./format.js";
+import { $, byName, colour, counted, element, onScreen } from "./format.js";
 
 const LANE = 16;
 const LABELS = 170;
@@ -71,5 +71,5 @@ function drawNow(model) {
   });
   const minutes = Math.round((now - from) / 60);
   const hidden = lanes.length > MOST ? `; ${lanes.length - MOST} more are in the tables only` : "";
-  canvas.setAttribute("aria-label", `States of ${shown.length} ${model.grouped ? "hosts" : "workers"} in the last ${minutes} min${hidden}`);
+  canvas.setAttribute("aria-label", `States of ${counted(shown.length, model.grouped ? "host" : "worker")} in the last ${minutes} min${hidden}`);
 }

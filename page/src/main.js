@@ -1,7 +1,7 @@
 // The page: it logs in, follows the job and draws what has changed, at most once a frame.
 
 import { Charts } from "./charts.js";
-import { $, element, forgetColours, say } from "./format.js";
+import { $, counted, element, forgetColours, say } from "./format.js";
 import { drawLanes, drawLegend } from "./lanes.js";
 import { follow, post, role } from "./live.js";
 import { Model } from "./model.js";
@@ -25,7 +25,7 @@ function draw() {
   say($("run"), job.run_id || "elastic-driver");
   say($("state"), state);
   say($("why"), (end && end.reason) || job.reason || "");
-  document.title = `${job.run_id || "elastic-driver"}: ${state}, ${job.size ?? 0} workers`;
+  document.title = `${job.run_id || "elastic-driver"}: ${state}, ${counted(job.size ?? 0, "worker")}`;
   $("controls").hidden = !mayAct || Boolean(end);
   drawTiles(model);
   drawGoodput(model);
@@ -117,8 +117,8 @@ async function scale(workers) {
   $("scale-to").value = String(workers);
   const all = model.hosts.size === model.job.host_count;
   const slots = [...model.hosts.values()].reduce((sum, row) => sum + (row.state === "usable" ? row.slots : 0), 0);
-  const rest = all && slots < workers ? ` The usable hosts have ${slots} slots now; the others wait for more.` : "";
-  tell(`${workers} workers are wanted.${rest}`, before !== workers && (() => scale(before)));
+  const rest = all && slots < workers ? ` The usable hosts have ${counted(slots, "slot")} now; the others wait for more.` : "";
+  tell(`${counted(workers, "worker is", "workers are")} wanted.${rest}`, before !== workers && (() => scale(before)));
 }
 
 async function drain(host) {

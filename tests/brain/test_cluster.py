@@ -373,9 +373,9 @@ def test_a_plan_with_too_many_workers_for_the_memory_is_refused(two: Brain) -> N
     ("workers", "why"),
     [
         ({"A": {"n1": 5}}, "5 workers on 4 slots"),
-        ({"A": {"n7": 1}}, "1 workers on 'n7'"),
+        ({"A": {"n7": 1}}, "1 worker on 'n7'"),
         ({"B": {"n1": 1}}, "there is no job 'B'"),
-        ({"A": {"n1": 1}}, "1 workers, allowed are 2 to all"),
+        ({"A": {"n1": 1}}, "1 worker, allowed are 2 to all"),
     ],
 )
 def test_a_plan_out_of_bounds_is_refused_by_name_and_the_built_in_algorithm_asked(

@@ -20,7 +20,7 @@ def test_too_few_fit_hosts_are_told_one_line_each_and_end_with_75(cluster: Clust
         lines = job.stderr.splitlines()
         assert sum(line.startswith("elasticrun: node1: ") for line in lines) == 1
         assert sum(line.startswith("elasticrun: nosuch: ") for line in lines) == 1
-        assert "1 slots are left and 3 are needed" in lines[-1]
+        assert "1 slot is left and 3 needed" in lines[-1]
         assert not job.events()
 
 

@@ -352,3 +352,92 @@ def test_a_later_training_function_has_lost_nothing_before_its_first_commit(
     s.wait(2.0)
     s.ready(*s.starting)
     assert s.world.gone == 3, "the first function's training is gone, too"
+
+
+@pytest.mark.parametrize(("code", "status"), [(-9, 137), (-11, 139), (3, 3)])
+def test_a_plain_job_fails_with_any_rank_that_fails_after_a_peers_success(
+    scenario: MakeScenario, code: int, status: int
+) -> None:
+    for lost in (0, 1):
+        s = scenario(start_np=2, plain_after=1.0)
+        s.hosts(a=2)
+        for worker in ("a.0.1", "a.1.1"):
+            s.started(worker)
+        s.wait(2.0)
+        s.exit(f"a.{1 - lost}.1", 0)
+        s.exit(f"a.{lost}.1", code)
+        assert s.end is not None
+        assert s.end.exit_code == status
+        assert s.end.reason.startswith(f"rank {lost} on a ")
+        assert s.end.reason.endswith(", others exited 0")
+
+
+def test_a_plain_job_fails_with_a_host_that_is_lost_after_a_peers_success(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, plain_after=1.0)
+    s.hosts(a=1, b=1)
+    for worker in ("a.0.1", "b.0.1"):
+        s.started(worker)
+    s.wait(2.0)
+    s.exit("a.0.1", 0)
+    s.agent_lost("b")
+    assert s.end is not None
+    assert s.end.exit_code == 137
+    assert s.end.reason == "rank 1 on b was lost with its agent, others exited 0"
+
+
+def test_what_rank_0_alone_does_after_training_has_to_end_well(scenario: MakeScenario) -> None:
+    for first in ("a.0.1", "a.1.1"):  # it may be killed before or after the others have finished
+        s = scenario(start_np=2).training(a=2)
+        s.exit(first, {"a.0.1": -9, "a.1.1": 0}[first])
+        s.exit("a.1.1" if first == "a.0.1" else "a.0.1", 0 if first == "a.0.1" else -9)
+        assert s.end is not None
+        assert s.end.exit_code == 137
+        assert s.end.reason == (
+            "rank 0 on a was killed by signal 9 before its script was over, others exited 0: what "
+            "it does after training, such as saving the model, may be missing"
+        )
+
+
+def test_another_rank_that_is_lost_at_the_end_is_named(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3).training(a=3)
+    s.exit("a.2.1", -9)
+    s.exit("a.1.1", 0)
+    s.exit("a.0.1", 0)
+    assert s.all(EndJob) == [
+        EndJob(
+            0,
+            "every worker that was left finished its script; rank 2 on a was killed by signal 9 "
+            "before",
+        )
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_worker_that_is_killed_when_its_script_is_over_has_finished(
+    scenario: MakeScenario, size: int
+) -> None:
+    s = scenario(start_np=size).training(a=size)
+    for slot in range(1, size):
+        s.exit(f"a.{slot}.1", 0)
+    s.send(ev.WorkerEnding("a.0.1", 1))
+    s.exit("a.0.1", -9)
+    assert s.all(EndJob) == [EndJob(0, "every worker that was left finished its script")]
+
+
+def test_a_crash_of_an_interpreter_that_ends_is_a_failure(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1).training(a=1)
+    s.send(ev.WorkerEnding("a.0.1", 1, failed=True))
+    s.exit("a.0.1", -9)
+    assert s.end is None or s.end.exit_code != 0
+
+
+def test_a_host_that_is_lost_when_its_scripts_are_over_takes_nothing_along(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2).training(a=1, b=1)
+    s.send(ev.WorkerEnding("a.0.1", 1))
+    s.agent_lost("a")
+    s.exit("b.0.1", 0)
+    assert s.all(EndJob) == [EndJob(0, "every worker that was left finished its script")]

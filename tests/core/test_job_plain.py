@@ -292,11 +292,21 @@ def test_a_process_that_never_starts_is_not_waited_for_because_others_have_ended
     s = scenario(processes=False, start_np=3, start_timeout=60.0)
     s.hosts(a=1, b=1, c=1)
     s.started("a.0.1")
+    s.started("b.0.1")
     s.exit("a.0.1", 0)
-    s.agent_lost("b")
     s.wait(60.0)
     assert s.end is not None
     assert s.end.reason.startswith("need 3 slots, found 2 after 60 s")
+
+
+def test_a_host_that_is_lost_after_a_peers_success_ends_a_plain_job(scenario: MakeScenario) -> None:
+    s = _declared(scenario(start_np=3), a=1, b=1, c=1)
+    s.exit("a.0.1", 0)
+    s.agent_lost("b")
+    assert s.end is not None
+    assert s.end.exit_code == 137
+    why = "rank 1 on b was lost with its agent, after another rank had exited 0"
+    assert s.end.reason == why
 
 
 def test_a_rank_that_ends_before_the_others_is_named_and_they_are_not_waited_for_for_ever(
@@ -331,5 +341,33 @@ def test_ranks_that_take_their_time_are_waited_for_where_the_user_wants_that(
     s.wait(100_000.0)
     assert s.end is None
     s.exit("a.0.1", 0)
+    assert s.end is not None
+    assert s.end.exit_code == 0
+
+
+def test_max_restarts_restarts_all_also_when_some_have_finished(scenario: MakeScenario) -> None:
+    s = _declared(scenario(start_np=2, max_restarts=1, settle=0.0), a=2)
+    s.exit("a.1.1", 0)
+    s.exit("a.0.1", 1)
+    s.obey_stops()
+    s.wait(1.0)
+    assert s.end is None
+    assert s.members == ["a.0.2", "a.1.2"]
+    s.exit("a.1.2", 0)
+    assert s.end is None
+    s.exit("a.0.2", 1)
+    assert s.end is not None
+    assert s.end.exit_code == 1
+    assert "2 failures are more than the limit of 1 restart" in s.end.reason
+
+
+def test_a_restarted_job_succeeds_when_its_ranks_do(scenario: MakeScenario) -> None:
+    s = _declared(scenario(start_np=2, max_restarts=1, settle=0.0), a=2)
+    s.exit("a.1.1", 0)
+    s.exit("a.0.1", -11)
+    s.obey_stops()
+    s.wait(1.0)
+    for worker in ("a.0.2", "a.1.2"):
+        s.exit(worker, 0)
     assert s.end is not None
     assert s.end.exit_code == 0

@@ -158,6 +158,11 @@ def test_a_plain_script_that_is_stopped_can_save_as_under_torchrun(
         assert job.wait(60) == 128 + number, job.describe()
         assert job.stdout.count(told) == 2
         assert job.stdout.count("has saved") == 2
+        if told != "interrupted":  # those end within a second
+            left, again = int(grace or "30") - 2, "; Ctrl-C again kills at once"
+            waits = f"waiting for 2 workers to end, {left} s at most ("
+            (line,) = [line for line in job.stderr.splitlines() if waits in line]
+            assert line.endswith(again) is (number == signal.SIGINT)
         others = {"interrupted", "told by SIGTERM"} - {told}
         assert not any(other in job.stdout for other in others)
         job.assert_nothing_left()

@@ -130,7 +130,9 @@ async def works_by_keyboard(page: Tab, job: RunningJob) -> None:
     await page.evaluate("document.querySelector('#scale-to').select()")
     await page.type("1")
     await page.press("Enter", 13)
-    await page.until("document.querySelector('#told-text').textContent.startsWith('1 workers')")
+    await page.until(
+        "document.querySelector('#told-text').textContent.startsWith('1 worker is wanted')"
+    )
     job.until_size(1)
     undo = "document.activeElement.id === 'undo'"
     await page.until(f"{undo} || document.activeElement.id === 'scale-to'")

@@ -137,6 +137,7 @@ def test_states_of_the_script_s_own_follow_every_change(tmp_path: Path, kind: st
         job.until(lambda: len(written(tmp_path, "entered")) == 4, "it trains", within=30)
         (tmp_path / "stop").touch()
         assert job.wait(within=60) == 0, job.describe()
+        assert "an error of the script there" in job.stderr
     by_world: dict[int, set[int]] = {}
     entered = written(tmp_path, "entered")
     del entered[ranks[0]]
@@ -146,6 +147,10 @@ def test_states_of_the_script_s_own_follow_every_change(tmp_path: Path, kind: st
     assert all(len(steps) == 1 for steps in by_world.values()), by_world
     assert min(by_world[0]) > 0
     assert len({facts[0]["step"] for facts in written(tmp_path, "done").values()}) == 1
+    told = written(tmp_path, "told")[ranks[1]]
+    # Of both newcomers, while it was in its first world, and in the one after the loss.
+    assert [(each["change"], each["entered"]) for each in told] == [(3, 1), (3, 3)], told
+    assert all(0 <= each["ago"] < 1 for each in told)
 
 
 @pytest.mark.parametrize("mode", ["check", "commit"])

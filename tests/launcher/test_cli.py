@@ -88,7 +88,7 @@ def test_a_node_whose_secret_cannot_be_read_waits_for_no_server(
 def test_hosts_that_can_never_be_enough_are_75_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = call(capsys, "-H", "localhost:1", "-np", "2", "sh", "-c", "true")
     assert status == 75
-    assert err.startswith("elasticrun: need 2 slots, but there are 1")
+    assert err.startswith("elasticrun: need 2 slots, found 1")
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_no_trace(

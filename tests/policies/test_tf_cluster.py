@@ -160,7 +160,7 @@ def test_who_waits_too_long_is_told_why_and_keeps_its_place_for_a_lease() -> Non
     refused = nodes.take()["a"]
     assert (refused.code, refused.message) == (
         "timed_out",
-        "no cluster yet: 1 nodes wait, 2 are needed",
+        "no cluster yet: 1 node waits, 2 needed",
     )
     nodes.join("b")
     assert nodes.specs() == {"b": (1, "ab")}

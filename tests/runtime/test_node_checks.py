@@ -75,7 +75,7 @@ def test_healthy_nodes_are_good_after_one_round(tmp_path: Path) -> None:
     assert report.named(Verdict.GOOD) == HERE[:3]
     assert [line.rpartition(", after ")[0] for line in said] == [
         "node check: agents are up on 3 of 3 nodes",
-        "node check: round 1, 3 nodes in 1 groups",
+        "node check: round 1, 3 nodes in 1 group",
         "node check: measuring",
         "node check: measured "
         + "; ".join(f"{h} 1.00 s computing, 500 ms network" for h in HERE[:3]),
@@ -117,7 +117,7 @@ def test_a_slow_node_is_paired_with_a_fast_one_before_it_is_called_a_straggler(
     report = check(tmp_path, 4, settings({HERE[2]: trouble}), say=said.append)
     assert report.named(Verdict.STRAGGLER) == (HERE[2],)
     assert "computing takes 6 s, 6.0 times the usual" in report.nodes[2].reason
-    assert any(line.startswith("node check: round 2, 2 nodes in 1 groups") for line in said)
+    assert any(line.startswith("node check: round 2, 2 nodes in 1 group") for line in said)
     assert report.excluded(stragglers=False) == {}
     assert list(report.excluded(stragglers=True)) == [HERE[2]]
 

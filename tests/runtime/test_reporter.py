@@ -96,6 +96,14 @@ def test_a_failed_job_ends_with_last_words_who_and_why() -> None:
     ]
 
 
+def test_a_script_that_ends_with_the_status_of_a_stop_has_failed() -> None:
+    stream = io.StringIO()
+    Reporter(stream).job_ended("rank 1 on a exited 130", Failure("a.1.1", 1, "a", 4, 130), 130)
+    assert stream.getvalue().splitlines()[-1] == "elasticrun: job failed: rank 1 on a exited 130"
+    Reporter(stream).job_ended("interrupted by Ctrl-C", None, 130)
+    assert stream.getvalue().splitlines()[-1] == "elasticrun: job stopped: interrupted by Ctrl-C"
+
+
 def test_a_failed_job_ends_with_one_json_line_in_json() -> None:
     stream = io.StringIO()
     failure = Failure("a.1.1", 1, "a", 4711, 1, "E: boom\n")

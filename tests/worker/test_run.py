@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch.distributed as dist
 
-from elastic_driver.errors import WorldBrokenError
+from elastic_driver.errors import HostsUpdatedInterrupt, WorldBrokenError
 from elastic_driver.worker.run import broke_the_world, clear_frames, describe
 from rendezvous.errors import SealedError
 
@@ -56,6 +56,10 @@ def test_a_broken_collective_behind_the_scripts_own_exception_counts() -> None:
 
 def test_a_description_is_one_line() -> None:
     assert describe(RuntimeError("one\ntwo")) == "RuntimeError: one"
+    lost = "Read error [127.0.0.1]:2: Connection reset by peer"
+    advice = ". This is typically caused by a remote worker hanging. Check the logs. GLHF! 🏖️"
+    assert describe(RuntimeError(PAIR + lost + advice)) == f"a collective broke: {lost}"
+    assert describe(HostsUpdatedInterrupt("b is ready to join")) == "b is ready to join"
     assert describe(KeyError()) == "KeyError"
 
 

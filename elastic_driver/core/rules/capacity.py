@@ -100,9 +100,8 @@ class Capacity:
             )
         least = self._at_least(event.min)
         if slots < least and (event.min or event.limits_hosts):
-            raise ev.StaleEvent(
-                f"plan {event.number} leaves {slots} slots, fewer than the {least} needed"
-            )
+            left = counted(slots, "slot")
+            raise ev.StaleEvent(f"plan {event.number} leaves {left}, fewer than the {least} needed")
         before = self.wanted
         self.plan, self.newest_plan = event, event.number
         self.target = None if event.workers is None else self._within_limits(event.workers)

@@ -216,12 +216,14 @@ class Discovered(Rule):
         if not (self.settings.auto_scale or has_brain) or self.capacity.target is not None:
             raise ev.StaleEvent("neither --auto-scale nor the Brain decides the size of this job")
         if host is None or not 0 < event.workers < host.slots:
-            raise ev.StaleEvent(f"{event.host} has not more than {event.workers} slots any more")
+            slots = counted(event.workers, "slot")
+            raise ev.StaleEvent(f"{event.host} has not more than {slots} any more")
         if self.limits.fewer.get(event.host) == event.workers:
             raise ev.StaleEvent(f"it is known that {event.host} can do with {event.workers} only")
         left = sum(each.slots for each in all_slots) - host.slots + event.workers
         if left < least and not has_brain:
-            raise ev.StaleEvent(f"{left} slots would be left, the job needs {least}")
+            slots = counted(left, "slot")
+            raise ev.StaleEvent(f"{slots} would be left, the job needs {least}")
         self.effects.announce("host_starved", event.reason, event.host, slots=event.workers)
         self.limits.starved(event.host, event.workers)
         if has_brain:

@@ -2,6 +2,7 @@
 
 from elastic_driver.core.rules.host_states import Hindrance
 from elastic_driver.core.rules.hosts import TIMED, HostManager
+from elastic_driver.words import counted
 
 
 def reason_of(hosts: HostManager, name: str, now: float) -> str:
@@ -27,6 +28,7 @@ def outlook(hosts: HostManager, now: float) -> str:
     ends = [(h.until, name) for name, h in waiting.items() if name in hosts.known.keys() - lost]
     parts = [f"{name} is back in {until - now:.0f} s" for until, name in sorted(ends)[:1]]
     if lost:
-        parts.append(f"{len(lost)} are probed, and used again as soon as they answer")
-    every = f"all {len(hosts.known)} hosts are in cool-down or unreachable"
+        it = "it answers" if len(lost) == 1 else "they answer"
+        parts.append(f"{counted(len(lost), 'is', 'are')} probed, and used again as soon as {it}")
+    every = "each host is in cool-down or unreachable"
     return f"{every}; {'; '.join(parts)}"

@@ -271,7 +271,8 @@ class Membership(Rule):
         """Return whether the wait for workers that were started together is over."""
         current = self.rounds.current
         since = current.since if current.founded_at is None else current.founded_at
-        enough = f"{self.workers.count(READY)} of at least {self._fresh_need()} workers are ready"
+        least = counted(self._fresh_need(), "worker is", "workers are")
+        enough = f"{self.workers.count(READY)} of at least {least} ready"
         waiting = f"{enough}, {self.workers.count(STARTING)} are booting"
         return self.effects.due_or_set_alarm(since + self.settings.start_timeout, now, waiting)
 
@@ -353,11 +354,13 @@ class Membership(Rule):
         since, shortage = self.rounds.current.since, self._shortage(ready)
         if self.capacity.unfit and not self._newcomers_in_sight():
             host, why = next(iter(self.capacity.unfit.items()))
-            few = f"{len(ready)} of at least {need} workers are left"
+            least = counted(need, "worker is", "workers are")
+            few = f"{len(ready)} of at least {least} left"
             unfit = f"those that were started on {host} cannot take over the state"
             self.outcome.finish(1, f"{few}, and {unfit}: {why}; {FIT_HINT}")
             return
-        waiting = shortage or f"{len(ready)} of at least {need} workers are ready"
+        least = counted(need, "worker is", "workers are")
+        waiting = shortage or f"{len(ready)} of at least {least} ready"
         if self.effects.due_or_set_alarm(since + self.settings.elastic_timeout, now, waiting):
             self.outcome.give_up(need, len(ready), now - since, shortage)
 

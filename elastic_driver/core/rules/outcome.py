@@ -193,9 +193,11 @@ class JobOutcome:
         """Record that the whole job has to go."""
         self.departure = departure
 
-    def restarted(self) -> None:
-        """Count a restart of workers."""
+    def restarted(self, *, all_workers: bool = False) -> None:
+        """Count a restart of workers; `all_workers`: those that had finished, too."""
         self.restart_count += 1
+        if all_workers:
+            self.first_success = None
 
     def record(self, loss: Loss) -> None:
         """Record a worker's failure."""
@@ -232,6 +234,7 @@ class JobOutcome:
         if failure is not None:
             code = failure.exit_code
             what = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            what = failure.lost or what
             reason = f"rank {failure.rank} on {failure.host} failed first ({what}); {reason}"
         self.finish_with(failure, reason)
 

@@ -32,12 +32,12 @@ class Plain(Rule):
             self._watch_stopping(now)
         if self.outcome.end is None and self.rounds.current.state is FORMING:
             self._watch_forming(now)
-        over = self.outcome.end is not None or self.outcome.first_success is not None
-        if over or not self.rounds.current.founders:
+        if self.outcome.end is not None or not self.rounds.current.founders:
             return
-        if self.outcome.losses:
+        finishing = self.outcome.first_success is not None
+        if self.outcome.losses and (self.settings.max_restarts or not finishing):
             self._watch_losses(now)
-        else:
+        elif not finishing:
             self._watch_changes(now)
 
     def _watch_stopping(self, now: float) -> None:
@@ -88,7 +88,9 @@ class Plain(Rule):
         free = self.placement.free_slots(self.placement.room_left())
         where, have = self.placement.founding_slots(), len(free)
         shortage = units.shortage(len({host for host, _ in free}), settings)
-        waiting = shortage or f"{have} of at least {need} slots have an agent"
+        waiting = (
+            shortage or f"{have} of at least {counted(need, 'slot has', 'slots have')} an agent"
+        )
         timeout = settings.start_timeout if first else settings.elastic_timeout
         if self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
             if first and settings.start_min_np is not None:
@@ -149,7 +151,7 @@ class Plain(Rule):
     def _restart(self, now: float, reason: str) -> None:
         """Stop every worker; the next round is placed when the last one is gone."""
         if self.rounds.close(now, reason, at_boundary=False):
-            self.outcome.restarted()
+            self.outcome.restarted(all_workers=True)
             for worker in self.workers.having(*ACTIVE):
                 self.effects.stop(worker, f"restart: {reason}")
             self.reports.settle_losses()

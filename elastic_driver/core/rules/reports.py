@@ -33,7 +33,13 @@ STATE_GONE = (
     "the state is gone with the workers that held it, and there is no checkpoint: give it a "
     "checkpoint_dir (docs/checkpoints.md), or begin anew with --restart-from-scratch"
 )
+MAY_BE_MISSING = "what it does after training, such as saving the model, may be missing"
 SOME_RANKS = 8  # that are named in a sentence
+_LOST = {
+    Cause.HUNG: "stopped making progress",
+    Cause.AGENT: "was lost with its agent",
+    Cause.MEMORY: "ran out of memory",
+}
 _ENDED_BADLY = (Cause.OWN, Cause.VICTIM)  # a non-zero exit status
 
 
@@ -138,14 +144,21 @@ class Reports(Rule):
             self.outcome.declare(ScriptKind.PLAIN)
         self.capacity.note_change()
         running, leaving = worker.state is RUNNING, bool(worker.leaving)
-        finished = code == 0 and worker.is_member
+        done = worker.over and code == KILLED  # there was nothing left for it to do
+        finished = worker.is_member and (code == 0 or done)
         if leaving and finished:  # if all members leave, one that finishes has done its work
             leaving = not all(member.leaving for member in self.rounds.members())
         as_told = leaving or not active
-        self.workers.ended(worker, code, as_told=as_told)
-        expected = not active or (leaving and code == 0)
-        early = f"before it was told to stop ({worker.leaving})" if leaving else "by itself"
-        reason = f"exit code {code}, {'as it was told to' if expected else early}"
+        self.workers.ended(worker, 0 if finished else code, as_told=as_told)
+        expected = not active or (leaving and code == 0) or done or self._finds_no_state(code)
+        how = "as it was told to"
+        if done:
+            how = "when its script was over"
+        elif active and self._finds_no_state(code):
+            how = "as there is no state to go on with"
+        elif not expected:
+            how = f"before it was told to stop ({worker.leaving})" if leaving else "by itself"
+        reason = f"exit code {code}, {how}"
         self.effects.announce("worker_exited", reason, worker, exit_code=code, expected=expected)
         if not active:
             return
@@ -196,8 +209,12 @@ class Reports(Rule):
 
         `silent`: its host answers no more, so its peers see no end of their connections.
         """
+        if worker.over and worker.is_member and cause is Cause.AGENT:
+            self.outcome.succeeded(now)
+            return
         rank, member = worker.place.rank, worker.is_member and not worker.left_behind
-        failure = Failure(worker.id, rank, worker.host, worker.pid, exit_code, log_tail)
+        lost = _LOST.get(cause, "")
+        failure = Failure(worker.id, rank, worker.host, worker.pid, exit_code, log_tail, lost)
         reason = _describe(failure, cause)
         current, given = self.rounds.current, self.settings.host_failures
         trains = current.state is COMPLETE and now - current.since >= PLAIN_PROGRESS_S
@@ -260,11 +277,14 @@ class Reports(Rule):
         there = self.workers.having(READY, RUNNING, ENDING)
         return any(worker.admitted is not None for worker in there)
 
+    def _finds_no_state(self, exit_code: int) -> bool:
+        """Return whether a worker ends with this status because the state of the job is gone."""
+        current = self.rounds.current
+        return current.gone > 0 and not current.stepped and exit_code == ExitCode.UNAVAILABLE
+
     def _judge_wipe_out(self) -> None:
-        current, unavailable = self.rounds.current, int(ExitCode.UNAVAILABLE)
-        codes = (loss.failure.exit_code for loss in self.outcome.losses)
-        if current.gone and not current.stepped and unavailable in codes:
-            self.outcome.finish(unavailable, STATE_GONE)
+        if any(self._finds_no_state(loss.failure.exit_code) for loss in self.outcome.losses):
+            self.outcome.finish(ExitCode.UNAVAILABLE, STATE_GONE)
             return
         outcome, progress = self.outcome, self.outcome.has_progress
         by_itself = failed_by_itself(outcome.losses, kind=outcome.kind, has_progress=progress)
@@ -297,17 +317,26 @@ class Reports(Rule):
             if not any(self.tf.essential((worker.host, worker.slot)) for worker in serving):
                 for worker in serving:
                     self.effects.stop(worker, "the training it served is done")
-        losses, left = self.outcome.losses, self.workers.count(*ACTIVE)
-        bad = next((loss for loss in losses if loss.member and loss.cause in _ENDED_BADLY), None)
+        losses, left = [x for x in self.outcome.losses if x.member], self.workers.count(*ACTIVE)
+        bad = next((loss for loss in losses if self._ended_badly(loss)), None)
         grace = self.settings.grace_period
         over_at = (self.outcome.first_success or 0.0) + grace
         waiting = f"a worker has finished; {left} still running"
+        if bad is not None and not self.outcome.elastic and self.settings.max_restarts:
+            return  # `plain` restarts all, those that have finished too, or ends the job
         if bad is not None and (left == 0 or not self.outcome.elastic):
-            failure = bad.failure
-            reason = f"rank {failure.rank} on {failure.host} {bad.reason}, others exited 0"
-            self.outcome.finish_with(failure, reason)
+            who = f"rank {bad.failure.rank} on {bad.failure.host} {bad.reason}"
+            if self.outcome.elastic and bad.cause not in _ENDED_BADLY:
+                who += " before its script was over"
+            others = "others exited 0" if left == 0 else "after another rank had exited 0"
+            more = f": {MAY_BE_MISSING}" if self.outcome.elastic and bad.failure.rank == 0 else ""
+            self.outcome.finish_with(bad.failure, f"{who}, {others}{more}")
         elif left == 0:
-            self.outcome.finish(0, "every worker that was left finished its script")
+            lost = "".join(
+                f"; rank {loss.failure.rank} on {loss.failure.host} {loss.reason} before"
+                for loss in losses[:SOME_RANKS]
+            )
+            self.outcome.finish(0, f"every worker that was left finished its script{lost}")
         elif self.effects.due_or_set_alarm(over_at, now, waiting):
             self.effects.wait_for(waiting)
             limit = 0.0 if self.outcome.elastic else self.settings.finish_timeout
@@ -318,6 +347,15 @@ class Reports(Rule):
             if limit and self.effects.due_or_set_alarm(end_at, now, waiting):
                 why = f"{self._early(limit)}; every rank has to make the same collectives"
                 self.outcome.finish_with(None, f"{why}, or raise --finish-timeout")
+
+    def _ended_badly(self, loss: Loss) -> bool:
+        """Return whether a job in which others have finished has failed by this loss.
+
+        The ranks of an elastic job have the same state, so only rank 0's end is awaited: it is the
+        one that saves what they have trained.
+        """
+        mattered = not self.outcome.elastic or loss.failure.rank == 0
+        return mattered or loss.cause in _ENDED_BADLY
 
     def _early(self, seconds: float) -> str:
         """Return a clause that names the rank that has ended, and those that have not."""
@@ -338,6 +376,4 @@ class Reports(Rule):
 def _describe(failure: Failure, cause: Cause) -> str:
     code, after = failure.exit_code, " after losing a peer" if cause is Cause.VICTIM else ""
     text = f"was killed by signal {-code}" if code < 0 else f"exited {code}"
-    others = {Cause.HUNG: "stopped making progress", Cause.AGENT: "was lost with its agent"}
-    others[Cause.MEMORY] = "ran out of memory"
-    return others.get(cause, text + after)
+    return _LOST.get(cause, text + after)

@@ -82,4 +82,4 @@ def shortage(hosts: int, settings: Settings) -> str:
     unit = settings.node_unit
     units = f" (in units of {unit})" if unit > 1 else ""
     have = counted(hosts, "host has", "hosts have")
-    return f"{have} workers, {width(settings)} are needed{units}"
+    return f"{have} workers, {counted(width(settings), 'is', 'are')} needed{units}"

@@ -98,6 +98,7 @@ class Worker:
     left: int = 0  # the round it reported to have left with its last READY
     blamed: bool = False  # its failure was counted against its host
     failed: bool = False  # an exception of its own has ended its script
+    over: bool = False  # its script has ended, and not by an exception of its own
     left_behind: bool = False  # it is ending, and a round was formed without it
     stepped_in: int = 0  # the last round in which it has finished a step; 0: in none
     leaving: str = ""  # the reason why it has to leave at the next chance; empty: it stays
@@ -285,7 +286,7 @@ class WorkerStateRegistry:
         """Record that the worker's script is over; raise `ev.StaleEvent` if it cannot be."""
         if not self.apply(worker, WorkerNews.ENDING):
             raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, its script cannot end")
-        worker.failed = failed
+        worker.failed, worker.over = failed, not failed
 
     def blame(self, worker: Worker) -> bool:
         """Record that its failure is counted against its host; False if that is known."""

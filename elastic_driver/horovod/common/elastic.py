@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.horovod.common import basics
-from elastic_driver.horovod.common.kept import Kept
+from elastic_driver.horovod.common.kept import MIXED, Kept
 from elastic_driver.worker import current, state
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER
 from elastic_driver.worker.run import enter, training_loop
@@ -39,7 +39,7 @@ class HostUpdateResult:
     no_update = 0
     removed = 1
     added = 2
-    mixed = removed | added
+    mixed = MIXED
 
 
 class _HostMessages(Queue[tuple[float, int]]):
@@ -150,9 +150,12 @@ class State:
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Have the next commit or check raise `HostsUpdatedInterrupt`.
 
-        The driver names its own changes without this.
+        The driver calls it, too, on all ranks, when it has planned a change. A class of the script
+        may do more here, in another thread. That change is followed at the boundary that the driver
+        has named, whatever this method does.
         """
-        self._host_messages.put((timestamp, update_res))
+        if not kept_of(self).announces:
+            self._host_messages.put((timestamp, update_res))
 
     def local(self, *names: str) -> None:
         """Leave attributes out of the comparison between ranks; see `elastic.State.local`."""

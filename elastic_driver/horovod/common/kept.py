@@ -5,6 +5,7 @@ methods. So its object is an ordinary one, and what the driver's worlds need is 
 That calls the methods of the script where Horovod does, and does its own part in any case.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,12 +14,25 @@ from zlib import crc32
 from elastic_driver.core.state_version import source_of
 from elastic_driver.horovod.common.exceptions import NotInYetError
 from elastic_driver.worker import state
+from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER
 from elastic_driver.worker.positions import Advancing
 from elastic_driver.worker.state_sync.sharing import Agreement
+from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
 
 if TYPE_CHECKING:
     from elastic_driver.horovod.common.elastic import State
+
+
+MIXED = 3  # Horovod's number of a change by which hosts may come and go
+
+
+def announce_change() -> None:
+    """Tell all states of the script that the world changes after a step that is named."""
+    now = time.time()
+    for each in state.all_states():
+        if isinstance(each, Kept) and each._owner() is not None:
+            each.announce(now, MIXED)
 
 
 class Kept(state.State):
@@ -32,6 +46,7 @@ class Kept(state.State):
         self._owner = weakref.ref(owner)
         self._calls: dict[str, bool] = {}  # a method of the script that runs → it has called ours
         self._is_saving = False  # by a call of the script
+        self._announces = False  # see below
         self._source = 0  # the rank with the newest state, while a world begins
         self._elsewhere: set[str] = set()  # values that are attributes or properties of the owner
         super().__init__(snapshot=True)
@@ -172,6 +187,9 @@ class Kept(state.State):
         self._read_owner()
         if session.is_in_job() and world.round != self._round:
             super().sync()
+            self._progress.on_planned = announce_change
+            if self._progress.leave_after not in (NEVER, AT_ONCE):
+                announce_change()
         else:
             others = frozenset(range(1, world.size))
             self._carry_out(Agreement(0, others, max(self._last.version, 0), fresh=True), world)
@@ -190,6 +208,21 @@ class Kept(state.State):
     def newest(self) -> int:
         """The rank that has the newest state, while a world begins; else 0."""
         return self._source
+
+    @property
+    def announces(self) -> bool:
+        """Whether the script is being told of a change that is followed anyway."""
+        return self._announces
+
+    def announce(self, timestamp: float, change: int) -> None:
+        """Tell the script of a change that the driver has planned; it is followed anyway."""
+        self._announces = True
+        try:
+            self.owner.on_hosts_updated(timestamp, change)
+        except Exception as error:  # of any kind: the heartbeats of this thread must go on
+            say(f"on_hosts_updated() of {type(self.owner).__name__} has failed: {error!r}")
+        finally:
+            self._announces = False
 
     @property
     def leave_after(self) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from elastic_driver.horovod.common.exceptions import HorovodUsageError
 from elastic_driver.horovod.common.util import split_list
+from elastic_driver.words import counted
 
 Parameters = Iterable[tuple[str, torch.Tensor]]
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
@@ -46,7 +47,8 @@ class ParameterNames:
         self._known = {p: name for name, p in pairs}
         missing = sum(p not in self._known for group in param_groups for p in group["params"])
         if missing:
-            raise HorovodUsageError(f"named_parameters lack {missing} parameters of the optimizer")
+            lacks = counted(missing, "parameter")
+            raise HorovodUsageError(f"named_parameters lack {lacks} of the optimizer")
 
     def of(self, param_groups: Sequence[dict[str, Any]]) -> dict[torch.Tensor, str]:
         """Return the name of each parameter of these groups."""

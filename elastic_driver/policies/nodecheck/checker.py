@@ -34,6 +34,7 @@ from elastic_driver.policies.nodecheck import messages
 from elastic_driver.policies.nodecheck.check import Group, NodeCheck, NodeVerdict
 from elastic_driver.policies.nodecheck.report import CheckReport, shown_times
 from elastic_driver.policies.nodecheck.tasks import GroupTask, Process, StartingGate
+from elastic_driver.words import counted
 from rendezvous.wire import UNREADABLE
 
 STOP_S = 10.0  # for an agent to report the end of a process that is killed
@@ -178,7 +179,8 @@ class NodeChecker(Restorable):
                 missing = self._running - self._agents.keys()
                 for host in [host for host in self._slots if host in missing]:
                     self._give_up(host, f"its agent did not come up {within}")
-                self._show(f"agents are up on {len(self._agents)} of {len(self._slots)} nodes", now)
+                of = counted(len(self._slots), "node")
+                self._show(f"agents are up on {len(self._agents)} of {of}", now)
                 self._next_round(now)
             case Phase.GATHERING if late or self._is_gate_open(now):
                 # All begin at once: the start of one would disturb the times of another.
@@ -238,7 +240,9 @@ class NodeChecker(Restorable):
             self._phase, self._due = Phase.CLOSING, now + SHUTDOWN_S
             return
         nodes, number = sum(map(len, groups)), len(self._check.rounds) + 1
-        self._show(f"round {number}, {nodes} nodes in {len(groups)} groups", now)
+        self._show(
+            f"round {number}, {counted(nodes, 'node')} in {counted(len(groups), 'group')}", now
+        )
         self._tasks = [self._new_task(group) for group in groups]
         self._processes = {p.worker: p for task in self._tasks for p in task.processes}
         self._gate = StartingGate(self._processes)

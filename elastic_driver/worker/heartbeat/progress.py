@@ -194,6 +194,7 @@ class TrainingProgress:
     # Describes the state of a marked step: name, digest and value of every leaf; None: not kept.
     leaves: Callable[[int], list[tuple[str, str, str]] | None] = lambda _step: None
     on_difference: Callable[[], None] = lambda: None  # the driver has asked for these: ranks differ
+    on_planned: Callable[[], None] = lambda: None  # the driver has named a step to leave after
     links: Callable[[], Links | None] = lambda: None  # reads the usage of the group's links
     collectives: Callable[[], int] = lambda: 0  # counts those of the whole world, in this round
     division: Division | None = None  # set by a FixedBatch with `balance`

@@ -6,6 +6,7 @@ own. A model that the others have made since then is not among these.
 
 from typing import Any
 
+from elastic_driver.words import counted
 from elastic_driver.worker.mistakes.told import is_speaker, tell
 from elastic_driver.worker.state_sync.parts import ModulePart, StatePart
 from elastic_driver.worker.state_sync.tree import Tree
@@ -37,7 +38,7 @@ class MadeLate:
             elif first[0] != kind:
                 self._tell(path, f"is a {kind}, no {first[0]} any more,")
             elif first[1] != parameters:
-                self._tell(path, f"has {parameters} parameters instead of {first[1]}")
+                self._tell(path, f"has {counted(parameters, 'parameter')} instead of {first[1]}")
 
     def _now(self) -> dict[str, tuple[str, int]]:
         return {path: (_kind(part), _parameters(part)) for path, part in self._tree.parts.items()}

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined] # it
 from torch.futures import Future
 
 from elastic_driver.errors import ExitCode, SwallowedError, WorldBrokenError
-from elastic_driver.peer_loss import looks_like_peer_loss
+from elastic_driver.peer_loss import in_short, looks_like_peer_loss
 from elastic_driver.worker.worker_log import say
 
 SLICE = timedelta(seconds=0.1)  # the longest time until a wait that was given up ends
@@ -185,7 +185,7 @@ def tells_of_loss(error: BaseException) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return in_short(str(error)) or type(error).__name__
 
 
 def peer_is_lost() -> bool:

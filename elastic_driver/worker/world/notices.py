@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from elastic_driver.core.documents import Notice
 from elastic_driver.errors import ExitCode
-from elastic_driver.worker.heartbeat.progress import AT_ONCE, TrainingProgress
+from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.state_sync.steps import collectives_of_world
 from elastic_driver.worker.worker_log import say
@@ -125,8 +125,12 @@ class RoundNotices:
     def on_notice(self, notice: Notice) -> None:
         """Carry out a notice of the driver."""
         with self._lock:
+            before = self._progress.leave_after
             self._notice = notice
             self._apply(notice)
+            planned = before == NEVER and self._progress.leave_after not in (NEVER, AT_ONCE)
+        if planned:
+            self._progress.on_planned()
 
     def on_new_driver(self) -> None:
         """End a meeting: what its members wrote was in the memory of the driver that has died."""

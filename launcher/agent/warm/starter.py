@@ -87,6 +87,8 @@ class WarmParent:
         if spec.lifeline is not None:
             request.update(argv=spec.argv, cwd=spec.cwd)
             stdio.append(spec.lifeline)
+        if spec.stdin_fd is not None:
+            stdio.append(spec.stdin_fd)
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:

@@ -16,10 +16,20 @@ import elastic_driver.horovod.torch as hvd
 from elastic_driver.horovod.common.elastic import State
 
 folder, kind = Path(sys.argv[1]), sys.argv[2]
+worlds: list[int] = []
 hvd.init()
 
 
-class Alone(State):
+class Told(State):
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        facts = {"ago": time.time() - timestamp, "change": update_res, "entered": len(worlds)}
+        with (folder / f"{os.getpid()}.told").open("a") as file:
+            file.write(json.dumps(facts) + "\n")
+        super().on_hosts_updated(timestamp, update_res)
+        raise RuntimeError("an error of the script there")
+
+
+class Alone(Told):
     def __init__(self) -> None:
         self.step, self.seen = 0, []
         self.save()
@@ -36,7 +46,7 @@ class Alone(State):
         self.restore()
 
 
-class More(hvd.elastic.ObjectState):
+class More(Told, hvd.elastic.ObjectState):
     def __init__(self) -> None:
         self.seen = []
         super().__init__(step=0)
@@ -61,6 +71,7 @@ def train(state: State) -> None:
     with (folder / f"{os.getpid()}.entered").open("a") as file:
         facts = {"rank": hvd.rank(), "size": hvd.size(), "step": state.step}
         file.write(json.dumps(facts) + "\n")
+    worlds.append(hvd.size())
     while True:
         hvd.allreduce(torch.ones(1), name="step")
         state.seen.append(state.step)

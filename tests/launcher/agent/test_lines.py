@@ -76,6 +76,7 @@ def test_a_plain_unfinished_line_is_no_progress_bar() -> None:
     lines = LineSplitter()
     lines.feed(b"loading ...")
     assert not lines.has_progress()
+    assert lines.waits()
     assert lines.progress() is None
     assert lines.feed(b" done\n") == [b"loading ... done"]
 

@@ -34,6 +34,15 @@ def test_redirects_and_tee_mean_what_torchrun_means(
     assert routed(redirects=redirects, tee=tee) == Routing(to_file, to_console)
 
 
+@pytest.mark.parametrize(
+    ("redirects", "to_console"), [("0", BOTH), ("1", ERR), ("3", 0), ("1:3", BOTH)]
+)
+def test_all_streams_go_to_files_and_those_that_are_not_redirected_to_the_terminal(
+    redirects: str, to_console: int
+) -> None:
+    assert routed(redirects=redirects, tee=None) == Routing(BOTH, to_console)
+
+
 def test_without_a_log_directory_nothing_is_kept_from_the_terminal() -> None:
     assert routed(log_dir=None, redirects="3", tee="3") == Routing(0, BOTH)
 

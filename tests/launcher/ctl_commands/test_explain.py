@@ -20,7 +20,7 @@ from elastic_driver.core.job_events import JobEvent
 from launcher.ctl_commands import explain
 
 IN_A_FUNCTION = {
-    *(HostsDiscovered, HostsGranted, HostsChecked, ev.WorkerSaved),
+    *(HostsDiscovered, HostsGranted, HostsChecked, ev.WorkerReady, ev.WorkerSaved),
     *(do.Announce, do.GiveOrder),
 }
 

@@ -168,11 +168,11 @@ def test_a_driver_that_has_taken_over_elsewhere_is_found_in_etcd(
         find(Where(tmp_path, journal=etcd.url))
 
 
-def test_a_run_that_is_over_says_where_its_events_are(tmp_path: Path) -> None:
+def test_a_run_that_is_over_says_which_command_tells_of_it(tmp_path: Path) -> None:
     folder = tmp_path / "over"
     folder.mkdir()
     (folder / "events.jsonl").write_text("")
-    with pytest.raises(ClusterError, match=rf"run over is over; .* {folder}/events.jsonl"):
+    with pytest.raises(ClusterError, match=rf"run over is over; .* elasticctl report {folder}$"):
         find(Where(tmp_path, run_id="over"))
 
 

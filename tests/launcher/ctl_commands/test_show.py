@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from elastic_driver.core import events as ev
+from elastic_driver.core.documents import Failure
 from elastic_driver.core.driver_events import AgentHeard, AgentSuspected
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.results import JobResult
+from elastic_driver.runtime.results import JobResult, WorkerResult
 from launcher import figures
 from launcher.ctl_commands import show
 from tests.core.scenario import Scenario
@@ -38,6 +39,48 @@ def test_a_job_is_shown_with_its_hosts_and_workers() -> None:
     ranks = [line for line in lines if line[:1].isdigit()]
     assert [line.split()[0] for line in ranks] == ["0", "1", "2"]
     assert "leaves: host b is drained: new disks" in ranks[2]
+
+
+def test_workers_whose_scripts_are_over_are_counted_apart() -> None:
+    s = Scenario(start_np=2).training(a=2)
+    s.send(ev.WorkerEnding("a.0.1", 1))
+    assert "round 1: 1 worker and 1 ending (any wanted" in show.job(document(s), 1000.0)
+
+
+def test_a_hung_worker_is_called_so_in_the_table() -> None:
+    ends = [("a.0.1", 0, -9, True), ("a.1.1", 1, None, False), ("a.2.1", 2, -15, False)]
+    workers = tuple(
+        WorkerResult(
+            worker=worker,
+            host="a",
+            slot=rank,
+            rank=rank,
+            pid=7,
+            exit_code=code,
+            reason="",
+            ended=1.0,
+            seconds=4.0,
+            hung=hung,
+        )
+        for worker, rank, code, hung in ends
+    )
+    result = JobResult(exit_code=137, reason="why", ended=10.0, workers=workers)
+    rows = show.ended(result, 12.0).splitlines()[3:]
+    assert [row.split()[5] for row in rows] == ["hung", "lost", "-15"]
+
+
+def test_a_script_s_own_status_of_a_stop_is_a_failure() -> None:
+    failure = Failure("a.0.1", 0, "a", 7, 130)
+    result = JobResult(exit_code=130, reason="why", ended=10.0, failure=failure)
+    assert show.ended(result, 12.0).startswith("failed 2 s ago (status 130): why")
+
+
+def test_one_rank_is_no_range_and_one_worker_no_workers() -> None:
+    assert show._more(show.MOST_ODD + 1, "worker").startswith("\n… and 1 more worker; --all")
+    assert show._more(show.MOST_ODD, "worker") == ""
+    s = Scenario(start_np=51).training(a=50, b=1)
+    rows = show.workers_by_host(document(s)).splitlines()
+    assert [row.split()[2] for row in rows[1:]] == ["0-49", "50"]
 
 
 def test_a_host_in_cool_down_says_for_how_long_and_why() -> None:

@@ -137,7 +137,9 @@ def test_when_all_nodes_are_bad_the_first_reason_is_the_error(
     assert status == ClusterError.exit_code
     assert ran_on == []
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith("elasticrun: all 2 nodes failed the check; the first: localhost faulty")
+    assert last.startswith(
+        "elasticrun: each node failed the check (2); the first: localhost faulty"
+    )
 
 
 @pytest.mark.usefixtures("quick_tasks")
@@ -240,7 +242,7 @@ def test_elasticctl_check_says_which_host_is_faulty(
         HOSTS[0]: "good",
         HOSTS[1]: "faulty",
     }
-    assert "elasticctl: node check: round 1, 2 nodes in 1 groups" in printed.err
+    assert "elasticctl: node check: round 1, 2 nodes in 1 group" in printed.err
 
 
 @pytest.mark.usefixtures("quick_tasks")

@@ -99,9 +99,9 @@ def test_workers_of_a_node_are_counted_here(wanted: str, machine: MachineFacts, 
 
 
 def test_a_list_with_too_few_slots_is_told_at_once() -> None:
-    with pytest.raises(ClusterError, match=r"need 4 slots, but there are 3 \(a:2, b:1 \(--hosts"):
+    with pytest.raises(ClusterError, match=r"need 4 slots, found 3 \(a:2, b:1 \(--hosts"):
         plan("-H", "a:2,b:1", "-np", "4")
-    with pytest.raises(ClusterError, match="need 4 slots, but there are 2"):
+    with pytest.raises(ClusterError, match="need 4 slots, found 2"):
         plan("--nnodes", "2", "--nproc-per-node", "2")
 
 
@@ -124,7 +124,7 @@ def test_bounds_on_the_number_of_hosts(
 def test_bounds_on_hosts_that_can_never_be_kept_are_told_at_once() -> None:
     with pytest.raises(UsageError, match="--node-unit 4: no multiple of it lies between 2 and 3"):
         plan(*SCRIPT, "--nnodes", "2:3", "--node-unit", "4")
-    with pytest.raises(ClusterError, match=r"need 2 hosts .*, but there are 1 "):
+    with pytest.raises(ClusterError, match=r"need 2 hosts .*, found 1 "):
         plan("-H", "a:4", "--node-unit", "2")
 
 

@@ -37,6 +37,8 @@ def test_the_line_says_the_most_important_things_first() -> None:
 def test_what_is_not_known_is_left_out() -> None:
     assert status_line(None, 80) == ""
     assert status_line(JobNow(0, 3, Measured(), None), 80) == "no world yet, 3 workers wanted"
+    after = Measured(step=7)
+    assert status_line(JobNow(0, 1, after, None), 80) == "no world now, 1 worker wanted"
     assert status_line(JobNow(1, 1, Measured(), None), 80) == "1 worker"
     known = Measured(step=7, total=9, steps_per_s=0.0)
     assert status_line(JobNow(1, 1, known, None), 80) == "1 worker | step 7 of 9 | 0.00 steps/s"

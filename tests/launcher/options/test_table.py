@@ -30,7 +30,7 @@ def test_without_a_command_line_every_struct_has_its_defaults() -> None:
     line = resolve([], {})
     for struct in (Settings, DriverOptions, BackendJob):
         assert line.fill(struct) == struct()
-    assert job_spec(line).tee == "3"
+    assert (job_spec(line).tee, job_spec(line).redirects) == (None, "0")
 
 
 def test_values_go_to_every_struct_with_a_field_of_that_name() -> None:

@@ -1,8 +1,9 @@
 """A spare: a process that was forked in advance, and becomes the worker or agent of a request.
 
 The warm parent (`_elastic_warm_parent`) forks spares. A request comes as one datagram with
-descriptors: stderr and stdout of the new process, for an agent also its stdin, and a channel for
-the conversation that follows: the requester sends the environment (for an agent also the command
+descriptors: stderr and stdout of the new process, its stdin (of an agent always, of a worker only
+if it reads anything), for an agent maybe that of its workers, and a channel for the conversation
+that follows: the requester sends the environment (for an agent also the command
 and the folder), the spare answers with its pid, and the requester says "go". If the requester has
 closed the channel, the spare drops the request, so the requester knows of every process.
 
@@ -22,6 +23,7 @@ import sys
 from typing import Any, NoReturn, cast
 
 BORN_WARM = "ELASTIC_BORN_WARM"  # an agent's variable: its warm parent and their sockets
+_WORKER_STDIN = "ELASTIC_WORKER_STDIN"  # another one (`launcher.agent.stdin`)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ACCELERATORS = ("cuda", "hip", "xpu")
@@ -113,7 +115,7 @@ def await_request(setup: dict[str, Any], queue: socket.socket, lifeline: int) ->
         first_step(sys.modules["torch"])  # the pages it writes are now our own
     _own_randomness()
     while True:
-        data, received, _, _ = socket.recv_fds(queue, 16, 4)
+        data, received, _, _ = socket.recv_fds(queue, 16, 5)
         if not data:  # the owner has closed its end
             os._exit(0)
         *stdio, channel_fd = received
@@ -151,7 +153,7 @@ def _agree(channel: socket.socket) -> dict[str, Any] | None:
 
 def _set_streams(stdio: list[int]) -> None:
     """Make the descriptors of a request our stderr and stdout, and stdin if there is a third."""
-    for target, source in zip((2, 1, 0), stdio, strict=False):
+    for target, source in zip((2, 1, 0), stdio[:3], strict=False):
         os.dup2(source, target)
         os.close(source)
 
@@ -166,6 +168,8 @@ def _become_worker(setup: dict[str, Any], env: dict[str, str], stdio: list[int])
     os.environ.clear()
     os.environ.update(env)
     _show_environment(setup["env"], env)
+    if len(stdio) > 2:
+        _renew_stream(sys.stdin, 0)
     _renew_stream(sys.stdout, 1)
     _renew_stream(sys.stderr, 2)
     threads = env.get("OMP_NUM_THREADS")
@@ -184,9 +188,10 @@ def _renew_stream(stream: Any, fd: int) -> None:
     The object stays, because handlers of loggers may hold it. Its facts about the descriptor
     (terminal or not, seekable or not, block size) are read again.
     """
-    unbuffered = bool(stream.write_through)
-    binary: Any = open(fd, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
-    raw = binary if unbuffered else binary.raw
+    unbuffered, mode = bool(stream.write_through), "w" if fd else "r"
+    buffering = 0 if unbuffered and fd else -1
+    binary: Any = open(fd, f"{mode}b", buffering=buffering, closefd=False)  # noqa: SIM115
+    raw = binary.raw if buffering else binary
     raw.name = stream.name
     io.TextIOWrapper.__init__(
         stream,
@@ -197,7 +202,7 @@ def _renew_stream(stream: Any, fd: int) -> None:
         line_buffering=not unbuffered and (fd == 2 or raw.isatty()),
         write_through=unbuffered,
     )
-    stream.mode = "w"
+    stream.mode = mode
 
 
 def _own_randomness() -> None:
@@ -256,7 +261,9 @@ def _become_agent(setup: dict[str, Any], request: dict[str, Any], stdio: list[in
         held = queue.fileno(), status.fileno(), log
         request["env"][BORN_WARM] = ",".join(map(str, (warm, *held, setup["digest"])))
         _set_streams(stdio)
-        _execute(request, held)
+        if len(stdio) > 3:
+            request["env"][_WORKER_STDIN] = str(stdio[3])
+        _execute(request, (*held, *stdio[3:]))
     die_with(agent)
     for ours in (queue, status):
         ours.close()

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.agent.processes import ProcessSpec, become_subreaper, start_fresh
@@ -65,12 +65,20 @@ class Agent:
         *arguments: str,
         start: Callable[[ProcessSpec], int] | None = None,
         then: Callable[[int], None] | None = None,
+        reads: bytes | None = None,
         **variables: str,
     ) -> Outcome:
-        """Start it (warm, unless told otherwise), do `then(pid)`, and wait for its end."""
-        with pipes() as ((out, out_end), (err, err_end)):
+        """Start it (warm, unless told otherwise), do `then(pid)`, and wait for its end.
+
+        `reads`: its stdin, a pipe; None: nothing.
+        """
+        with pipes() as ((out, out_end), (err, err_end)), pipes() as ((stdin, words), _):
             spec = self.spec(*arguments, out=out_end, err=err_end, **variables)
+            if reads is not None:
+                spec = replace(spec, stdin_fd=stdin)
+                os.write(words, reads)
             pid = (start or self.starter.start)(spec)
+            os.close(words)
             os.close(out_end)
             os.close(err_end)
             if then is not None:
@@ -78,8 +86,8 @@ class Agent:
             texts = read_all(out, err)
             return Outcome(*texts, wait_for(pid))
 
-    def run_fresh(self, *arguments: str, **variables: str) -> Outcome:
-        return self.run(*arguments, start=start_fresh, **variables)
+    def run_fresh(self, *arguments: str, reads: bytes | None = None, **variables: str) -> Outcome:
+        return self.run(*arguments, start=start_fresh, reads=reads, **variables)
 
 
 @contextlib.contextmanager

@@ -42,10 +42,10 @@ def both(host: Agent, *arguments: str, **variables: str) -> Outcome:
     return compare(host, *arguments, **variables)
 
 
-def compare(host: Agent, *arguments: str, **variables: str) -> Outcome:
-    fresh = host.run_fresh(*arguments, **variables)
+def compare(host: Agent, *arguments: str, reads: bytes | None = None, **variables: str) -> Outcome:
+    fresh = host.run_fresh(*arguments, reads=reads, **variables)
     assert host.warm, host.said
-    warm = host.run(*arguments, **variables)
+    warm = host.run(*arguments, reads=reads, **variables)
     assert host.said == [], "it was not a fork"
     assert without_addresses(warm) == without_addresses(fresh)
     return fresh
@@ -96,6 +96,25 @@ def test_everything_a_script_can_ask_about_itself_is_the_same(host: Agent) -> No
     assert outcome.code == 0
     assert "stack 1 1" in outcome.stdout
     assert "RANK=1" in outcome.stdout
+
+
+WHAT_I_READ = """
+    import os, sys
+    stdin = sys.stdin
+    print(repr(stdin), stdin is sys.__stdin__, stdin.mode, stdin.newlines, stdin.errors)
+    print(stdin.line_buffering, stdin.write_through, stdin.isatty(), stdin.seekable())
+    print(type(stdin.buffer), repr(stdin.buffer.raw), os.get_inheritable(0))
+    print(repr(input()), [line for line in stdin], stdin.read(), os.read(0, 9))
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("-u",), ("-Xutf8",)])
+def test_what_a_script_reads_is_the_same(host: Agent, flags: tuple[str, ...]) -> None:
+    write(host.cwd / "job.py", WHAT_I_READ)
+    host.launch(*flags, "job.py")
+    outcome = compare(host, *flags, "job.py", reads="one\r\ntwö\rthree\nfour".encode())
+    assert outcome.code == 0
+    assert "'one\\r' ['twö\\rthree\\n', 'four']" in outcome.stdout, outcome
 
 
 @pytest.mark.parametrize(
