@@ -18,8 +18,9 @@ worker is in, is in one class at every moment:
 
 A worker tells afterwards how long it has trained: since the state was the same (`seconds` of
 `state_synced`), or since the last commit (`undone` of `worker_ready`). Only then is this time moved
-to its class. Scripts that do not use our API report no steps: they train from `round_completed`
-until their end, or until one of them fails.
+to its class. Scripts that do not use our API report no steps: they train from `processes_started`
+until their end, or until one of them fails. That a script is of this kind shows later, at
+`round_completed` or the end of a worker.
 
 Times are unix seconds, and never go back: an earlier time counts as the latest one.
 """
@@ -80,6 +81,8 @@ class Ledger:
     steps_redone: int = 0  # steps that had to be trained again
     failures: int = 0  # of workers
     began: float | None = None
+    processes: int = 0  # that were started for a round which is not complete
+    running_since: float | None = None  # all processes of the round, or all its members
     ended: bool = False
     at: float = 0.0  # the time up to which `seconds` counts
     _shown: dict[Class, float] = field(default_factory=dict)  # by `counters`
@@ -151,6 +154,8 @@ class Ledger:
                 self._least, self._wanted = line.min_np or 1, line.wanted or line.max_np
             case "scale_requested" | "plan_applied" | "size_proposed":
                 self._wanted = line.wanted or self._wanted
+            case "processes_started":
+                self.processes, self.running_since = line.size or 0, line.t
             case "round_completed":
                 self._round_completed(line)
             case "state_synced":
@@ -271,8 +276,10 @@ class Ledger:
             else:
                 self._untrain(until - max(slot.since, self._committed))
         was_member = slot.state in ("syncing", "training", "lost")
-        self._drop(where)
         finished = line.exit_code == 0 and line.event == "worker_exited" and not line.expected
+        if finished and slot.state == "starting" and self.processes:
+            self._has_trained(1)
+        self._drop(where)
         self._finishing = self._finishing or finished or line.job_over
         if not line.expected and not finished:
             self.failures += 1
@@ -287,12 +294,24 @@ class Ledger:
 
     # ---- rounds --------------------------------------------------------------------------
 
+    def _has_trained(self, slots: int) -> None:
+        """Move the time since all processes were started to `training`, for so many slots."""
+        since = self.at if self.running_since is None else self.running_since
+        moved = min(slots * (self.at - since), self.seconds["starting"])
+        self.seconds["starting"] -= moved
+        self.seconds["training"] += moved
+
     def _round_completed(self, line: LogLine) -> None:
         self._slow.clear()
         self._fallen.clear()
         self._committed, self.redoing = None, False
         members: _State = "ready" if self._elastic else "starting"
         whole = self._states[members] == line.size
+        if self.processes and not self._elastic:
+            self._has_trained(self._states[members])
+        else:
+            self.running_since = self.at
+        self.processes = 0
         for where, slot in list(self._slots.items()):
             if slot.state == members or (
                 slot.state in ("training", "syncing", "lost") and not whole

@@ -40,11 +40,20 @@ class Story:
         self.resumed += line.event == "driver_resumed"
         if line.event in ("job_succeeded", "job_failed"):
             self.end = line
-        size = 0 if self.end else self.ledger.workers
+        size, since = 0 if self.end else self.ledger.workers, self.ledger.running_since
+        if line.event == "round_completed" and line.size:  # a plain script has run for a while
+            self._world(max(line.t if since is None else since, self._latest), line.size)
+        self._world(line.t, size)
+
+    def _world(self, t: float, size: int) -> None:
         if size != (self.worlds[-1].size if self.worlds else 0):
-            self.worlds.append(World(line.t, size))
+            self.worlds.append(World(t, size))
             if len(self.worlds) > MOST_WORLDS:
                 del self.worlds[1:-1:2]
+
+    @property
+    def _latest(self) -> float:
+        return self.worlds[-1].t if self.worlds else 0.0
 
 
 def read_story(lines: Iterable[bytes]) -> Story:

@@ -52,6 +52,7 @@ class JobNow(NamedTuple):
     aim: int  # the workers that the job aims at
     measured: Measured  # without workers and hosts
     change: Change | None  # the newest
+    processes: int = 0  # that were started for a world which there is not yet
 
 
 class ElasticDriver:
@@ -296,7 +297,8 @@ class ElasticDriver:
         if loop is None or loop.job is None:
             return None
         ledger, change = loop.executor.record.ledger.ledger, self.reporter.last_change
-        return JobNow(ledger.workers, ledger.aim, loop.measurements.job, change)
+        now = ledger.workers, ledger.aim
+        return JobNow(*now, loop.measurements.job, change, ledger.processes)
 
     # ---- the driver's thread -------------------------------------------------------------
 

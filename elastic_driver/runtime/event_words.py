@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
+from elastic_driver.errors import ExitCode
 from elastic_driver.words import counted
 
 
@@ -27,7 +28,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "host_check_started": (Level.VERBOSE, "hosts are checked before they get workers"),
     "host_checked": (Level.VERBOSE, "host {host} was checked"),
     "host_blacklisted": (Level.QUIET, "host {host} in cool-down"),
-    "host_unreachable": (Level.NORMAL, "host {host} cannot be reached"),
+    "host_unreachable": (Level.NORMAL, "host {host} is not used for now"),
     "drain_requested": (Level.NORMAL, "host {host} is drained"),
     "worker_leaving": (Level.NORMAL, "worker {worker} has to go"),
     "drain_cancelled": (Level.NORMAL, "host {host} may be used again"),
@@ -118,8 +119,16 @@ def sentence(event: str, reason: str, facts: Mapping[str, Any]) -> str:
     rank = facts.get("rank")
     if facts.get("worker") and isinstance(rank, int) and rank >= 0:
         known["worker"] = f"{facts['worker']} (rank {rank})"
+    if event == "job_failed" and told_to_stop(facts):
+        words = "the job was stopped"
     text = words.format_map({**known, "world": describe_world(facts)}).removesuffix(": ")
     return f"{text}: {reason}" if reason else text
+
+
+def told_to_stop(facts: Mapping[str, Any]) -> bool:
+    """Return whether these facts of a job's end say that it was told to stop, and did not fail."""
+    stopped = facts.get("exit_code") in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+    return stopped and facts.get("first_failure") is None
 
 
 def describe_world(facts: Mapping[str, Any]) -> str:

@@ -131,7 +131,7 @@ def text(story: Story, path: Path, now: float) -> str:
         f"began {since}, {duration(wall)}, {state}{why}",
         f"{counted(ledger.step, 'step')}{redone}; {counted(ledger.failures, 'worker failure')}, "
         f"{counted(story.rounds, 'round')}{drivers}",
-        f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}",
+        *([f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}"] if most else []),
         *show.goodput(figures),
         f"slots on average: {shares['slots']:.4g}; events: {path}",
     ]

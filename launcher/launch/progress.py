@@ -32,6 +32,8 @@ def _parts(now: JobNow) -> list[str]:
     """Return the parts of the line, the most important one first."""
     measured, aim = now.measured, max(now.aim, now.workers)
     workers = counted(aim, "worker")
+    if not now.workers and now.processes:
+        return [f"{counted(now.processes, 'worker')} started"]
     if not now.workers:
         return [f"no world {'now' if now.measured.step else 'yet'}, {workers} wanted"]
     parts = [workers if aim == now.workers else f"{now.workers} of {workers}"]

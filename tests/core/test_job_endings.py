@@ -13,7 +13,7 @@ def test_the_job_succeeds_when_every_worker_exits_0(scenario: MakeScenario) -> N
     s = scenario(start_np=2).training(a=2)
     s.exit("a.0.1", 0)
     s.exit("a.1.1", 0)
-    assert s.all(EndJob) == [EndJob(0, "every worker that was left finished its script")]
+    assert s.all(EndJob) == [EndJob(0, "the workers finished the script")]
     assert len(s.announced("job_succeeded")) == 1
 
 
@@ -408,7 +408,7 @@ def test_another_rank_that_is_lost_at_the_end_is_named(scenario: MakeScenario) -
     assert s.all(EndJob) == [
         EndJob(
             0,
-            "every worker that was left finished its script; rank 2 on a was killed by signal 9 "
+            "the workers finished the script; rank 2 on a was killed by signal 9 "
             "before",
         )
     ]
@@ -423,7 +423,7 @@ def test_a_worker_that_is_killed_when_its_script_is_over_has_finished(
         s.exit(f"a.{slot}.1", 0)
     s.send(ev.WorkerEnding("a.0.1", 1))
     s.exit("a.0.1", -9)
-    assert s.all(EndJob) == [EndJob(0, "every worker that was left finished its script")]
+    assert s.all(EndJob) == [EndJob(0, "the workers finished the script")]
 
 
 def test_a_crash_of_an_interpreter_that_ends_is_a_failure(scenario: MakeScenario) -> None:
@@ -440,4 +440,4 @@ def test_a_host_that_is_lost_when_its_scripts_are_over_takes_nothing_along(
     s.send(ev.WorkerEnding("a.0.1", 1))
     s.agent_lost("a")
     s.exit("b.0.1", 0)
-    assert s.all(EndJob) == [EndJob(0, "every worker that was left finished its script")]
+    assert s.all(EndJob) == [EndJob(0, "the workers finished the script")]

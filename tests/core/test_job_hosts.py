@@ -130,7 +130,7 @@ def test_scaling_down_and_up_keeps_the_oldest(scenario: MakeScenario) -> None:
     s.obey_stops()
     s.send(ev.ScaleRequested(99))
     assert s.starting == ["b.0.2", "b.1.2"]
-    assert s.announced("scale_requested")[-1].reason == "4 workers (asked for 99)"
+    assert s.announced("scale_requested")[-1].reason == "4 workers, as 99 is beyond the limits"
     s.ready("b.0.2", "b.1.2")
     s.wait(1.0)
     s.ready("a.0.1", "a.1.1", version=6)

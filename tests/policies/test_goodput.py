@@ -165,6 +165,37 @@ def test_a_plain_script_trains_from_its_round_on_until_one_of_its_workers_fails(
     assert log.seconds(12.0) == pytest.approx({"starting": 11.0, "training": 12.0, "lost": 1.0})
 
 
+def test_a_plain_script_has_trained_since_all_its_processes_were_started() -> None:
+    log = Log(a=2)
+    log.all(2.0, "worker_started", "a.0.1", "a.1.1")
+    log.say(3.0, "processes_started", size=2)
+    assert log.seconds(12.0) == pytest.approx({"starting": 24.0})
+    log.say(13.0, "round_completed", size=2)
+    assert log.seconds(14.0) == pytest.approx({"starting": 6.0, "training": 22.0})
+
+
+def test_a_short_plain_script_has_trained_though_it_ends_before_its_kind_is_known() -> None:
+    log = Log(a=2)
+    log.all(2.0, "worker_started", "a.0.1", "a.1.1")
+    log.say(3.0, "processes_started", size=2)
+    log.say(5.0, "worker_exited", "a.1.1", exit_code=0)
+    log.say(5.0, "round_completed", size=2)
+    log.say(5.5, "worker_exited", "a.0.1", exit_code=0)
+    log.say(5.5, "job_succeeded")
+    assert log.seconds(9.0) == pytest.approx({"starting": 6.0, "training": 4.5, "lost": 0.5})
+
+
+def test_an_elastic_script_does_not_train_while_its_processes_start() -> None:
+    log = Log(a=1)
+    log.say(2.0, "worker_started", "a.0.1")
+    log.say(3.0, "processes_started", size=1)
+    log.say(5.0, "worker_ready", "a.0.1")
+    log.say(6.0, "round_completed", size=1)
+    log.say(8.0, "state_synced", "a.0.1", seconds=2.0)
+    times = {"starting": 5.0, "forming": 1.0, "training": 4.0}
+    assert log.seconds(10.0) == pytest.approx(times)
+
+
 def test_slots_of_workers_that_have_finished_get_no_other_ones() -> None:
     log = Log(a=2)
     log.start("a.0.1", "a.1.1")

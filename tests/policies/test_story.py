@@ -15,6 +15,26 @@ def test_the_picture_shows_the_mean_of_each_part_and_leaves_empty_only_what_had_
     assert picture([], 0.0, 40.0) == ""
 
 
+def test_a_short_plain_job_had_all_its_workers() -> None:
+    story = Story()
+    both = [{"host": "a", "slot": n, "worker": f"a.{n}.1"} for n in range(2)]
+    events: list[tuple[float, str, dict[str, Any]]] = [
+        (0.0, "job_started", {}),
+        *((2.0, "worker_started", where) for where in both),
+        (2.0, "processes_started", {"size": 2}),
+        (6.0, "worker_exited", {**both[1], "exit_code": 0}),
+        (6.0, "round_completed", {"size": 2}),
+        (7.0, "worker_exited", {**both[0], "exit_code": 0}),
+        (8.0, "job_succeeded", {}),
+    ]
+    for t, name, facts in events:
+        line = line_of(name, t, facts)
+        assert line is not None
+        story.feed(line)
+    assert story.worlds == [World(2.0, 2), World(6.0, 1), World(7.0, 0)]
+    assert picture(story.worlds, 0.0, 8.0, width=8) == "  ████▄ "
+
+
 def test_the_worlds_of_a_job_that_changes_for_weeks_are_bounded() -> None:
     story = Story()
     started: dict[str, Any] = {"host": "a", "slot": 0, "worker": "a.0.1"}

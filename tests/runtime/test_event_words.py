@@ -45,3 +45,10 @@ def test_a_sentence_names_whom_it_is_about_and_why() -> None:
     assert sentence("worker_lost", "its host", FACTS) == "worker b.0.1 (rank 1) lost: its host"
     assert sentence("round_completed", "", FACTS) == "round 2 complete: 3 workers on 1 host"
     assert sentence("spare_ready", "", {"worker": "b.2.1", "rank": -1}) == "spare b.2.1 is ready"
+
+
+def test_a_job_that_was_told_to_stop_has_not_failed() -> None:
+    told = {"exit_code": 143, "first_failure": None}
+    assert sentence("job_failed", "Ctrl-C", told) == "the job was stopped: Ctrl-C"
+    own = {"exit_code": 143, "first_failure": {"rank": 0}}
+    assert sentence("job_failed", "rank 0", own) == "the job has failed: rank 0"

@@ -85,7 +85,9 @@ class Capacity:
             if self.plan is not None:
                 self.plan = structs.replace(self.plan, workers=None, min=None, max=None)
             self.target = self._within_limits(asked)
-            what = f"{in_words(self.target)} (asked for {asked})"
+            what = in_words(self.target)
+            if self.target != asked:
+                what += f", as {asked} is beyond the limits"
         self._request(before)
         self.effects.announce("scale_requested", what, wanted=self.wanted)
 

@@ -14,9 +14,6 @@ from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, STARTING
 from elastic_driver.words import counted
 
-TELL_S = 2.0  # an elastic script is usually in its round by then, which is told at once
-
-
 @dataclass(slots=True)
 class Plain(Rule):
     """Forms the rounds of plain jobs, and restarts them."""
@@ -70,9 +67,8 @@ class Plain(Rule):
         started_at = current.waiting_since("declaration", now)
         if self.outcome.kind is ScriptKind.UNDECLARED:
             at = started_at + self.settings.plain_after
-            waiting = "to see whether the script calls elastic.init()"
-            if self.effects.due_or_set_alarm(started_at + TELL_S, now, waiting):
-                self.rounds.tell_running()
+            waiting = "the script may still call elastic.init()"
+            self.rounds.tell_running()
             if not self.effects.due_or_set_alarm(at, now, waiting):
                 return
             self.outcome.declare(ScriptKind.PLAIN)

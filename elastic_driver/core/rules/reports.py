@@ -159,6 +159,8 @@ class Reports(Rule):
         elif not expected:
             how = f"before it was told to stop ({worker.leaving})" if leaving else "by itself"
         reason = f"exit code {code}, {how}"
+        if code < 0 and how == "by itself":  # somebody may have sent it
+            reason = f"killed by signal {-code}"
         self.effects.announce("worker_exited", reason, worker, exit_code=code, expected=expected)
         if not active:
             return
@@ -336,7 +338,7 @@ class Reports(Rule):
                 f"; rank {loss.failure.rank} on {loss.failure.host} {loss.reason} before"
                 for loss in losses[:SOME_RANKS]
             )
-            self.outcome.finish(0, f"every worker that was left finished its script{lost}")
+            self.outcome.finish(0, f"the workers finished the script{lost}")
         elif self.effects.due_or_set_alarm(over_at, now, waiting):
             self.effects.wait_for(waiting)
             limit = 0.0 if self.outcome.elastic else self.settings.finish_timeout

@@ -38,6 +38,8 @@ def test_what_is_not_known_is_left_out() -> None:
     assert status_line(None, 80) == ""
     assert status_line(JobNow(0, 3, Measured(), None), 80) == "no world yet, 3 workers wanted"
     after = Measured(step=7)
+    started = JobNow(0, 3, Measured(), None, processes=3)
+    assert status_line(started, 80) == "3 workers started"
     assert status_line(JobNow(0, 1, after, None), 80) == "no world now, 1 worker wanted"
     assert status_line(JobNow(1, 1, Measured(), None), 80) == "1 worker"
     known = Measured(step=7, total=9, steps_per_s=0.0)
