@@ -38,13 +38,19 @@ class ClusterError(ElasticError):
 
 
 class NotEnoughSlotsError(ClusterError):
-    """Too few slots stayed available until the deadline."""
+    """Too few slots stayed available until the deadline; `began`: the job has trained before."""
 
-    def __init__(self, *, needed: int, available: int, waited: float) -> None:
+    def __init__(
+        self, *, needed: int, available: int, waited: float, began: bool = False
+    ) -> None:
+        hint = "lower -np or --min-np, raise --start-timeout"
+        if began:
+            hint = "lower --min-np, raise --elastic-timeout"
+        where = "check the hosts" if available else "check why no host can be used"
         slots = "1 slot" if needed == 1 else f"{needed} slots"
         super().__init__(
             f"need {slots}, found {available} after {waited:.0f} s; "
-            "lower --min-np, raise --start-timeout, or check the hosts in cool-down"
+            f"{hint}, or {where} (elasticctl events)"
         )
         self.needed, self.available = needed, available
 

@@ -96,7 +96,7 @@ class Ledger:
     _committed: float | None = None  # the last commit of a round that broke
     _present: int = 0  # sums over `_hosts`
     _room: int = 0
-    _elastic: bool = False
+    elastic: bool = False  # a worker has been ready: the script uses our API
     _finishing: bool = False
 
     # ---- reading -------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Ledger:
             case "rank_recovered":
                 self._slow.pop(worker, None)
             case "worker_ready":
-                self._elastic = True
+                self.elastic = True
                 if slot is not None and slot.state in ("training", "lost"):
                     self._left(slot, line.undone)
                 self._put(where, worker, "ready")
@@ -269,6 +269,8 @@ class Ledger:
 
     def _ended(self, where: tuple[str, int], slot: _Slot, line: LogLine) -> None:
         """Record the end of a worker; if it breaks the round, the others train no more."""
+        if slot.state == "starting" and self.processes and not self.elastic:
+            self._was_plain()
         if slot.state in ("training", "lost"):
             until = slot.lost_at or self.at
             if self._committed is None:
@@ -277,8 +279,6 @@ class Ledger:
                 self._untrain(until - max(slot.since, self._committed))
         was_member = slot.state in ("syncing", "training", "lost")
         finished = line.exit_code == 0 and line.event == "worker_exited" and not line.expected
-        if finished and slot.state == "starting" and self.processes:
-            self._has_trained(1)
         self._drop(where)
         self._finishing = self._finishing or finished or line.job_over
         if not line.expected and not finished:
@@ -294,29 +294,32 @@ class Ledger:
 
     # ---- rounds --------------------------------------------------------------------------
 
-    def _has_trained(self, slots: int) -> None:
-        """Move the time since all processes were started to `training`, for so many slots."""
+    def _was_plain(self) -> None:
+        """Let the workers have trained since all processes were started: it is a plain script."""
         since = self.at if self.running_since is None else self.running_since
-        moved = min(slots * (self.at - since), self.seconds["starting"])
+        moved = min(self._states["starting"] * (self.at - since), self.seconds["starting"])
         self.seconds["starting"] -= moved
         self.seconds["training"] += moved
+        for slot in self._slots.values():
+            if slot.state == "starting":
+                self._enter(slot, "training", since)
+        self.processes = 0
 
     def _round_completed(self, line: LogLine) -> None:
         self._slow.clear()
         self._fallen.clear()
         self._committed, self.redoing = None, False
-        members: _State = "ready" if self._elastic else "starting"
+        if self.processes and not self.elastic:
+            self._was_plain()
+            return
+        self.processes, self.running_since = 0, self.at
+        members: _State = "ready" if self.elastic else "starting"
         whole = self._states[members] == line.size
-        if self.processes and not self._elastic:
-            self._has_trained(self._states[members])
-        else:
-            self.running_since = self.at
-        self.processes = 0
         for where, slot in list(self._slots.items()):
             if slot.state == members or (
                 slot.state in ("training", "syncing", "lost") and not whole
             ):
-                self._enter(slot, "syncing" if self._elastic else "training", self.at)
+                self._enter(slot, "syncing" if self.elastic else "training", self.at)
             elif slot.state in ("training", "syncing", "lost"):
                 self._drop(where)  # its end is not in the log, as a driver died before it wrote it
 

@@ -32,17 +32,22 @@ class Story:
     rounds: int = 0
     resumed: int = 0  # how often another driver went on
     end: LogLine | None = None  # of the job; None: it runs, or its driver has died
+    _counted: int | None = None  # the newest round in `rounds`
 
     def feed(self, line: LogLine) -> None:
         """Take in the next line of the log."""
+        started = self.ledger.processes
         self.ledger.feed(line)
-        self.rounds += line.event == "round_completed"
+        if line.event in ("processes_started", "round_completed"):
+            self.rounds += line.round is None or line.round != self._counted
+            self._counted = line.round
         self.resumed += line.event == "driver_resumed"
         if line.event in ("job_succeeded", "job_failed"):
             self.end = line
         size, since = 0 if self.end else self.ledger.workers, self.ledger.running_since
-        if line.event == "round_completed" and line.size:  # a plain script has run for a while
-            self._world(max(line.t if since is None else since, self._latest), line.size)
+        plain = not (self.ledger.elastic or self.ledger.processes)
+        if started and plain and since is not None:  # that it is a plain script shows now
+            self._world(max(since, self._latest), started)
         self._world(line.t, size)
 
     def _world(self, t: float, size: int) -> None:

@@ -58,6 +58,8 @@ def report(words: Sequence[str]) -> int:
     try:
         with path.open("rb") as lines:
             story = read_story(lines)
+    except FileNotFoundError:
+        raise UsageError(f"there is no event log {path}; is it in another --state-dir?") from None
     except OSError as error:
         raise UsageError(f"cannot read the event log {path}: {error.strerror}") from None
     if story.ledger.began is None:

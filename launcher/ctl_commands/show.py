@@ -201,7 +201,7 @@ def ended(result: JobResult, now: float) -> str:
         code = "lost" if w.exit_code is None else str(w.exit_code)
         code = "hung" if w.hung else code
         took = "-" if w.seconds is None else duration(w.seconds)
-        words = w.last_words.rpartition("\n")[2]
+        words = "" if w.exit_code == 0 else w.last_words.rpartition("\n")[2]
         rank = "-" if w.rank is None else str(w.rank)
         rows.append((rank, w.host, str(w.slot), str(w.pid or "-"), w.worker, code, took, words))
     names = ("RANK", "HOST", "SLOT", "PID", "WORKER", "EXIT", "TIME", "LAST WORDS")

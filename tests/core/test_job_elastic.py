@@ -77,6 +77,23 @@ def test_below_min_np_for_the_elastic_timeout_ends_the_job_with_75(
     s.wait(0.1)
     assert s.end is not None
     assert s.end.exit_code == 75
+    assert s.end.reason == (
+        "need 2 slots, found 1 after 60 s; lower --min-np, raise --elastic-timeout, or check the "
+        "hosts (elasticctl events); of the state of step 3 only a checkpoint is left, if there is "
+        "one"
+    )
+
+
+def test_a_job_that_finds_no_host_says_so_and_blames_no_cool_down(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, start_timeout=6.0)
+    s.hosts()
+    s.wait(6.0)
+    assert s.end is not None
+    assert s.end.exit_code == 75
+    assert s.end.reason == (
+        "need 2 slots, found 0 after 6 s; lower -np or --min-np, raise --start-timeout, or check "
+        "why no host can be used (elasticctl events)"
+    )
 
 
 def test_a_newcomer_is_let_in_at_a_boundary_after_the_last_call(scenario: MakeScenario) -> None:

@@ -333,6 +333,17 @@ def test_a_rank_that_ends_before_the_others_is_named_and_they_are_not_waited_for
     )
 
 
+def test_a_finish_timeout_below_the_grace_period_is_kept(scenario: MakeScenario) -> None:
+    s = _declared(scenario(start_np=2, grace_period=30.0, finish_timeout=5.0), a=2)
+    s.exit("a.1.1", 0)
+    s.wait(4.9)
+    assert s.end is None
+    s.wait(0.1)
+    assert s.end is not None
+    assert s.end.exit_code == 1
+    assert "rank 0 was still running 5 s later" in s.end.reason
+
+
 def test_ranks_that_take_their_time_are_waited_for_where_the_user_wants_that(
     scenario: MakeScenario,
 ) -> None:

@@ -185,6 +185,19 @@ def test_a_short_plain_script_has_trained_though_it_ends_before_its_kind_is_know
     assert log.seconds(9.0) == pytest.approx({"starting": 6.0, "training": 4.5, "lost": 0.5})
 
 
+def test_a_plain_script_that_fails_soon_has_trained_until_then() -> None:
+    log = Log(a=2)
+    log.all(2.0, "worker_started", "a.0.1", "a.1.1")
+    log.say(3.0, "processes_started", size=2)
+    log.say(7.0, "worker_exited", "a.1.1", exit_code=1)
+    assert log.ledger.failures == 1
+    assert log.seconds(7.0) == pytest.approx({"starting": 6.0, "training": 8.0})
+    log.say(7.5, "worker_exited", "a.0.1", exit_code=-15, expected=True)
+    log.say(7.5, "job_failed")
+    times = {"starting": 6.5, "training": 8.0, "lost": 0.5}
+    assert log.seconds(9.0) == pytest.approx(times)
+
+
 def test_an_elastic_script_does_not_train_while_its_processes_start() -> None:
     log = Log(a=1)
     log.say(2.0, "worker_started", "a.0.1")

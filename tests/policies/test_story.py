@@ -21,9 +21,9 @@ def test_a_short_plain_job_had_all_its_workers() -> None:
     events: list[tuple[float, str, dict[str, Any]]] = [
         (0.0, "job_started", {}),
         *((2.0, "worker_started", where) for where in both),
-        (2.0, "processes_started", {"size": 2}),
+        (2.0, "processes_started", {"size": 2, "round": 1}),
         (6.0, "worker_exited", {**both[1], "exit_code": 0}),
-        (6.0, "round_completed", {"size": 2}),
+        (6.0, "round_completed", {"size": 2, "round": 1}),
         (7.0, "worker_exited", {**both[0], "exit_code": 0}),
         (8.0, "job_succeeded", {}),
     ]
@@ -32,6 +32,7 @@ def test_a_short_plain_job_had_all_its_workers() -> None:
         assert line is not None
         story.feed(line)
     assert story.worlds == [World(2.0, 2), World(6.0, 1), World(7.0, 0)]
+    assert story.rounds == 1
     assert picture(story.worlds, 0.0, 8.0, width=8) == "  ████▄ "
 
 

@@ -361,6 +361,8 @@ class Membership(Rule):
             return
         least = counted(need, "worker is", "workers are")
         waiting = shortage or f"{len(ready)} of at least {least} ready"
+        if going := sum(1 for worker in self.workers.having(READY) if worker.leaving):
+            waiting += f"; {counted(going, 'worker has', 'workers have')} to leave"
         if self.effects.due_or_set_alarm(since + self.settings.elastic_timeout, now, waiting):
             self.outcome.give_up(need, len(ready), now - since, shortage)
 

@@ -244,6 +244,10 @@ class JobOutcome:
 
     def give_up(self, needed: int, available: int, waited: float, why: str = "") -> None:
         """End the job because workers, slots or the leaving of a round took too long."""
-        error = NotEnoughSlotsError(needed=needed, available=available, waited=waited)
+        counts = {"needed": needed, "available": available, "began": self.has_progress}
+        error = NotEnoughSlotsError(**counts, waited=waited)
         reason = f"{why} for {waited:.0f} s; check the hosts" if why else str(error)
+        if self.committed > self.on_disk:
+            left = "only a checkpoint is left, if there is one"
+            reason += f"; of the state of step {self.committed} {left}"
         self.finish(ExitCode.UNAVAILABLE, reason, first_failure(self.losses))

@@ -5,6 +5,7 @@
 worker. Times are monotonic seconds.
 """
 
+import math
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
@@ -321,7 +322,8 @@ class Reports(Rule):
                     self.effects.stop(worker, "the training it served is done")
         losses, left = [x for x in self.outcome.losses if x.member], self.workers.count(*ACTIVE)
         bad = next((loss for loss in losses if self._ended_badly(loss)), None)
-        grace = self.settings.grace_period
+        limit = 0.0 if self.outcome.elastic else self.settings.finish_timeout
+        grace = min(self.settings.grace_period, limit or math.inf)
         over_at = (self.outcome.first_success or 0.0) + grace
         waiting = f"a worker has finished; {left} still running"
         if bad is not None and not self.outcome.elastic and self.settings.max_restarts:
@@ -341,7 +343,6 @@ class Reports(Rule):
             self.outcome.finish(0, f"the workers finished the script{lost}")
         elif self.effects.due_or_set_alarm(over_at, now, waiting):
             self.effects.wait_for(waiting)
-            limit = 0.0 if self.outcome.elastic else self.settings.finish_timeout
             if not self.grace_over:
                 self.grace_over = True
                 self.effects.announce("grace_period_passed", self._late(grace, limit))
