@@ -40,9 +40,7 @@ class ClusterError(ElasticError):
 class NotEnoughSlotsError(ClusterError):
     """Too few slots stayed available until the deadline; `began`: the job has trained before."""
 
-    def __init__(
-        self, *, needed: int, available: int, waited: float, began: bool = False
-    ) -> None:
+    def __init__(self, *, needed: int, available: int, waited: float, began: bool = False) -> None:
         hint = "lower -np or --min-np, raise --start-timeout"
         if began:
             hint = "lower --min-np, raise --elastic-timeout"

@@ -96,7 +96,10 @@ class JobRecord:
                 self._last_event = event
                 return
             case "round_closed" | "state_lost":
-                event = replace(event, detail={**event.detail, "step": self.ledger.step})
+                # Those that workers have told as they left are newer than those of heartbeats.
+                told = event.detail.get("step")
+                step = max(self.ledger.step, told if isinstance(told, int) else 0)
+                event = replace(event, detail={**event.detail, "step": step})
             case "round_completed" if world is not None:
                 event = replace(event, reason=world.reason)
             case "worker_exited" if exited is not None and not event.detail["expected"]:

@@ -3,7 +3,6 @@
 `text` and `document` show the story (`policies/story.py`). Neither needs a driver.
 """
 
-import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,8 +64,10 @@ def report(words: Sequence[str]) -> int:
     if story.ledger.began is None:
         raise UsageError(f"{path} has no events of a job; is it another file?")
     now = time.time()
-    if story.end is None and (step := _step_now(path.parent)) is not None:
-        story.ledger.step = max(story.ledger.step, step)  # the log has that of the last change
+    why = ""
+    if story.end is None:  # the log has the step of the last change
+        step, why = _step_now(path.parent)
+        story.ledger.step = max(story.ledger.step, step or 0)
     if given.html:
         from launcher.ctl_commands import report_page  # noqa: PLC0415 - imports aiohttp
 
@@ -77,20 +78,22 @@ def report(words: Sequence[str]) -> int:
     elif given.json:
         print(msgspec.json.encode(document(story, path, now)).decode())
     else:
-        print(text(story, path, now))
+        print(text(story, path, now, silent=why))
     return 0
 
 
-def _step_now(run: Path) -> int | None:
-    """Return the step that a job has come to, from its driver; None if that does not answer."""
-    with contextlib.suppress(ElasticError, RendezvousError):
+def _step_now(run: Path) -> tuple[int | None, str]:
+    """Return the step that a job has come to, from its driver, or why that does not answer."""
+    try:
         job = find(Where(run.parent.absolute(), run.absolute().name))
         known_by = job.fingerprint
         with RendezvousClient(
             job.url, job.token, PROBE_S, repeats=False, fingerprint=known_by
         ) as client:
-            return msgspec.json.decode(client.get_bytes(contract.STATUS_PATH), type=_Now).step
-    return None
+            now = msgspec.json.decode(client.get_bytes(contract.STATUS_PATH), type=_Now)
+            return now.step, ""
+    except (ElasticError, RendezvousError) as error:
+        return None, str(error).partition("; how it went")[0]
 
 
 def document(story: Story, path: Path, now: float) -> dict[str, Any]:
@@ -114,12 +117,15 @@ def document(story: Story, path: Path, now: float) -> dict[str, Any]:
     }
 
 
-def text(story: Story, path: Path, now: float) -> str:
-    """Return the story in some lines; `now`: unix seconds, for a job that runs."""
+def text(story: Story, path: Path, now: float, silent: str = "") -> str:
+    """Return the story in some lines; `now`: unix seconds, for a job that runs.
+
+    `silent`: why the driver of a job that has no end in the log does not answer.
+    """
     ledger, end = story.ledger, story.end
     wall, began = ledger.wall(now), ledger.began or now
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
-    state = "not over yet"
+    state = f"no end in the log: {show.printable(silent)}" if silent else "not over yet"
     if end is not None:
         result = read_result(path)
         state = show.how_it_ended(end.exit_code, None if result is None else result.failure)
@@ -129,11 +135,13 @@ def text(story: Story, path: Path, now: float) -> str:
     drivers = f"; another driver went on {counted(story.resumed, 'time')}" * bool(story.resumed)
     shares = ledger.document(now)
     figures = GoodputFigures(shares["seconds"], shares["goodput"])
+    drawn = f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}"
+    steps = f"{'at least ' * bool(silent)}{counted(ledger.step, 'step')}"
+    failures = counted(ledger.failures, "worker failure")
     lines = [
         f"began {since}, {duration(wall)}, {state}{why}",
-        f"{counted(ledger.step, 'step')}{redone}; {counted(ledger.failures, 'worker failure')}, "
-        f"{counted(story.rounds, 'round')}{drivers}",
-        *([f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}"] if most else []),
+        f"{steps}{redone}; {failures}, {counted(story.rounds, 'round')}{drivers}",
+        *([drawn] if most else []),
         *show.goodput(figures),
         f"slots on average: {shares['slots']:.4g}; events: {path}",
     ]

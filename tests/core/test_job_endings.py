@@ -408,8 +408,7 @@ def test_another_rank_that_is_lost_at_the_end_is_named(scenario: MakeScenario) -
     assert s.all(EndJob) == [
         EndJob(
             0,
-            "the workers finished the script; rank 2 on a was killed by signal 9 "
-            "before",
+            "the workers finished the script; rank 2 on a was killed by signal 9 before",
         )
     ]
 

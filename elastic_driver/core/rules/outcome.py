@@ -244,8 +244,9 @@ class JobOutcome:
 
     def give_up(self, needed: int, available: int, waited: float, why: str = "") -> None:
         """End the job because workers, slots or the leaving of a round took too long."""
-        counts = {"needed": needed, "available": available, "began": self.has_progress}
-        error = NotEnoughSlotsError(**counts, waited=waited)
+        error = NotEnoughSlotsError(
+            needed=needed, available=available, waited=waited, began=self.has_progress
+        )
         reason = f"{why} for {waited:.0f} s; check the hosts" if why else str(error)
         if self.committed > self.on_disk:
             left = "only a checkpoint is left, if there is one"

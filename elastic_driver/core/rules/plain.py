@@ -14,6 +14,7 @@ from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, STARTING
 from elastic_driver.words import counted
 
+
 @dataclass(slots=True)
 class Plain(Rule):
     """Forms the rounds of plain jobs, and restarts them."""

@@ -322,7 +322,10 @@ class Rounds:
         """Seal the round that all members have left, and let the next one form."""
         self.current.enter(CLOSED, now)
         self.effects.decide(SealRound(self.current.number, reason))
-        self.effects.announce("round_closed", reason)
+        steps: dict[str, Any] = {}
+        if self.outcome.committed:
+            steps["step"] = self.outcome.committed
+        self.effects.announce("round_closed", reason, **steps)
         self.current, self._own = Round(self.newest + 1, now), {}
         self.effects.enter_round(self.current.number)
         self.capacity.note_change()

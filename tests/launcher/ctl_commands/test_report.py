@@ -46,10 +46,26 @@ def test_a_report_tells_of_the_last_run_in_a_log(
 
 
 def test_a_log_that_is_not_there_or_is_none_is_a_mistake_of_the_user(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No such file"):
+    with pytest.raises(UsageError, match="there is no event log"):
         report([str(tmp_path / "none")])
     with pytest.raises(UsageError, match="no events of a job"):
         report([str(log(tmp_path))])
     with pytest.raises(UsageError, match="no run below"):
         report(["--state-dir", str(tmp_path / "x")])
     assert read_story([b"\xff"]).ledger.began is None
+
+
+def test_a_job_without_an_end_and_without_a_driver_is_told_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "lone"
+    folder.mkdir()
+    log(
+        folder,
+        {"t": 100.0, "event": "job_started", "min_np": 1},
+        {"t": 110.0, "event": "round_closed", "step": 7},
+    )
+    assert report([str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "no end in the log: run lone is over" in shown
+    assert "at least 7 steps; 0 worker failures" in shown
