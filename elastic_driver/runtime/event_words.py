@@ -79,7 +79,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "job_leaving": (Level.NORMAL, "the job is to end"),
     "state_saved": (Level.NORMAL, "last checkpoint written"),
     "state_not_saved": (Level.NORMAL, "no last checkpoint"),
-    "state_lost": (Level.QUIET, "the state of about step {step} is lost"),
+    "state_lost": (Level.QUIET, "the state of step {step} or later is lost"),
     "state_kept": (Level.QUIET, "the last holder of the state stays"),
     "state_synced": (Level.VERBOSE, "state synced in round {round}"),
     "steps_redone": (Level.VERBOSE, "the steps that were lost are trained again"),

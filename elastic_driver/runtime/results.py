@@ -86,7 +86,7 @@ class WorkerResults:
         began = self._started.get(worker) if hung else self._started.pop(worker, None)
         if slot is None:
             return  # a spare
-        if expected and (self._world is None or self._world.member(worker) is None):
+        if expected and self._world is not None and self._world.member(worker) is None:
             return  # it was stopped before it took part, or after the others had gone on
         report = exited if event.event == "worker_exited" else None
         before, _ = self._of_slot.get((host, slot), (None, False))

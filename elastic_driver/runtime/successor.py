@@ -31,6 +31,9 @@ async def tell_agents(
         while not await announce(*place, run_id=run_id, term=term, url=seen, token=known):
             await asyncio.sleep(AGAIN_S)
 
-    known = [tell(agent) for agent in agents if agent.is_up and agent.probe_port]
+    async def tell_all() -> None:  # a task: it takes note of its end, also where that is cut short
+        known = [tell(agent) for agent in agents if agent.is_up and agent.probe_port]
+        await asyncio.gather(*known)
+
     with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*known), within)
+        await asyncio.wait_for(tell_all(), within)

@@ -656,7 +656,7 @@ class State:
             raise lost
         if resumed is None and gone:
             anew = "training begins anew (--restart-from-scratch)"
-            say(f"the state of about step {gone} is gone: {anew}")
+            say(f"the state of step {gone} or later is gone: {anew}")
         self._torn = False
         return resumed
 

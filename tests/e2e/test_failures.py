@@ -225,7 +225,7 @@ def test_a_job_whose_state_is_gone_ends_with_75_and_says_what_to_give() -> None:
         last = max(record.step for record in job.steps())
         (lost,) = job.events("state_lost")
         assert 1 <= lost["step"] <= last
-        what = f"the state of about step {lost['step']} is"
+        what = f"the state of step {lost['step']} or later is"
         assert f"{what} lost (every worker that held it is gone" in job.stderr
         assert f"{what} gone: every worker that held it was" in job.stderr
         assert "or begin anew with --restart-from-scratch" in job.stderr.splitlines()[-1]

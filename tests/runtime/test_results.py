@@ -132,3 +132,9 @@ def test_the_results_are_read_again_from_the_log_of_the_last_run(tmp_path: Path)
     with path.open("ab") as file:
         file.write(b'{"cut')
     assert read_result(path) == result
+
+
+def test_a_job_that_was_stopped_before_it_had_a_world_lists_its_workers() -> None:
+    results = WorkerResults()
+    run(results, "a.0.1", -2, told=True)
+    assert [(w.worker, w.exit_code) for w in ended(results).workers] == [("a.0.1", -2)]

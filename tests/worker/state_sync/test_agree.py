@@ -60,7 +60,7 @@ def test_a_half_received_state_is_never_what_others_get() -> None:
 
 def test_a_state_that_is_gone_with_its_workers_is_not_begun_anew() -> None:
     with pytest.raises(
-        StateLostError, match=r"about step 66 is gone: .* it has no checkpoint_dir; give"
+        StateLostError, match=r"step 66 or later is gone: .* it has no checkpoint_dir; give"
     ):
         agree(ranks((-1, True), (-1, True)), 2, gone=66)
     assert agree(ranks((-1, True), (-1, True)), 2, gone=66, reloads=True).fresh
