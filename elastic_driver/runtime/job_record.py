@@ -96,7 +96,9 @@ class JobRecord:
                 self._last_event = event
                 return
             case "round_closed" | "state_lost":
-                event = replace(event, detail={**event.detail, "step": self.ledger.step})
+                known = event.detail.get("step", 0)  # the ledger hears of a step a little later
+                step = max(self.ledger.step, known if isinstance(known, int) else 0)
+                event = replace(event, detail={**event.detail, "step": step})
             case "round_completed" if world is not None:
                 event = replace(event, reason=world.reason)
             case "worker_exited" if exited is not None and not event.detail["expected"]:
