@@ -51,7 +51,8 @@ def test_variables_of_the_job_are_told_from_those_of_a_task_a_step_and_a_node() 
     }
     others = (
         "PROCID LOCALID NODEID TASK_PID GTIDS STEP_ID STEPID STEP_NODELIST CPUS_ON_NODE "
-        "SRUN_COMM_PORT GPUS_ON_NODE CPU_BIND CPU_BIND_LIST MEM_BIND TOPOLOGY_ADDR LAUNCH_NODE_IPADDR JWT CONF"
+        "SRUN_COMM_PORT GPUS_ON_NODE CPU_BIND CPU_BIND_LIST MEM_BIND TOPOLOGY_ADDR "
+        "LAUNCH_NODE_IPADDR JWT CONF"
     )
     of_one = {f"SLURM_{name}": "1" for name in others.split()}
     assert variables_of_job(of_job | of_one | {"SLURMD_NODENAME": "n1", "HOME": "/"}) == of_job
