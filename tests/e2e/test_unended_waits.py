@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
+
 from tests.support.job import JOBS, RunningJob, elasticrun
 
 SCRIPT = str(JOBS / "unended.py")
@@ -15,8 +17,9 @@ def ends(job: RunningJob, worker: str) -> list[dict[str, Any]]:
     return [event for event in job.events("worker_exited") if event["worker"] == worker]
 
 
-def test_a_wait_in_the_hook_is_given_up_and_the_process_goes_on() -> None:
-    with elasticrun("-np", "2", "--", SCRIPT, env={"WAITS_IN": "hook"}) as job:
+@pytest.mark.parametrize("place", ["hook", "buffers"])
+def test_a_wait_in_our_wrapper_is_given_up_and_the_process_goes_on(place: str) -> None:
+    with elasticrun("-np", "2", "--", SCRIPT, env={"WAITS_IN": place}) as job:
         assert job.wait(60) == 0, job.describe()
         started = re.findall(r"round=(\d) rank=(\d) pid=(\d+)", job.stdout)
         assert {round_id for round_id, *_ in started} == {"1", "2"}

@@ -44,6 +44,8 @@ def digest(*things: Any) -> str:
         elif isinstance(thing, list | tuple):
             for item in thing:
                 add(item)
+        elif hasattr(thing, "state_dict"):  # else it would be the name of its class
+            add(thing.state_dict())
         else:
             found.update(repr(thing).encode())
 

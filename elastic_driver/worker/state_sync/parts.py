@@ -3,11 +3,13 @@
 from typing import Any
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from elastic_driver.worker.state_sync.module_part import ModulePart, OwnStatePart
 from elastic_driver.worker.state_sync.optimizer_part import OptimizerPart
 from elastic_driver.worker.state_sync.part import Named, Outgoing, Rest, StatePart
+from elastic_driver.worker.state_sync.scaler_part import ScalerPart
 
 __all__ = ["ModulePart", "Named", "OptimizerPart", "Outgoing", "Rest", "StatePart", "part_for"]
 
@@ -20,6 +22,8 @@ def part_for(name: str, thing: Any) -> StatePart | None:
         return OwnStatePart(name, thing) if keeps_itself and empty else ModulePart(name, thing)
     if isinstance(thing, Optimizer) and type(thing).state_dict is Optimizer.state_dict:
         return OptimizerPart(name, thing)
+    if isinstance(thing, GradScaler):
+        return ScalerPart(name, thing)
     if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
         return StatePart(name, thing)
     return None

@@ -8,12 +8,13 @@ dead group on live parameters.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.futures import Future
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -71,7 +72,8 @@ def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
 class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torch has no types here
     """DistributedDataParallel whose waits for gloo can be given up, see `collective_waits`.
 
-    A communication hook makes that possible. The gradients have the bits that they have without it.
+    A communication hook makes that possible, and a broadcast of buffers that is ours. Gradients and
+    buffers have the bits that they have without these.
     """
 
     def __init__(self, model: Module, **ddp_kwargs: Any) -> None:
@@ -87,6 +89,14 @@ class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torc
         refuse_if_lost()
         self.last_pass_is_local = not self.require_backward_grad_sync and not _within.shares
         return super().forward(*inputs, **kwargs)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        if self._mean is None:
+            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
+        else:
+            _broadcast(tensors, authoritative_rank, self._mean.group)
 
     def see_join_work(self, work: Any) -> None:
         """Note what tells, in `join()`, how many ranks take part in this pass; None: all."""
@@ -108,6 +118,25 @@ class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torc
         if self._mean.of_script is not None:
             raise RuntimeError("a communication hook is registered once for each wrapper")
         self._mean.of_script = partial(hook, state)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], source: int, group: Any) -> None:
+    """Give all ranks of a group the tensors of one of them, in one message for each dtype.
+
+    Torch's own function waits in C++, where a wait cannot be given up.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    sent = []
+    for own in alike.values():
+        flat = _flatten_dense_tensors(own)
+        work = dist.broadcast(flat, group_src=source, group=group, async_op=True)
+        sent.append((own, flat, work))
+    for own, flat, work in sent:
+        work.wait()
+        if dist.get_rank(group) != source:
+            torch._foreach_copy_(own, _unflatten_dense_tensors(flat, own))
 
 
 class _GradientMean:

@@ -152,6 +152,20 @@ def wrappers(wrap: Wrap) -> list[object]:
     return [*found, weights(module)]
 
 
+def buffers(wrap: Wrap) -> list[object]:
+    found: list[object] = []
+    for arguments in ({}, {"broadcast_buffers": False}):
+        module = torch.nn.Sequential(model(), torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2))
+        module.register_buffer("rank", torch.full((3, 2), dist.get_rank(), dtype=torch.bfloat16))
+        module.register_buffer("number", torch.tensor(dist.get_rank()))
+        ddp = wrap(module, **arguments)
+        train(ddp)
+        with ddp.join():
+            train(ddp, 1 + dist.get_rank())
+        found += [weights(module), [b.double().tolist() for b in module.buffers()]]
+    return found
+
+
 def hooks(wrap: Wrap) -> list[object]:
     found: list[object] = []
     power = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
@@ -190,7 +204,7 @@ def uneven(wrap: Wrap) -> list[object]:
 
 FUNCTIONS = (
     names, reductions, movements, objects, groups, barriers, gradients_of_collectives, wrappers,
-    hooks, uneven,
+    buffers, hooks, uneven,
 )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """A job in which a wait for a peer does not end: a stand-in for an operation that gloo forgets.
 
 At step LOST_STEP of the first round rank 1 leaves, and all connections stay open and unread. So the
-collective of rank 0 neither ends nor fails. WAITS_IN: its place, `hook` (of `elastic.wrap`) or
-`reducer` (of torch, in C++). THEN: the answer of the script to its end, `rejoin` or `raise`.
+collective of rank 0 neither ends nor fails. WAITS_IN: its place, `hook` or `buffers` (of
+`elastic.wrap`), or `reducer` (of torch, in C++). THEN: the answer of the script to its end,
+`rejoin` or `raise`.
 """
 
 import os
@@ -21,11 +22,14 @@ quick_end.prepare()
 
 LOST_STEP, STEPS = 3, 30
 THEN = os.environ.get("THEN", "rejoin")
-WRAP = elastic.wrap if os.environ["WAITS_IN"] == "hook" else DistributedDataParallel
+WAITS_IN = os.environ["WAITS_IN"]
+WRAP = DistributedDataParallel if WAITS_IN == "reducer" else elastic.wrap
 WAITS = Path(os.environ["STEP_RECORDS"], "waits")  # rank 0 begins the step that is lost
 GroupConnections.shut_reads = GroupConnections.shut_writes = lambda self: None
 
 model = torch.nn.Linear(4, 1)
+if WAITS_IN == "buffers":
+    model = torch.nn.Sequential(model, torch.nn.BatchNorm1d(1))
 state = elastic.TorchState(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.01), step=0)
 
 
@@ -44,9 +48,12 @@ def train(state):
     print(f"round={elastic.round_id()} rank={elastic.rank()} pid={os.getpid()}", flush=True)
     ddp = WRAP(state.model)
     while state.step < STEPS:
-        loss = ddp(torch.randn(16, 4)).pow(2).mean()
         state.optimizer.zero_grad()
-        lose_link()
+        if WAITS_IN == "buffers":
+            lose_link()
+        loss = ddp(torch.randn(16, 4)).pow(2).mean()
+        if WAITS_IN != "buffers":
+            lose_link()
         try:
             loss.backward()
         except RuntimeError:
