@@ -96,9 +96,8 @@ class JobRecord:
                 self._last_event = event
                 return
             case "round_closed" | "state_lost":
-                # Those that workers have told as they left are newer than those of heartbeats.
-                told = event.detail.get("step")
-                step = max(self.ledger.step, told if isinstance(told, int) else 0)
+                known = event.detail.get("step", 0)  # workers tell it as they leave; heartbeats later
+                step = max(self.ledger.step, known if isinstance(known, int) else 0)
                 event = replace(event, detail={**event.detail, "step": step})
             case "round_completed" if world is not None:
                 event = replace(event, reason=world.reason)

@@ -75,6 +75,7 @@ def worker_environment(
         "TORCHELASTIC_RESTART_COUNT": order.restart_count,
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         **_of_horovod(meeting.host, place),
+        **_of_slurm(spec.env, place),
         contract.RUN_ID: spec.run_id,
         contract.HOSTNAME: meeting.host,
         contract.WORKER_ID: order.worker,
@@ -125,6 +126,22 @@ def _of_horovod(host: str, place: SlotInfo) -> dict[str, object]:
         "HOROVOD_CROSS_SIZE": place.cross_size,
         "HOROVOD_ELASTIC": 1,
         "HOROVOD_CONTROLLER": "gloo",
+    }
+
+
+def _of_slurm(env: Mapping[str, str], place: SlotInfo) -> dict[str, object]:
+    """Return what Slurm tells a task about its place, where the job has Slurm's variables.
+
+    Those of the step are the agent's: one task, rank 0, on each node.
+    """
+    if "SLURM_JOB_ID" not in env:
+        return {}
+    return {
+        "SLURM_PROCID": place.rank,
+        "SLURM_LOCALID": place.slot,
+        "SLURM_NODEID": place.node_rank,
+        "SLURM_NTASKS": place.size,
+        "SLURM_NPROCS": place.size,
     }
 
 

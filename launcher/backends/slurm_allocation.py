@@ -26,6 +26,11 @@ _OVER = "CANCELLED COMPLETED COMPLETING DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY 
 _UNKNOWN = "Invalid job id"  # the job ended long ago, and Slurm has deleted its record
 _NUMBER = re.compile(r"[0-9]{1,18}\Z")
 _REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?\Z")
+# What Slurm tells a batch script about one task, step or node (workers have other ones), and a key.
+_NOT_OF_THE_JOB = re.compile(
+    r"SLURM_(PROCID|LOCALID|NODEID|TASK_PID|GTIDS|STEP.*|SRUN_.*|LAUNCH_NODE_IPADDR|.*_ON_NODE"
+    r"|CPU_BIND.*|MEM_BIND.*|TOPOLOGY_.*|PTY_.*|PMI.*|JWT|CONF.*|EXPORT_ENV|PRIO_PROCESS)\Z"
+)
 _GPUS = re.compile(r"(?:[^:,()]+:)*([0-9]{1,6})(?:\([^)]*\))?\Z")
 
 
@@ -86,6 +91,18 @@ def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
         cpus=min(cpus) if cpus else None,
         step_tasks=int(step_tasks),
     )
+
+
+def variables_of_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the SLURM_* variables that are true for the whole job, from those of its batch script.
+
+    A step that srun starts for an agent gets others under these names, or none.
+    """
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith("SLURM_") and not _NOT_OF_THE_JOB.match(name)
+    }
 
 
 def _for_each_node(

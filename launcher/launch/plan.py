@@ -127,7 +127,14 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     settings, size_note = _settings(line, wish, hosts)
     backend = "slurm" if allocation is not None else _backend(options, hosts)
     shares, listed = backend in ("local", "join"), len(hosts.hosts or ())
-    spec, passed_on, unset = job_spec(line, settings, facts, shares=shares, hosts=listed)
+    spec, passed_on, unset = job_spec(
+        line,
+        settings,
+        facts,
+        shares=shares,
+        hosts=listed,
+        allocated=allocation is not None,
+    )
     agents = line.fill(
         BackendJob,
         cwd=facts.cwd,

@@ -17,6 +17,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.masking import is_secret
 from elastic_driver.options import TfRoles
 from elastic_driver.settings import Settings
+from launcher.backends.slurm_allocation import variables_of_job
 from launcher.launch.hosts import Facts
 from launcher.options.horovod import worker_variables
 from launcher.options.table import LaunchOptions
@@ -73,12 +74,19 @@ def worker_command(
 
 
 def job_spec(
-    line: CommandLine, settings: Settings, facts: Facts, *, shares: bool, hosts: int
+    line: CommandLine,
+    settings: Settings,
+    facts: Facts,
+    *,
+    shares: bool,
+    hosts: int,
+    allocated: bool = False,
 ) -> tuple[JobSpec, tuple[str, ...], list[str]]:
     """Return the specification of the job, the variables that workers get from here, and remarks.
 
     `shares`: the workers inherit the environment of a process like this one. `hosts`: how many are
-    listed. The remarks are about variables of `--env` that are not set here.
+    listed. `allocated`: they are nodes of a Slurm job that we run in. The remarks are about
+    variables of `--env` that are not set here.
     """
     options, environ = line.options, facts.environ
     given = {name: environ.get(name) if v is None else v for name, v in options.env}
@@ -98,6 +106,8 @@ def job_spec(
     own, command = split_variables(line.command)
     env = {**worker_variables(options, environ if shares else {}), **env, **own}
     passed_on = {} if shares else forwarded(environ)
+    if allocated:
+        passed_on |= variables_of_job(environ)
     spec = line.fill(
         JobSpec,
         run_id=facts.run_id,

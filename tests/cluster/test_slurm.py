@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -99,3 +101,31 @@ def test_steps_outlive_the_driver_and_the_next_one_in_the_allocation_adopts_them
         job.signal(signal.SIGINT)
         assert job.wait(90) == 130, job.describe()
         assert_nothing_left(slurm, job)
+
+
+def test_workers_have_the_variables_of_their_array_task(slurm: Slurm) -> None:
+    folder = slurm.folder
+    names = "ARRAY_TASK_ID CPUS_PER_TASK JOB_NAME SUBMIT_DIR PROCID LOCALID NODEID NTASKS STEP_ID"
+    shown = " ".join(f"{name}=$SLURM_{name}" for name in names.split())
+    elasticrun = f"{Path(sys.executable).parent}/elasticrun"
+    batch = folder / "array.sh"
+    batch.write_text(
+        "#!/bin/bash\n"
+        f"{elasticrun} --state-dir {folder}/state --no-progress -np 2 "
+        f"sh -c 'echo \"at $RANK {shown}\" >>{folder}/seen; sleep 2'\n"
+    )
+    options = ("--array=7", "--cpus-per-task=1", "--job-name=mine", "--nodes=2")
+    words = ("sbatch", "--quiet", *options, f"--output={folder}/out", "--chdir=/")
+    slurm.run("head", *words, str(batch))
+
+    def both() -> list[str]:
+        seen = folder / "seen"
+        lines = sorted(seen.read_text().splitlines()) if seen.exists() else []
+        return lines if len(lines) == 2 else []
+
+    seen = eventually(both, within=60, what="both workers have said it")
+    common = "ARRAY_TASK_ID=7 CPUS_PER_TASK=1 JOB_NAME=mine SUBMIT_DIR=/"
+    assert [line.split(" STEP_ID=")[0] for line in seen] == [
+        f"at 0 {common} PROCID=0 LOCALID=0 NODEID=0 NTASKS=2",
+        f"at 1 {common} PROCID=1 LOCALID=0 NODEID=1 NTASKS=2",
+    ], (folder / "out").read_text()

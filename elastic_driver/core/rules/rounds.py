@@ -188,9 +188,8 @@ class Rounds:
             then = "goes on from its newest checkpoint, or ends if it has none"
             if self.settings.restart_from_scratch:
                 then = "goes on from its newest checkpoint, or begins anew if it has none"
-            self.effects.announce(
-                "state_lost", f"every worker that held it is gone; the job {then}"
-            )
+            why = f"every worker that held it is gone; the job {then}"
+            self.effects.announce("state_lost", why, step=steps)
         return steps
 
     def _publish(self, members: Sequence[Member], reason: str) -> None:

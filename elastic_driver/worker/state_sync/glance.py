@@ -7,11 +7,8 @@ state together. Only where something differs is each part looked at by itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
-
-_END = object()
 
 
 class Structure(NamedTuple):
@@ -32,15 +29,21 @@ class Glance:
         self._empty = [table for table in tables if not table]  # most of a module's are
         self._members = [members for each in structures for members in each.members]
         self._results = [results for each in structures for results in each.results]
-        self._seen = [*self._now(), _END]
+        self._seen = self._now()
 
-    def _now(self) -> Iterable[Any]:
-        values = map(dict.values, self._tables)
-        results = [map(*each) for each in self._results]
-        return chain.from_iterable(chain(values, self._members, results))
+    def _now(self) -> list[Any]:
+        now: list[Any] = []
+        for table in self._tables:
+            now += table.values()
+        for members in self._members:
+            now += members
+        for function, things in self._results:
+            now += map(function, things)
+        return now
 
     def is_same(self) -> bool:
         """Return whether the containers hold the same objects, in the same order."""
-        if any(map(len, self._empty)):
+        if any(self._empty):
             return False
-        return all(map(is_, chain(self._now(), (_END,)), self._seen))
+        now, seen = self._now(), self._seen
+        return len(now) == len(seen) and all(map(is_, now, seen))

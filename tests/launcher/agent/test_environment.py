@@ -63,6 +63,22 @@ def test_horovods_names_have_horovods_meaning() -> None:
     }
 
 
+def test_in_a_slurm_job_a_worker_is_a_task_of_it() -> None:
+    step = {"SLURM_JOB_NAME": "elastic-agent", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    job = {"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "mine", "SLURM_ARRAY_TASK_ID": "7"}
+    env = born_with(step | {"SLURM_STEP_ID": "3"}, job)
+    assert {name: text for name, text in env.items() if name.startswith("SLURM_")} == job | {
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "3",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_NPROCS": "2",
+        "SLURM_STEP_ID": "3",
+    }
+    env = born_with(step)
+    assert {name: text for name, text in env.items() if name.startswith("SLURM_")} == step
+
+
 def test_a_worker_of_a_job_that_is_elastic_already_is_told_so() -> None:
     order = StartWorkerOrder("a.0.1", place(0, 1), 1, 0, "127.0.0.1", 1)
     for elastic, told in ((False, None), (True, "1")):

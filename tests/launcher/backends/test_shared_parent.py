@@ -75,7 +75,13 @@ def test_an_agent_born_this_way_is_one_like_any_other(machine: Machine) -> None:
     assert os.readlink(f"/proc/{second}/cwd") == os.readlink(f"/proc/{first}/cwd")
     own, other = psutil.Process(first).environ(), psutil.Process(second).environ()
     assert other.pop("ELASTIC_BORN_WARM").count(",") == 4
+    stdin = [env.pop("ELASTIC_WORKER_STDIN") for env in (own, other)]  # descriptors of their own
     assert own == other
+    files = [
+        os.readlink(f"/proc/{agent}/fd/{fd}")
+        for agent, fd in zip((first, second), stdin, strict=True)
+    ]
+    assert files[0] == files[1]
     eventually(lambda: kinds_of_files(first) == kinds_of_files(second), what="the same open files")
     assert signals(first) == signals(second)
 

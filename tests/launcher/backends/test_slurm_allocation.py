@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.backends.slurm_allocation import SlurmAllocation, read_allocation
+from launcher.backends.slurm_allocation import (
+    SlurmAllocation,
+    read_allocation,
+    variables_of_job,
+)
 
 JOB = {"SLURM_JOB_ID": "17"}
 
@@ -34,6 +38,24 @@ def test_a_node_list_is_spelled_out(text: str, nodes: tuple[str, ...]) -> None:
 def test_outside_of_an_allocation_there_is_none() -> None:
     assert read_allocation({}) is None
     assert read_allocation({"SLURM_CONF": "/etc/slurm.conf", **JOB}) is None
+
+
+def test_variables_of_the_job_are_told_from_those_of_a_task_a_step_and_a_node() -> None:
+    of_job = JOB | {
+        "SLURM_ARRAY_TASK_ID": "7",
+        "SLURM_CPUS_PER_TASK": "2",
+        "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
+        "SLURM_TASKS_PER_NODE": "1(x2)",
+        "SLURM_SUBMIT_DIR": "/home/ann",
+        "SLURM_HET_SIZE": "2",
+    }
+    others = (
+        "PROCID LOCALID NODEID TASK_PID GTIDS STEP_ID STEPID STEP_NODELIST CPUS_ON_NODE "
+        "SRUN_COMM_PORT GPUS_ON_NODE CPU_BIND CPU_BIND_LIST MEM_BIND TOPOLOGY_ADDR "
+        "LAUNCH_NODE_IPADDR JWT CONF"
+    )
+    of_one = {f"SLURM_{name}": "1" for name in others.split()}
+    assert variables_of_job(of_job | of_one | {"SLURMD_NODENAME": "n1", "HOME": "/"}) == of_job
 
 
 def test_older_names_are_read_too() -> None:
