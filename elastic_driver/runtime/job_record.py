@@ -96,7 +96,9 @@ class JobRecord:
                 self._last_event = event
                 return
             case "round_closed" | "state_lost":
-                known = event.detail.get("step", 0)  # workers tell it as they leave; heartbeats later
+                known = event.detail.get(
+                    "step", 0
+                )  # workers tell it as they leave; heartbeats later
                 step = max(self.ledger.step, known if isinstance(known, int) else 0)
                 event = replace(event, detail={**event.detail, "step": step})
             case "round_completed" if world is not None:

@@ -291,6 +291,7 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
         tf_roles=tf_roles(line),
         start_together=START_TOGETHER_S if line["horovod"] else 0.0,
         # Horovod's states have no checkpoints: its scripts read files of their own.
+        own_values=line["horovod"],
         restart_from_scratch=line["restart_from_scratch"] or line["horovod"],
         failed_hosts=line["failed_hosts"] or ("leave" if line["horovod"] else "keep"),
     )

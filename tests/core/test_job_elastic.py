@@ -283,3 +283,13 @@ def test_the_round_counts_at_most_reset_limit_changes(scenario: MakeScenario) ->
     assert "reset limit of 1" in s.end.reason
     assert "--reset-limit" in s.end.reason
     assert s.end.exit_code == 1
+
+
+def test_a_round_says_how_many_workers_it_lacks(scenario: MakeScenario) -> None:
+    s = scenario(start_np=4).training(a=4)
+    s.exit("a.1.1", -9)
+    s.exit("a.2.1", -9)
+    s.ready("a.0.1", "a.3.1", version=4)
+    assert s.members == ["a.0.1", "a.3.1"]
+    reason = "without a.1.1, which was killed by signal 9, and 1 more"
+    assert s.announced("round_completed")[-1].reason == f"2 workers: {reason}"

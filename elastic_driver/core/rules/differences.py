@@ -5,7 +5,8 @@ by `--on-difference`. By default a difference that began at a change of the worl
 members leave the round at a step boundary, and in the next one all take over the state of rank 0,
 which has been in the job for longest. Any other difference ends the job: training has gone wrong
 for longer than anybody can tell, and a repair would hide that. A repair that does not help ends
-the job, too. A repair is no failure, and no change that `--reset-limit` counts.
+the job, too. Plain values of Horovod's states are only told of. A repair is no failure, and no
+change that `--reset-limit` counts.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, Rule
 from elastic_driver.core.rules.workers import ENDING
 from elastic_driver.errors import ExitCode
 
+VALUE = "state."  # begins the names of plain values; models and optimizers have their own
 HINT = "see docs/verify-state.md"
 
 
@@ -48,7 +50,7 @@ class Differences(Rule):
         follows = {
             "stop": f"the job ends{why}",
             "repair": "all ranks take over the state of rank 0",
-            "warn": "the job goes on (--on-difference warn)",
+            "warn": f"the job goes on ({why or '--on-difference warn'})",
         }[mode]
         self.effects.announce(
             "state_differs",
@@ -68,6 +70,8 @@ class Differences(Rule):
     def _choose(self, event: StatesDiffer) -> tuple[str, str]:
         """Return what to do, and why it is not what was to be expected (may be empty)."""
         mode = self.settings.on_difference
+        if mode is None and self.settings.own_values and event.leaf.startswith(VALUE):
+            return "warn", "Horovod's states may have values of each rank's own"
         if mode is None:
             at_a_change = event.round > 1 and self.equal_in != event.round
             mode = "repair" if at_a_change else "stop"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.drain import Drains
+from elastic_driver.core.rules.outcome import Loss
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import FinalSaves, Preemption
 from elastic_driver.core.rules.ranks import NOT_TOLD, assign
@@ -247,8 +248,8 @@ class Membership(Rule):
         elif len(fitting) < least:
             self._give_up_below(least, ready, now)
         else:
-            lost = next((loss for loss in self.outcome.losses if loss.member), None)
-            without = f"without {lost.failure.worker}, which {lost.reason}" if lost else ""
+            lost = [loss for loss in self.outcome.losses if loss.member]
+            without = _without(lost) if lost else ""
             self._note_uneven_end(ready)
             ending = next(self.workers.having(ENDING), None)
             if ending is not None:
@@ -445,3 +446,9 @@ def _as_told(workers: list[Worker]) -> list[Worker]:
             break
         workers = kept
     return workers
+
+
+def _without(lost: Sequence[Loss]) -> str:
+    """Return a clause that names the first of these losses, and says how many more there are."""
+    first = f"without {lost[0].failure.worker}, which {lost[0].reason}"
+    return first if len(lost) == 1 else f"{first}, and {len(lost) - 1} more"

@@ -18,9 +18,9 @@ REASON = f"{LR} is 0.02 on ranks 0, 1 and 0.01 on rank 2"
 VALUES = (StateValue((0, 1), "0.02"), StateValue((2,), "0.01"))
 
 
-def differ(s: Scenario, step: int = 120) -> None:
+def differ(s: Scenario, step: int = 120, leaf: str = LR) -> None:
     number = s.job.rounds.current.number
-    s.send(seen.StatesDiffer(number, step, LR, VALUES, REASON))
+    s.send(seen.StatesDiffer(number, step, leaf, VALUES, REASON))
 
 
 def equal(s: Scenario, step: int = 100) -> None:
@@ -173,6 +173,23 @@ def test_the_action_that_is_asked_for_is_taken_whenever_it_began(
         assert actions(s) == [mode]
         assert (s.end is not None) == (mode == "stop")
         assert s.round == (number, "closing" if mode == "repair" else "complete")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "mode", "action"),
+    [
+        ("state.img_secs", None, "warn"),
+        ("model.weight", None, "stop"),
+        ("state.img_secs", "stop", "stop"),
+    ],
+)
+def test_values_of_horovods_states_may_differ_and_models_may_not(
+    scenario: MakeScenario, leaf: str, mode: str | None, action: str
+) -> None:
+    s = scenario(start_np=2, max_np=2, own_values=True, on_difference=mode).training(a=2)
+    differ(s, leaf=leaf)
+    assert actions(s) == [action]
+    assert (s.end is not None) == (action == "stop")
 
 
 def test_with_warn_each_difference_is_told_and_nothing_else_happens(
