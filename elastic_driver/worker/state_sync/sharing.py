@@ -98,8 +98,8 @@ def state_gone(steps: int, why: str) -> StateLostError:
     """Return the error for a state of so many committed steps that no worker holds any more."""
     return StateLostError(
         f"the state of step {steps} or later is gone: every worker that held it was lost, and "
-        f"{why}; give the state a checkpoint_dir to survive this (docs/checkpoints.md), or begin anew with "
-        "--restart-from-scratch"
+        f"{why}; give the state a checkpoint_dir to survive this (docs/checkpoints.md), or begin "
+        "anew with --restart-from-scratch"
     )
 
 
