@@ -94,7 +94,7 @@ class Settings:
         "Changes that arrive within this time of each other become one round.")
     start_together: float = 0.0  # time to wait for more hosts and workers that start
     settle: float = 1.0  # before any step was finished: time to see whether every worker fails
-    own_values: bool = False  # plain values of a state may differ between ranks, as in Horovod's
+    own_values: bool = False  # floats of a state may differ between ranks, as in Horovod's
     plain_after: float = 10.0  # a script that never calls our API for this long is a plain one
     slow_for: float = 5.0  # a worker is slow for this long before it is replaced
     replace_pause: float = 60.0  # between the replacements of two slow hosts

@@ -5,7 +5,7 @@ by `--on-difference`. By default a difference that began at a change of the worl
 members leave the round at a step boundary, and in the next one all take over the state of rank 0,
 which has been in the job for longest. Any other difference ends the job: training has gone wrong
 for longer than anybody can tell, and a repair would hide that. A repair that does not help ends
-the job, too. Plain values of Horovod's states are only told of. A repair is no failure, and no
+the job, too. Floats that Horovod's states keep are only told of. A repair is no failure, and no
 change that `--reset-limit` counts.
 """
 
@@ -70,8 +70,10 @@ class Differences(Rule):
     def _choose(self, event: StatesDiffer) -> tuple[str, str]:
         """Return what to do, and why it is not what was to be expected (may be empty)."""
         mode = self.settings.on_difference
-        if mode is None and self.settings.own_values and event.leaf.startswith(VALUE):
-            return "warn", "Horovod's states may have values of each rank's own"
+        floats = bool(event.values) and all(_is_float(each.value) for each in event.values)
+        measured = floats and event.leaf.startswith(VALUE)
+        if mode is None and self.settings.own_values and measured:
+            return "warn", "Horovod's states may have measured values of each rank's own"
         if mode is None:
             at_a_change = event.round > 1 and self.equal_in != event.round
             mode = "repair" if at_a_change else "stop"
@@ -94,3 +96,13 @@ class Differences(Rule):
         due = bool(self.rounds.repair) and self.repaired_in == current.number
         if due and current.state is COMPLETE and self.outcome.first_success is None:
             self.boundary.leave(now, self.rounds.repair)
+
+
+def _is_float(shown: str) -> bool:
+    """Return whether a value, as it is shown, is a float, or a sequence that begins with one."""
+    first = shown.lstrip("[(").partition(",")[0].rstrip("])")
+    try:
+        float(first)
+    except ValueError:
+        return False
+    return not first.lstrip("-").isdigit()

@@ -18,9 +18,11 @@ REASON = f"{LR} is 0.02 on ranks 0, 1 and 0.01 on rank 2"
 VALUES = (StateValue((0, 1), "0.02"), StateValue((2,), "0.01"))
 
 
-def differ(s: Scenario, step: int = 120, leaf: str = LR) -> None:
+def differ(
+    s: Scenario, step: int = 120, leaf: str = LR, values: tuple[StateValue, ...] = VALUES
+) -> None:
     number = s.job.rounds.current.number
-    s.send(seen.StatesDiffer(number, step, leaf, VALUES, REASON))
+    s.send(seen.StatesDiffer(number, step, leaf, values, REASON))
 
 
 def equal(s: Scenario, step: int = 100) -> None:
@@ -176,18 +178,22 @@ def test_the_action_that_is_asked_for_is_taken_whenever_it_began(
 
 
 @pytest.mark.parametrize(
-    ("leaf", "mode", "action"),
+    ("leaf", "values", "mode", "action"),
     [
-        ("state.img_secs", None, "warn"),
-        ("model.weight", None, "stop"),
-        ("state.img_secs", "stop", "stop"),
+        ("state.img_secs", ("[1.25, 2.5]", "[1.5, …"), None, "warn"),
+        ("state.seconds", ("1e-05", "-2.5"), None, "warn"),
+        ("state.img_secs", ("[1.25]", "[1.5]"), "stop", "stop"),
+        ("state.epoch", ("1", "2"), None, "stop"),
+        ("state.counts", ("[1, 2]", "[1, 3]"), None, "stop"),
+        ("state.name", ("a", "b"), None, "stop"),
+        ("model.weight", ("0.5", "0.25"), None, "stop"),
     ],
 )
-def test_values_of_horovods_states_may_differ_and_models_may_not(
-    scenario: MakeScenario, leaf: str, mode: str | None, action: str
+def test_floats_of_horovods_states_may_differ_and_models_and_counters_may_not(
+    scenario: MakeScenario, leaf: str, values: tuple[str, str], mode: str | None, action: str
 ) -> None:
     s = scenario(start_np=2, max_np=2, own_values=True, on_difference=mode).training(a=2)
-    differ(s, leaf=leaf)
+    differ(s, leaf=leaf, values=tuple(StateValue((n,), v) for n, v in enumerate(values)))
     assert actions(s) == [action]
     assert (s.end is not None) == (action == "stop")
 
