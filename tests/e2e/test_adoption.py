@@ -34,7 +34,7 @@ def kill_agent(job: RunningJob, _other: StepRecord) -> None:
 @pytest.mark.parametrize(
     ("kill", "noticed"),
     [
-        (kill_worker, ("worker_exited", "exit code -9")),
+        (kill_worker, ("worker_exited", "killed by signal 9")),
         (kill_agent, ("agent_lost", "its host says")),
     ],
 )

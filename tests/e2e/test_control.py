@@ -207,7 +207,7 @@ def test_a_job_that_is_stopped_ends_with_143_and_whoever_follows_sees_it(tmp_pat
         assert job.wait(90) == 143
         assert "told to stop: enough" in job.stderr
         assert [f.wait(30) for f in followers] == [0, 0]
-        assert "the job has failed: told to stop: enough [job_failed]" in events.read_text()
+        assert "the job was stopped: told to stop: enough [job_failed]" in events.read_text()
         assert f"run {job.run_id} at" in status.read_text()
         job.assert_nothing_left()
         over = ctl("status", "--run-id", job.run_id, *here(job))
