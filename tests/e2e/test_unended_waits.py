@@ -25,7 +25,7 @@ def test_a_wait_in_our_wrapper_is_given_up_and_the_process_goes_on(place: str) -
         assert {round_id for round_id, *_ in started} == {"1", "2"}
         assert len({pid for *_, pid in started}) == 2, "both workers keep their process"
         reasons = {event["worker"]: event["reason"] for event in job.events("worker_ready")}
-        assert reasons["localhost.0.1"] == f"WorldBrokenError: {GIVEN_UP}"
+        assert reasons["localhost.0.1"] == f"a collective broke: {GIVEN_UP}"
         assert "Unable to cast" not in job.stderr + str(job.events())
         job.assert_nothing_left()
 

@@ -66,7 +66,7 @@ def test_two_grow_to_three_and_shrink_to_two(nodes: Orchestrators) -> None:
 
 
 def test_a_wait_that_is_over_says_what_was_missing(nodes: Orchestrators) -> None:
-    with pytest.raises(TfClusterError, match="1 nodes wait, 2 are needed") as caught:
+    with pytest.raises(TfClusterError, match="1 node waits, 2 needed") as caught:
         nodes.join("a", timeout=0.3).result(10)
     assert (caught.value.code, caught.value.exit_code) == ("timed_out", 75)
 
