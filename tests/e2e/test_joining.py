@@ -148,7 +148,8 @@ def test_the_server_restarts_and_its_nodes_join_the_new_run(tmp_path: Path) -> N
     at = f"127.0.0.1:{free_port()}"
     secret = ("--token-file", str(write_token_file(tmp_path / "secret", SECRET)))
     with Nodes(tmp_path, STEPS="100000") as nodes:
-        ends = ("--driver-timeout", "0", "--restart-from-scratch")  # nodes do not wait for the next driver of this run
+        # Nodes do not wait for the next driver of this run, and nobody holds its state then.
+        ends = ("--driver-timeout", "0", "--restart-from-scratch")
         serve = ("--serve", "--nnodes", "2", "--rdzv-endpoint", at, *secret, *FAST, *ends, TRAIN)
         job = nodes.serve(*serve)
         both = [nodes.start("--join", at, *secret) for _ in range(2)]
