@@ -135,7 +135,15 @@ def test_a_resumed_driver_goes_on_with_its_grant_and_is_the_same_run(tmp_path: P
 def test_a_driver_that_is_resumed_late_starts_nothing_before_the_brain_says_where(
     tmp_path: Path,
 ) -> None:
-    lives_on = "--driver-timeout", "1", "--heartbeat-timeout", "2", "--grace-period", "1", "--restart-from-scratch"
+    lives_on = (
+        "--driver-timeout",
+        "1",
+        "--heartbeat-timeout",
+        "2",
+        "--grace-period",
+        "1",
+        "--restart-from-scratch",
+    )
     with (
         played_brain() as brain,
         elasticrun(*with_brain(brain, tmp_path), *lives_on, *TRAIN, env=ENV) as job,
