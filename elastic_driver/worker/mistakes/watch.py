@@ -20,7 +20,7 @@ from elastic_driver import contract
 from elastic_driver.errors import ExitCode, HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.mistakes import left_out
+from elastic_driver.worker.mistakes import left_out, shares
 from elastic_driver.worker.mistakes.left_out import LeftOut
 from elastic_driver.worker.mistakes.made_late import MadeLate
 from elastic_driver.worker.mistakes.optimizers import OptimizerWatch
@@ -82,6 +82,7 @@ class Mistakes:
         """Begin a round of so many workers."""
         self._alone, self._swallowed, self._steps, self._size = 0, 0, 0, size
         self._due = LOOKED_AT
+        shares.watch()
         self._made_late.entered()
         progress.on_difference = self.on_difference
 

@@ -232,7 +232,7 @@ def test_each_mistake_has_its_section_on_the_page() -> None:
     headings = {
         line[3:].lower().replace(" ", "-") for line in page.splitlines() if line[:3] == "## "
     }
-    assert len(kinds) == 8
+    assert len(kinds) == 9
     assert kinds <= headings
 
 
