@@ -2,21 +2,26 @@
 
 The driver writes its lines on stderr and its event log with one of these. A caller usually finds
 its lines written when it goes on; if that takes longer than a moment, it goes on without them. What
-waits is bounded; lines beyond that are dropped, counted, and told of by the next line.
+waits is bounded; lines beyond that are dropped, counted, and told of by the next line. Lines for a
+disk that is full wait until it has room again.
 
 Every method may be called by any thread. Times are seconds.
 """
 
 import contextlib
+import errno
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import BinaryIO
 
 PATIENCE_S = 0.25  # for which a caller waits until its lines are written
 AGAIN_S = 5.0  # after it has waited in vain, before the next caller waits
 WAITING_BYTES = 256 * 1024
-# Writes lines; raises OSError if they, and all that follow, cannot be written.
+RETRY_S = 1.0  # between two attempts to write to a disk that has failed
+# Writes all of some lines, or nothing; raises OSError if that is not possible.
 Write = Callable[[bytes], object]
 
 
@@ -27,7 +32,9 @@ class LineWriter:
         write: called by the writer's thread only; it may block.
         limit: bytes that may wait.
         patience: seconds for which `settle` waits.
-        on_broken: called once, by the writer's thread, with the error of `write`.
+        retry: seconds until lines that cannot be written are tried again; None: never.
+        on_broken: called by the writer's thread with the error of `write`: once, and with `retry`
+            again if it fails after it has worked.
         on_lost: returns a line about this number of lines that were dropped.
     """
 
@@ -37,11 +44,13 @@ class LineWriter:
         *,
         limit: int = WAITING_BYTES,
         patience: float = PATIENCE_S,
+        retry: float | None = None,
         on_broken: Callable[[OSError], None] = lambda _error: None,
         on_lost: Callable[[int], bytes] = lambda _count: b"",
     ) -> None:
         """Start nothing: the first line starts the thread."""
         self._write, self._limit, self._patience = write, limit, patience
+        self._retry = retry
         self._on_broken, self._on_lost = on_broken, on_lost
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
@@ -49,7 +58,7 @@ class LineWriter:
         self._lost = 0  # lines, of which nothing was told yet
         self._hurried = 0.0  # until then nobody waits
         self._thread: threading.Thread | None = None
-        self._closed = self._broken = False
+        self._closed = self._broken = self._failing = False
 
     def put(self, data: bytes, lines: int = 1) -> bool:
         """Take whole lines; return False if they are dropped. Returns at once."""
@@ -73,7 +82,13 @@ class LineWriter:
 
     def settle(self) -> None:
         """Wait until everything is written, unless the writer is late anyway."""
-        if self._bytes and time.monotonic() >= self._hurried and not self.flush(self._patience):
+        if self._failing or not self._bytes or time.monotonic() < self._hurried:
+            return
+        with self._changed:
+            settled = self._changed.wait_for(
+                lambda: not self._bytes or self._failing, self._patience
+            )
+        if not settled:
             self._hurried = time.monotonic() + AGAIN_S
 
     def flush(self, timeout: float) -> bool:
@@ -104,17 +119,32 @@ class LineWriter:
                     return
                 data = self._waiting.popleft()
             error = self._carry_out(data)
+            if error is not None:
+                self._fail(data, error)
+                if self._broken:
+                    return
+                continue
             with self._changed:
                 self._bytes -= len(data)
-                if error is not None:
-                    self._broken = True
-                    self._waiting.clear()
-                    self._bytes = 0
+                self._failing = False
                 self._changed.notify_all()
-            if error is not None:
-                with contextlib.suppress(Exception):  # nobody else could tell of it
-                    self._on_broken(error)
-                return
+
+    def _fail(self, data: bytes, error: OSError) -> None:
+        """Drop what cannot be written, and all that follows; or wait until it is tried again."""
+        with self._changed:
+            known, self._failing = self._failing, True
+            self._broken = self._retry is None or self._closed
+            if self._broken:
+                self._waiting.clear()
+                self._bytes = 0
+            else:
+                self._waiting.appendleft(data)
+            self._changed.notify_all()
+        if not known:
+            with contextlib.suppress(Exception):  # nobody else could tell of it
+                self._on_broken(error)
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._broken, self._retry)
 
     def _carry_out(self, data: bytes) -> OSError | None:
         try:
@@ -122,5 +152,17 @@ class LineWriter:
         except OSError as error:
             return error
         except Exception as error:  # a closed file (ValueError), or a bug: nobody waits in vain
+            self._retry = None
             return OSError(f"{type(error).__name__}: {error}")
         return None
+
+
+def write_whole(file: BinaryIO, data: bytes) -> None:
+    """Write all of the data, or leave the file as it was: half a line would spoil the next.
+
+    `file` appends and has no buffer. Raises OSError if the data cannot be written.
+    """
+    written = file.write(data)
+    if written != len(data):
+        file.truncate(file.tell() - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

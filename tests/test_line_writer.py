@@ -7,6 +7,7 @@ import threading
 import time
 
 from elastic_driver.line_writer import LineWriter
+from tests.runtime.waiting import until
 
 LONG_S = 30.0
 
@@ -81,6 +82,43 @@ def test_a_broken_disk_is_told_once_and_later_lines_are_dropped() -> None:
     assert not writer.put(b"2\n")
     assert writer.close(LONG_S)
     assert errors == [errno.ENOSPC]
+
+
+def test_what_a_full_disk_refuses_waits_until_it_has_room_again() -> None:
+    told: list[int | None] = []
+    disk, full = Disk(), threading.Event()
+    full.set()
+
+    def write(data: bytes) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "full")
+        disk.write(data)
+
+    writer = LineWriter(
+        write,
+        limit=10,
+        patience=LONG_S,
+        retry=0.01,
+        on_broken=lambda error: told.append(error.errno),
+        on_lost=lambda n: b"%d lost\n" % n,
+    )
+    for episode in (1, 2):
+        assert writer.put(b"123\n")
+        until(lambda: len(told) == episode, "the user is told")  # noqa: B023 - called at once
+        began = time.monotonic()
+        assert writer.put(b"456\n")
+        assert not writer.put(b"789\n")
+        writer.settle()
+        assert time.monotonic() - began < LONG_S / 2, "nobody waits for a disk that is full"
+        full.clear()
+        assert writer.flush(LONG_S)
+        assert writer.put(b"7\n")
+        assert writer.flush(LONG_S)
+        full.set()
+    assert disk.written == b"123\n456\n1 lost\n7\n" * 2
+    assert told == [errno.ENOSPC] * 2
+    assert writer.put(b"lost at the end\n")
+    assert writer.close(LONG_S)
 
 
 def test_an_error_that_nobody_expects_is_told_like_one_of_the_disk() -> None:

@@ -2,8 +2,8 @@
 
 The driver appends the announced events; `runtime.status_routes` reads the newest ones from memory.
 A broken log never harms the job: when a write fails (disk full, folder gone), the user sees one
-line, and events are kept in memory only. A thread writes the file, so that a disk that hangs holds
-nobody up.
+line, and events wait in memory until the disk takes them again. A thread writes the file, so that a
+disk that hangs holds nobody up.
 An event is in the file when `append` returns, or at the end of a block `together`, unless the disk
 is slow. A file that was moved is made again, and the numbers go on in it.
 
@@ -15,18 +15,16 @@ event's other fields follow.
 
 import collections
 import contextlib
-import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from elastic_driver.appended_file import AppendedFile
 from elastic_driver.core.decisions import Detail
-from elastic_driver.line_writer import PATIENCE_S, LineWriter
+from elastic_driver.line_writer import PATIENCE_S, RETRY_S, LineWriter, write_whole
 from rendezvous.wire import UNREADABLE
 
 RING_EVENTS = 10_000  # the newest, which /v1/events returns
@@ -86,9 +84,10 @@ class EventLog:
         file = self._file = AppendedFile(self._path)
         self._next = _last_number_of_all(self._path) + 1
         self._writer = LineWriter(
-            lambda lines: _write(file.current(), lines),
+            lambda lines: write_whole(file.current(), lines),
             limit=_WAITING_BYTES,
             patience=self._patience,
+            retry=RETRY_S,
             on_broken=self._fail,
         )
 
@@ -175,14 +174,6 @@ class EventLog:
         finally:
             with self._lock:
                 self._listeners.remove(listener)
-
-
-def _write(file: BinaryIO, line: bytes) -> None:
-    """Write the whole line, or leave the file as it was: half a line would spoil the next."""
-    written = file.write(line)
-    if written != len(line):
-        file.truncate(file.tell() - written)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _last_number_of_all(path: Path) -> int:

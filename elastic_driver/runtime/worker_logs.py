@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from elastic_driver.core.fields import Host, WorkerId
 from elastic_driver.core.output_lines import WorkerLine
-from elastic_driver.line_writer import LineWriter
+from elastic_driver.line_writer import RETRY_S, LineWriter, write_whole
 from elastic_driver.words import counted
 from rendezvous.wire import UNREADABLE
 
@@ -85,7 +85,7 @@ class WorkerLogs:
     Args:
         folder: of the files; made with the first line.
         most: bytes that all files may have together.
-        on_broken: called once, with a sentence, when they cannot be written any more.
+        on_broken: called with a sentence when they cannot be written.
     """
 
     def __init__(self, folder: Path, most: int, on_broken: Callable[[str], None]) -> None:
@@ -93,7 +93,11 @@ class WorkerLogs:
         self._file: BinaryIO | None = None
         self._number = self._size = 0  # of the newest file; bytes in it
         self._writer = LineWriter(
-            self._write, limit=WAITING_BYTES, on_broken=self._fail, on_lost=_left_out
+            self._write,
+            limit=WAITING_BYTES,
+            retry=RETRY_S,
+            on_broken=self._fail,
+            on_lost=_left_out,
         )
 
     @property
@@ -121,28 +125,29 @@ class WorkerLogs:
         if self._file is None or (self._size and self._size + len(data) > self._most // FILES):
             self._next_file()
         assert self._file is not None  # noqa: S101 - `_next_file` has opened it
-        self._file.write(data)
+        write_whole(self._file, data)
         self._size += len(data)
 
     def _next_file(self) -> None:
         """Open the next file, and remove the oldest ones."""
         if self._file is not None:
             self._file.close()
+            self._file = None
         self.folder.mkdir(mode=0o700, exist_ok=True)
         known = _numbers(self.folder)
         if self._number == 0 and known:  # those of an earlier driver
             self._number = known[-1]
-        self._number += 1
         for old in known[: max(0, len(known) + 1 - FILES)]:
             _path(self.folder, old).unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        descriptor = os.open(_path(self.folder, self._number), flags, 0o600)
+        descriptor = os.open(_path(self.folder, self._number + 1), flags, 0o600)
         self._file, self._size = os.fdopen(descriptor, "ab", buffering=0), 0
+        self._number += 1
 
     def _fail(self, error: OSError) -> None:
         self._on_broken(
             f"cannot keep the workers' output in {self.folder} ({error.strerror or error}); "
-            "elasticctl logs lacks what follows, the job goes on"
+            f"the next {WAITING_BYTES >> 20} MiB wait until it can be written, the job goes on"
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -94,6 +96,41 @@ def test_a_full_disk_is_said_once_and_events_go_on_in_memory() -> None:
     assert len(said) == 1
     assert "/dev/full" in said[0]
     assert "\n" not in said[0]
+
+
+def test_events_that_a_full_disk_has_refused_are_in_the_file_once_it_has_room(
+    tmp_path: Path,
+) -> None:
+    """The disk is a real one of 64 KiB, in a mount namespace of its own."""
+    script = f"""
+mount -t tmpfs -o size=64k tmpfs {tmp_path} && exec {sys.executable} -c '
+import json
+from pathlib import Path
+from elastic_driver.runtime.event_log import EventLog
+folder, said = Path("{tmp_path}"), []
+log = EventLog(folder / "events.jsonl", clock=lambda: 0.0, on_broken=said.append, patience=30.0)
+log.open()
+log.append("worker_started")
+filler = folder / "filler"
+with filler.open("wb", buffering=0) as file:
+    while file.write(bytes(1000)) == 1000:
+        pass
+for number in range(20):
+    log.append("worker_ready", reason="x" * 1000)
+filler.unlink()
+assert log._writer.flush(30.0)
+log.append("job_ended")
+log.close()
+events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+print([event["n"] for event in events] == list(range(1, 23)), said)
+'"""
+    command = ["unshare", "-Urm", "bash", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode != 0 and ("unshare" in done.stderr or "mount:" in done.stderr):
+        pytest.skip("no mount namespaces here")
+    assert done.stderr == ""
+    assert done.stdout.startswith("True ['event log ")
+    assert done.stdout.count("No space left on device") == 1
 
 
 def test_a_folder_that_is_missing_is_an_error_at_opening(tmp_path: Path) -> None:
