@@ -49,6 +49,7 @@ class Batch:
     url: str = ""  # the address of this driver, once it is known
     end: tuple[int, str] | None = None  # of a job that is over: exit status and reason
     keys: dict[str, bytes | None] = field(default_factory=dict)  # of users; None: it is gone
+    anew: bool = False  # `states` begin the journal anew: what is between them and it is missing
 
 
 class JournalStore(Protocol):
@@ -63,7 +64,10 @@ class JournalStore(Protocol):
     on_taken_over: Callable[[TakenOverError], None]  # set by the driver; called by any thread
 
     def open(self, head: Head) -> None:
-        """Begin a journal, or go on with one; this driver's term is kept when it returns."""
+        """Begin a journal, or go on with one; this driver's term is kept when it returns.
+
+        Called again after an error, with the same head, it goes on with this driver's own.
+        """
 
     def write(self, batches: Sequence[Batch]) -> None:
         """Write these batches, all or none; they survive this process when it returns."""
@@ -88,12 +92,17 @@ class SqliteStore:
         self._path = path
         self._term = 0
         self._unmoved = 0  # bytes in the write-ahead log
+        self._begun = False  # the file has this driver's term
         self._open: sqlite3.Connection | None = None
 
     def open(self, head: Head) -> None:
         """See `JournalStore.open`."""
         self._term = head.term
-        database = self._create(head) if head.term == 1 else self._go_on(head)
+        if self._begun:
+            database = self._own()
+        else:
+            database = self._create(head) if head.term == 1 else self._go_on(head)
+        self._begun = True
         # NORMAL: a commit reaches the kernel. The disk is asked to keep it only at checkpoints,
         # which come after the answer to the driver. A log that begins anew is cut
         # at its end, so that what is behind a damaged frame is known to be of the same log.
@@ -109,6 +118,9 @@ class SqliteStore:
             if newest != self._term:
                 raise self._taken_over()
             for batch in batches:
+                if batch.anew:
+                    database.execute("DELETE FROM events")
+                    database.execute("DELETE FROM snapshots")
                 tables.put(database, "events", batch.events)
                 if batch.states:
                     database.execute("DELETE FROM snapshots WHERE n = ?", batch.states[0][:1])
@@ -178,6 +190,14 @@ class SqliteStore:
                 raise self._taken_over()
             tables.upgrade(database)
             _begin_term(database, head)
+        return database
+
+    def _own(self) -> sqlite3.Connection:
+        """Open the file that this driver has written to; `write` looks whether it is still ours."""
+        if not self._path.is_file():
+            raise FileNotFoundError(f"there is no journal {self._path}")
+        database = self._open = _connect(self._path)
+        _log_ahead(database)
         return database
 
     def _taken_over(self) -> TakenOverError:

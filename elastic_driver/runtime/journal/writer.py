@@ -4,8 +4,9 @@ The driver's thread notes each event, and waits until it is written before the d
 from it act. "Written" means handed to the kernel: the journal survives the driver's death at any
 moment, and loses the last moments when the host loses power. A disk that does not answer delays
 nothing for long: after `WAIT_S` the driver acts without waiting, until the writer has caught up.
-Only answers that hand out data wait longer, `DATA_WAIT_S`. A journal that fails (full disk,
-read-only, too far behind) is given up, and the job goes on (docs/journal.md).
+Only answers that hand out data wait longer, `DATA_WAIT_S`. While a journal fails (full disk,
+read-only, too far behind) the job goes on without it; every few seconds it is tried to begin the
+journal anew, with the states of that moment (docs/journal.md).
 """
 
 import collections
@@ -34,6 +35,7 @@ MAX_KEPT_KEYS = 16 * 1024 * 1024  # bytes of keys of users, with their values
 MAX_BEHIND = 64 * 1024 * 1024  # bytes that wait for a disk
 SNAPSHOT_BYTES = 256 * 1024  # of events between two snapshots, or …
 SNAPSHOT_TIMES = 2  # … as many times the size of a snapshot, if that is more
+AGAIN_S = 2.0  # from an error of the disk until it is tried again
 _CLOSE_S = 5.0  # for the writer to end
 OPEN_S = 10.0  # for the file of an earlier driver to be opened
 
@@ -73,7 +75,11 @@ class Journal:
     _late: bool = False  # the driver does not wait for the disk, or the user knows that it waits
     _late_from: float = 0.0  # when that began
     _held_since: float | None = None  # nothing may act since then
-    _given_up: bool = False
+    _given_up: bool = False  # nothing is noted
+    _again_at: float | None = None  # when it is tried to begin anew; None: never
+    _tried: bool = False  # that is tried now, and nobody waits for it
+    _serving_at: str = ""  # our address
+    _on_the_way: dict[str, bytes | None] = field(default_factory=dict)  # keys, maybe not written
 
     def __post_init__(self) -> None:
         self._place = SqliteStore(self.path) if self.store is None else self.store
@@ -84,10 +90,14 @@ class Journal:
         self._is_open = False
         self._written = self._written_bytes = 0  # batches and bytes
         self._failure = ""
+        self._lasts = False  # the failure is not the disk's, and is not over with it
         self._taken_over: TakenOverError | None = None
         self._where = str(self.path)  # for the user; with its file system, if that is a network's
         self._waiting: collections.deque[_Waiting] = collections.deque()  # guarded by `_moved`
-        self._writer = threading.Thread(target=self._write, name="journal", daemon=True)
+        self._writer = self._new_writer()
+
+    def _new_writer(self) -> threading.Thread:
+        return threading.Thread(target=self._write, name="journal", daemon=True)
 
     # ---- the driver's thread -------------------------------------------------------------
 
@@ -111,8 +121,15 @@ class Journal:
 
     @property
     def snapshot_due(self) -> bool:
-        """Return whether the next snapshot bounds the replay: many events came since the last."""
-        return not self._given_up and self._since_snapshot >= self._due_bytes
+        """Return whether a snapshot is to be noted.
+
+        Many events came since the last, so it bounds the replay; or a journal that has failed can
+        begin anew with it.
+        """
+        if not self._given_up:
+            return self._since_snapshot >= self._due_bytes
+        due = self._again_at is not None and self.clock() >= self._again_at
+        return due and not self._writer.is_alive()
 
     def note(self, n: int, at: float, machine: str, event: AnyEvent) -> None:
         """Note an event with its number and time; `settle` or `flush` follows."""
@@ -124,16 +141,32 @@ class Journal:
 
     def snapshot(self, n: int, at: float, states: Mapping[str, bytes]) -> None:
         """Note the states of all machines after event `n`."""
+        anew = self._given_up and self.snapshot_due
+        if anew:
+            self._begin_anew()
         if not self._given_up:
             self._states = [(n, at, machine, state) for machine, state in states.items()]
             size = sum(map(len, states.values()))
             self._size += size
             self._since_snapshot, self._due_bytes = 0, max(SNAPSHOT_BYTES, SNAPSHOT_TIMES * size)
-            self.flush()
+            self._flush(anew=anew)
+
+    def _begin_anew(self) -> None:
+        """Have a new thread try it, with all that the last one may have lost."""
+        with self._moved:
+            self._failure, self._is_open = "", False
+            self._written, self._written_bytes = self._handed, self._handed_bytes
+        self._queue = queue.SimpleQueue()
+        self._given_up, self._tried, self._again_at = False, True, None
+        self._late, self._late_from = True, self.clock()
+        self._url, self._keys = self._serving_at, self._on_the_way | self._keys
+        self._noted, self._size = [], 0
+        self._writer = self._new_writer()
+        self._writer.start()
 
     def serves_at(self, url: str) -> None:
         """Note the address of this driver."""
-        self._url = url
+        self._url = self._serving_at = url
         self.flush()
 
     def keep(self, values: Mapping[str, bytes | None]) -> list[Announce]:
@@ -162,11 +195,18 @@ class Journal:
 
     def flush(self) -> None:
         """Hand what was noted to the writer, without waiting for it."""
+        if not self._given_up:
+            self._flush()
+
+    def _flush(self, *, anew: bool = False) -> None:
         if self._noted or self._states or self._url or self._end or self._keys:
+            with self._moved:
+                written = self._written >= self._handed
+            self._on_the_way = self._keys if written else self._on_the_way | self._keys
             self._handed += 1
             self._handed_bytes += self._size
             rows, end, keys = (self._noted, self._states), self._end, self._keys
-            self._queue.put(Batch(self._handed, *rows, self._size, self._url, end, keys))
+            self._queue.put(Batch(self._handed, *rows, self._size, self._url, end, keys, anew))
             self._noted, self._states, self._size, self._url = [], [], 0, ""
             self._end, self._keys = None, {}
 
@@ -194,10 +234,8 @@ class Journal:
             raise taken_over
         must = self._place.must_be_written
         if failure or (behind > MAX_BEHIND and not must):
-            self._given_up = True
             why = failure or f"the disk does not answer, {behind >> 20} MiB wait for it"
-            hint = "the job goes on without a journal (make room, or mend the disk)"
-            return [Announce("journal_failed", f"{self._where}: {why}; {hint}")]
+            return self._give_up(why)
         if must:
             return self._held_news(done=done)
         was, self._late = self._late, not done
@@ -209,7 +247,19 @@ class Journal:
                 f"{self._where}: the disk has not answered for {WAIT_S:g} s; the job does not wait"
             )
             return [Announce("journal_late", slow)]
+        self._tried = False
         return [Announce("journal_caught_up", f"{self.path}: every event is written again")]
+
+    def _give_up(self, why: str) -> list[Announce]:
+        """Go on without a journal until it can begin anew; return what the user has to know."""
+        known, self._tried, self._given_up = self._tried, False, True
+        self._queue.put(None)  # a thread that hangs ends once the disk answers
+        with self._moved:
+            lasts = self._lasts
+        self._again_at = None if lasts else self.clock() + AGAIN_S
+        hint = "" if lasts else " until it can be written (make room, or mend the disk)"
+        text = f"{self._where}: {why}; the job goes on without a journal{hint}"
+        return [] if known else [Announce("journal_failed", text)]
 
     def then(self, act: Callable[[], None], wait: float | None = None) -> list[Announce]:
         """Have `act` called, by any thread, once everything noted is written; do not wait for it.
@@ -332,12 +382,13 @@ class Journal:
         except OSError as error:
             self._fail(str(error))
         except Exception as error:  # nobody may wait for this thread in vain
+            self._lasts = True
             self._fail(described(error))
         finally:
             self._place.free()
 
     def _fail(self, why: str) -> None:
-        """Give the journal up, so that the job goes on without it; or have this driver end.
+        """Have the job go on without a journal; or have this driver end.
 
         It ends if nothing may act that is not written. A standby then takes the run, or a driver
         that resumes.

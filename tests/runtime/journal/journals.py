@@ -13,6 +13,7 @@ from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal
 from tests.runtime.jobs import JobUnderTest, StartJob
+from tests.runtime.waiting import until
 
 A0, A1 = "a.0.1", "a.1.1"
 
@@ -40,6 +41,41 @@ def write_some(path: Path, count: int, *, close: bool = True) -> list[str]:
     if close:
         journal.close()
     return found
+
+
+def outlive_a_full_disk(folder: Path) -> list[str]:
+    """Write events while the folder's disk is filled and cleared; return what was told and kept."""
+    path, filler, found = folder / "journal.db", folder / "filler", []
+    tf = TfCluster(30.0).snapshot()
+    journal = Journal(path, "run")
+    journal.open()
+    journal.serves_at("http://127.0.0.1:1")
+    journal.snapshot(0, 0.0, {"tf": tf})
+    found += journal.keep({"before": b"1", "gone": b"0"}) + journal.settle()
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    journal.keep({"on the way": b"2", "gone": None})
+    for n in range(1, 200):
+        journal.note(n, float(n), "tf", Tick())
+        found += journal.settle()
+    journal.keep({"meanwhile": b"3"})
+    until(lambda: journal.snapshot_due, "it is tried again")
+    journal.snapshot(199, 199.0, {"tf": tf})  # the disk is full yet
+    until(lambda: journal.overdue() or journal.snapshot_due, "and once more")
+    filler.unlink()
+    journal.snapshot(200, 200.0, {"tf": tf})
+    until(lambda: found.extend(journal.overdue()) or len(found) > 1, "it takes events")
+    for n in range(201, 251):
+        journal.note(n, float(n), "tf", Tick())
+        found += journal.settle()
+    journal.close()
+    replay = Replay(path)
+    numbers, term = [step.n for step in replay.steps()], replay.terms[-1]
+    steps = f"steps {numbers[0]}..{numbers[-1]} of term {term.term} at {term.url}"
+    keys = f"keys {dict(sorted(replay.keys().items(), key=lambda pair: pair[1]))}"
+    replay.close()
+    return [*(news.event for news in found), steps, keys]
 
 
 def after_one(path: Path, n: int, term: int = 2) -> None:

@@ -19,7 +19,7 @@ import pytest
 from elastic_driver.core.driver_events import HostsDiscovered, Tick
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.job_events import EventBatch
-from elastic_driver.errors import ExitCode
+from elastic_driver.errors import ExitCode, TakenOverError
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
@@ -36,9 +36,11 @@ from tests.runtime.jobs import StartJob
 from tests.runtime.journal.journals import (
     A0,
     A1,
+    after_one,
     short_job,
 )
 from tests.runtime.waiting import until
+from tests.support.job import ROOT
 
 
 def test_every_event_that_was_settled_is_there_after_a_kill(tmp_path: Path) -> None:
@@ -133,6 +135,56 @@ print(len(found), found[0].event, found[0].reason)
     assert done.stderr == ""
     assert done.stdout.startswith("1 journal_failed ")
     assert "database or disk is full; the job goes on without a journal" in done.stdout
+
+
+def test_a_journal_begins_anew_once_the_disk_has_room_again(tmp_path: Path) -> None:
+    """The disk is a real one of 1 MiB, in a mount namespace of its own."""
+    script = f"""
+mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c '
+from tests.runtime.journal.journals import outlive_a_full_disk
+print(*outlive_a_full_disk(__import__("pathlib").Path("{tmp_path}")), sep=chr(10))
+'"""
+    command = ["unshare", "-Urm", "bash", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode != 0 and ("unshare" in done.stderr or "mount:" in done.stderr):
+        pytest.skip("no mount namespaces here")
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "journal_failed",
+        "journal_caught_up",
+        "steps 201..250 of term 1 at http://127.0.0.1:1",
+        "keys {'before': b'1', 'on the way': b'2', 'meanwhile': b'3'}",
+    ]
+
+
+def test_a_driver_whose_run_was_taken_over_while_its_disk_was_full_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, path, write = [0.0], tmp_path / "journal.db", SqliteStore.write
+    journal = Journal(path, "run", clock=lambda: now[0])
+    journal.open()
+    journal.snapshot(0, 0.0, {"tf": TfCluster(30.0).snapshot()})
+    assert journal.settle() == []
+
+    def refuse(self: SqliteStore, batches: Sequence[Batch]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SqliteStore, "write", refuse)
+    journal.note(1, 1.0, "tf", Tick())
+    assert [news.event for news in journal.settle()] == ["journal_failed"]
+    journal._writer.join(30.0)
+    monkeypatch.setattr(SqliteStore, "write", write)
+    after_one(path, 0)
+    now[0] += writer.AGAIN_S
+    assert journal.snapshot_due
+    journal.snapshot(1, 1.0, {"tf": TfCluster(30.0).snapshot()})
+    journal._writer.join(30.0)
+    with pytest.raises(TakenOverError):
+        journal.settle()
+    replay = Replay(path)
+    assert [term.term for term in replay.terms] == [1, 2]
+    assert [step.n for step in replay.steps()] == [1]
+    replay.close()
 
 
 def test_a_disk_that_hangs_holds_the_driver_up_once(
