@@ -132,7 +132,7 @@ class EventLog:
         with self._lock:
             said, self._said = self._said, True
         if not said:
-            kept = "later events may be in memory only (make room and look at /v1/events)"
+            kept = "events wait in memory until it can be written (make room; /v1/events has them)"
             self._on_broken(f"event log {self._path}: {problem}; the job goes on, and {kept}")
 
     def since(self, n: int) -> list[LoggedEvent]:

@@ -93,6 +93,12 @@ def full_disk(arena: Arena) -> None:
             pass
     time.sleep(arena.held)
     filler.unlink()
+    arena.job.until(lambda: _has_journal(arena.job.stderr) or None, "the journal takes events")
+
+
+def _has_journal(told: str) -> bool:
+    """Whether the driver, by what it has told, writes its journal."""
+    return told.rfind("the journal has failed") <= told.rfind("the journal is complete again")
 
 
 def rogue_clients(arena: Arena) -> None:

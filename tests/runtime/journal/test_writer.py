@@ -19,6 +19,7 @@ import pytest
 from elastic_driver.core.driver_events import HostsDiscovered, Tick
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.job_events import EventBatch
+from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.errors import ExitCode, TakenOverError
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
 from elastic_driver.policies.shards import DataSets
@@ -155,6 +156,34 @@ print(*outlive_a_full_disk(__import__("pathlib").Path("{tmp_path}")), sep=chr(10
         "steps 201..250 of term 1 at http://127.0.0.1:1",
         "keys {'before': b'1', 'on the way': b'2', 'meanwhile': b'3'}",
     ]
+
+
+def test_a_job_has_its_journal_again_once_the_disk_takes_it(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "AGAIN_S", 0.05)
+    full, write = threading.Event(), SqliteStore.write
+
+    def refuse(self: SqliteStore, batches: Sequence[Batch]) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        write(self, batches)
+
+    monkeypatch.setattr(SqliteStore, "write", refuse)
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    full.set()
+    job.cluster.ready(A0, A1)  # of this the journal never hears
+    job.cluster.world(1)
+    logged = lambda name: [e for e in job.logged() if e["event"] == name]  # noqa: E731
+    until(lambda: logged("journal_failed"), "the journal fails")
+    full.clear()
+    until(lambda: logged("journal_caught_up"), "it begins anew")
+    run = load_run(job.run_dir.journal_file)
+    assert {worker.id for worker in run.machines["job"].workers.having(RUNNING)} == {A0, A1}
+    job.cluster.exits(A0, 0)
+    job.cluster.exits(A1, 0)
+    assert job.outcome().exit_code == 0
 
 
 def test_a_driver_whose_run_was_taken_over_while_its_disk_was_full_ends(
