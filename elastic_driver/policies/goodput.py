@@ -282,7 +282,7 @@ class Ledger:
         self._drop(where)
         self._finishing = self._finishing or finished or line.job_over
         if not line.expected and not finished:
-            self.failures += 1
+            self.failures += line.event != "worker_left" or line.failed
             if was_member and not self._finishing:
                 self._break_round()
 

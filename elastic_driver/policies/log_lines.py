@@ -23,6 +23,7 @@ class LogLine(msgspec.Struct, frozen=True):
     wanted: int | None = None
     exit_code: int | None = None
     expected: bool = False
+    failed: bool = True  # a script that is over has failed
     job_over: bool = False
     undone: float = 0.0
     seconds: float = 0.0

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from elastic_driver import contract
 from elastic_driver.core.progress import BUFFERS_DIGEST_CHARS, BUFFERS_OF, MAX_BUFFERS
+from elastic_driver.words import counted
 from elastic_driver.worker.heartbeat.described import Leaf
 from elastic_driver.worker.heartbeat.progress import TrainingProgress, usual_pause
 from elastic_driver.worker.state_sync.fingerprint import contents
@@ -166,7 +167,7 @@ def _buffers_of(tree: Tree, local: frozenset[str]) -> list[tuple[str, str, Any]]
     for name, buffers in groups:
         own, at = numbers[at : at + len(buffers)], at + len(buffers)
         digest = f"{zlib.crc32(repr(own).encode()):0{BUFFERS_DIGEST_CHARS}x}"
-        found.append((f"{BUFFERS_OF}{name!r}", digest, f"{len(own)} tensors"))
+        found.append((f"{BUFFERS_OF}{name!r}", digest, counted(len(own), "tensor")))
     return found
 
 

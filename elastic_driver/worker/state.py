@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError, WorldBrokenError
+from elastic_driver.words import counted
 from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
@@ -399,7 +400,7 @@ class State:
             self._said_size = size
             _, _, name, why = max(found)
             say(
-                f"each commit copies {size / MEGABYTE:.1f} MB in {count} tensors that "
+                f"each commit copies {size / MEGABYTE:.1f} MB in {counted(count, 'tensor')} that "
                 f"do not only change in an optimizer's step ({name}: {why})"
             )
 

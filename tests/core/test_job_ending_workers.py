@@ -28,7 +28,9 @@ def test_a_script_that_has_raised_is_not_called_over(scenario: MakeScenario) -> 
     s.send(ev.WorkerEnding("a.1.1", 1, failed=True))
     s.ready("a.0.1", version=1)
     assert s.world.reason == "without a.1.1, whose script has failed"
-    assert [a.worker for a in s.announced("worker_left")] == ["a.1.1"]
+    assert [(a.worker, a.detail) for a in s.announced("worker_left")] == [
+        ("a.1.1", {"failed": True})
+    ]
 
 
 def test_its_failure_is_counted_but_does_not_break_the_round_of_the_others(

@@ -101,6 +101,17 @@ def test_a_worker_whose_process_ends_after_the_others_have_gone_on_is_one_failur
     assert log.ledger.workers == 2
 
 
+def test_a_worker_that_has_finished_alone_breaks_the_round_but_has_not_failed() -> None:
+    log = Log(a=2)
+    log.start("a.0.1", "a.1.1")
+    log.say(10.0, "worker_ready", "a.0.1", undone=0.0)
+    log.say(10.0, "worker_left", "a.1.1", failed=False)
+    log.say(10.0, "round_completed", size=1)
+    log.say(11.0, "worker_exited", "a.1.1", exit_code=0)
+    assert log.ledger.failures == 0
+    assert log.ledger.workers == 1
+
+
 def test_steps_that_were_trained_before_are_redone() -> None:
     log = Log(a=1)
     log.start("a.0.1")

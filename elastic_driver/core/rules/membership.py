@@ -386,7 +386,7 @@ class Membership(Rule):
         for worker in self.workers.having(ENDING):
             if self.workers.leave_behind(worker):
                 why = "the others go on before its process has ended"
-                self.effects.announce("worker_left", why, worker)
+                self.effects.announce("worker_left", why, worker, failed=worker.failed)
 
     # ---- workers that have to leave ------------------------------------------------------
 
