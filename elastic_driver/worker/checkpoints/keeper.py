@@ -324,8 +324,8 @@ class CheckpointWriter(Thread):
             folders.make_room(folder)
         elif not self.owner.root.is_dir():
             raise DamagedError(
-                f"rank {rank} does not see the folder; give a checkpoint_dir that is the same on "
-                "every host"
+                f"rank {rank} finds no folder there; if rank 0 does, give a checkpoint_dir that "
+                "is the same on every host"
             )
         self._await_room()
         folder.mkdir(exist_ok=True)
@@ -429,6 +429,10 @@ def _pack(envelope: Callable[[], Envelope], notes: durable.Notes) -> Envelope:
 
 
 def _at_least_1(name: str, value: int | None) -> int:
+    if value is None:
+        raise UsageError(
+            "checkpoint_dir= needs every=, the number of commits from one checkpoint to the next"
+        )
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"checkpoint_dir= needs a whole number from 1 as {name}=, not {value!r}")
     return value

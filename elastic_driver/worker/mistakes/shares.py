@@ -12,7 +12,6 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from elastic_driver.words import counted
 from elastic_driver.worker import current
 from elastic_driver.worker.mistakes.told import tell
 
@@ -46,11 +45,10 @@ def _compare(sampler: "DistributedSampler[Any]", size: int, rank: int) -> None:
         _right_once.add(sampler)
     if sampler not in _right_once or (share == rank if same_size else rank):
         return  # it is right; or rank 0 says it
-    was = f"as rank {share}" if same_size else f"for {counted(shares, 'worker')}"
-    now = f"rank {rank}" if same_size else counted(size, "worker")
     tell(
         "old-shares",
-        f"a DistributedSampler was made {was}, and is iterated as {now}: ranks train other shares "
-        "of the data than they should; use elastic.ElasticSampler (hvd.elastic.ElasticSampler), or "
-        "make sampler and loader inside the training function",
+        f"a DistributedSampler that was made for rank {share} of {shares} is iterated by rank "
+        f"{rank} of {size}: ranks train other shares of the data than they should; use "
+        "elastic.ElasticSampler (hvd.elastic.ElasticSampler), or make sampler and loader inside "
+        "the training function",
     )

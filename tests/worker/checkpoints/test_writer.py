@@ -335,7 +335,7 @@ def test_a_host_that_does_not_see_the_folder_says_so_and_makes_none(
         assert rank_1.drain()
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
-    assert "rank 1 does not see the folder" in said[0]
+    assert "rank 1 finds no folder there" in said[0]
     assert not elsewhere.exists()
 
 

@@ -39,7 +39,7 @@ def test_rank_0_tells_of_a_sampler_of_a_smaller_world(said: Told) -> None:
     enter(0, 2, 2)
     assert len(list(loader)) == 12  # it should be 6
     line = said()
-    assert "was made for 1 worker, and is iterated as 2 workers" in line
+    assert "was made for rank 0 of 1 is iterated by rank 0 of 2" in line
     assert "ElasticSampler" in line
     list(loader)
     assert said() == ""
@@ -54,7 +54,7 @@ def test_another_rank_says_nothing_of_the_size_but_of_its_own_share(said: Told) 
     assert said() == ""
     enter(1, 3, 3)
     list(old)
-    assert "was made as rank 2, and is iterated as rank 1" in said()
+    assert "was made for rank 2 of 3 is iterated by rank 1 of 3" in said()
 
 
 def test_a_sampler_of_a_group_of_ranks_is_left_alone(said: Told) -> None:
