@@ -175,6 +175,13 @@ def _unfinished(run_id: str, state_dir: Path, driver: str) -> str:
             )
     where = "" if state_dir == default_state_dir(os.environ) else f"--state-dir {state_dir} "
     again = f"elasticrun --resume {where}--run-id {run_id}"
+    from launcher.launch.traces import nobody_lives  # noqa: PLC0415 - see `_moved`
+
+    if nobody_lives(RunDir(state_dir, run_id)):
+        return (
+            f"run {run_id} has no driver: {driver} has died, and its agents and workers have ended "
+            f"since; begin again from its newest checkpoint: {again}"
+        )
     return f"run {run_id} has no driver: {driver} has died; go on with the job: {again}"
 
 

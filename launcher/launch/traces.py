@@ -15,6 +15,7 @@ from elastic_driver import contract
 from elastic_driver.core.job import Job
 from elastic_driver.runtime.results import agents_started
 from elastic_driver.runtime.run_dir import RunDir
+from launcher.backends.addresses import is_this_machine
 from launcher.backends.local_agents import AGENT
 
 _MODULE = [word.encode() for word in AGENT[1:]]
@@ -40,6 +41,12 @@ def may_live(run_dir: RunDir) -> bool:
     former = run_dir.lock.former or run_dir.lock.holder
     began = former is not None and former.began
     return began or bool(agents_started(run_dir.events_file)) or bool(agents_here(run_dir))
+
+
+def nobody_lives(run_dir: RunDir) -> bool:
+    """Return whether the run has had agents, all of them on this machine, and none is left."""
+    hosts = agents_started(run_dir.events_file)
+    return bool(hosts) and all(map(is_this_machine, hosts)) and not agents_here(run_dir)
 
 
 def unknown_agents(run_dir: RunDir, job: Job) -> list[str]:

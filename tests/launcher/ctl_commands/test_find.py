@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -110,6 +111,21 @@ def test_a_run_whose_driver_died_before_its_end_can_go_on(
         (folder / name).write_text("")
     with pytest.raises(ClusterError, match=f"has died; .*--state-dir {tmp_path} --run-id big"):
         find(Where(tmp_path, run_id="big"))
+
+
+@pytest.mark.parametrize(("hosts", "ended"), [(["localhost"], True), (["localhost", "n1"], False)])
+def test_a_run_of_which_nobody_is_left_is_begun_again_from_its_checkpoint(
+    tmp_path: Path, nobody: str, dead_pid: int, hosts: list[str], ended: bool
+) -> None:
+    folder = make_run(tmp_path, "big", nobody, dead_pid)
+    for name in ("lock", "journal.db"):
+        (folder / name).write_text("")
+    started = ({"n": 1, "t": 1.0, "event": "agent_started", "host": host} for host in hosts)
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in started))
+    with pytest.raises(ClusterError, match="has no driver") as error:
+        find(Where(tmp_path, run_id="big"))
+    assert ("its agents and workers have ended since; begin again" in str(error.value)) is ended
+    assert ("go on with the job: elasticrun --resume" in str(error.value)) is not ended
 
 
 def test_a_driver_that_starts_to_go_on_with_a_run_is_not_called_dead(
