@@ -156,7 +156,7 @@ class Replay:
                 event = decode(data)
                 decisions = self._machine(n, name).handle(event, at)
             except (ValueError, LookupError) as error:
-                raise JournalError(f"{self.path}: event {n} is damaged: {error}") from error
+                raise JournalError(self.refusal(f"event {n}", str(error))) from error
             if any(isinstance(decision, CheckEnded) for decision in decisions):
                 del self.machines[name]
             self.now = at
@@ -169,6 +169,15 @@ class Replay:
         """The job after the last step."""
         job: Job = self.machines["job"]
         return job
+
+    def refusal(self, what: str, problem: str) -> str:
+        """Return a sentence about something that cannot be read, though its checksum is right."""
+        if not self._has_sums:
+            return f"{self.path}: {what} is damaged: {problem}"
+        return (
+            f"{self.path}: {what} is whole, but was written by another version of elastic-driver "
+            f"({problem}); use the version that wrote it"
+        )
 
     def close(self) -> None:
         """Close the file."""

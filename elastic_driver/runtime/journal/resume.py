@@ -62,37 +62,43 @@ def load_run(path: Path, *, may_be_torn: bool = False, alone: bool = False) -> R
     `may_be_torn`: the machine has lost power since, so the end of the journal may be missing.
     `alone`: this process has the file open nowhere else, so its log is checked faster.
     """
-    try:
-        with collector_paused():
-            run = _load(path, may_be_torn)
-        if not may_be_torn:
-            refuse_damage(path, indexed=alone)
-    except (JournalError, MemoryError):
-        raise
-    except Exception as error:  # a damaged state may break any machine
-        problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise JournalError(f"{path}: the journal is damaged: {problem}") from error
+    with collector_paused():
+        run = _load(path, may_be_torn)
+    if not may_be_torn:
+        refuse_damage(path, indexed=alone)
     return run
 
 
 def _load(path: Path, may_be_torn: bool) -> ResumedRun:
     with contextlib.closing(Replay(path, may_be_torn=may_be_torn)) as replay:
-        since = tuple(replay.steps(from_newest=True))
-        if "job" not in replay.machines:
-            raise JournalError(f"{path}: the job has not begun")
-        last = replay.terms[-1]
-        return ResumedRun(
-            run_id=replay.run_id,
-            argv=replay.argv,
-            cwd=replay.cwd,
-            term=last.term,
-            url=next((term.url for term in reversed(replay.terms) if term.url), ""),
-            began=replay.unix(replay.began),
-            unix_offset=last.unix_offset,
-            n=max(last.n, since[-1].n if since else replay.first),
-            at=max(last.at, replay.now),
-            machines={name: found for name, found in replay.machines.items() if name != "check"},
-            memory=replay.memory,
-            keys=replay.keys(),
-            since=since,
-        )
+        try:
+            return _newest(replay)
+        except (JournalError, MemoryError):
+            raise
+        except Exception as error:  # a state that it does not know may break any machine
+            if not may_be_torn:
+                refuse_damage(path)  # events may be missing
+            problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise JournalError(replay.refusal("the journal", problem)) from error
+
+
+def _newest(replay: Replay) -> ResumedRun:
+    since = tuple(replay.steps(from_newest=True))
+    if "job" not in replay.machines:
+        raise JournalError(f"{replay.path}: the job has not begun")
+    last = replay.terms[-1]
+    return ResumedRun(
+        run_id=replay.run_id,
+        argv=replay.argv,
+        cwd=replay.cwd,
+        term=last.term,
+        url=next((term.url for term in reversed(replay.terms) if term.url), ""),
+        began=replay.unix(replay.began),
+        unix_offset=last.unix_offset,
+        n=max(last.n, since[-1].n if since else replay.first),
+        at=max(last.at, replay.now),
+        machines={name: found for name, found in replay.machines.items() if name != "check"},
+        memory=replay.memory,
+        keys=replay.keys(),
+        since=since,
+    )

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
-from elastic_driver.runtime.journal import writer
+from elastic_driver.runtime.journal import tables, writer
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay
 from elastic_driver.runtime.journal.resume import load_run
 from elastic_driver.runtime.journal.store import Head, SqliteStore
@@ -94,6 +94,30 @@ def test_a_journal_of_another_format_or_with_a_damaged_event_is_refused(tmp_path
         database.execute("PRAGMA user_version = 9")
     with pytest.raises(JournalError, match="a journal of format 9, only 3 can be read"):
         Replay(path)
+
+
+def test_a_journal_that_another_version_has_written_is_not_called_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    for event, state, named in (
+        (b"\x81\xa4type\xa7Unknown", None, "event 2 is whole"),
+        (None, b"a state of another form", "the journal is whole"),
+    ):
+        path.unlink(missing_ok=True)
+        write_some(path, 3)
+        with sqlite3.connect(path) as database:
+            rows = database.execute("SELECT n, at, machine, event FROM events WHERE n = 2")
+            *row, _ = rows.fetchone()
+            if event is not None:
+                tables.put(database, "events", [(*row, event)], replace=True)
+            rows = database.execute("SELECT * FROM snapshots WHERE machine = 'tf'")
+            *row, _, _ = rows.fetchone()
+            if state is not None:
+                database.execute("DELETE FROM snapshots WHERE machine = 'tf'")
+                tables.put(database, "snapshots", [(*row, state)])
+        with pytest.raises(JournalError, match=named) as refused:
+            load_run(path)
+        assert "written by another version of elastic-driver (" in str(refused.value)
+        assert "damaged" not in str(refused.value).partition("(")[0]
 
 
 def test_a_value_that_has_changed_on_the_disk_is_named_in_one_line(tmp_path: Path) -> None:
