@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 RENEWAL_S = 1.0  # for lease renewals that wait in socket buffers to be read
 REJOIN_S = 0.05  # for a client whose connection broke to come back on a new one
 _HELD_UP_S = 0.5  # a timer this late means that the loop itself was held up
+_TOLD_S = 5.0  # a busy machine does it for a moment now and then
 
 Results = tuple[Result, ...]
 # Takes the new values of keys; None: it is gone.
@@ -259,7 +260,8 @@ class StoreService:
         late = now - planned
         if late > _HELD_UP_S:
             self._store.postpone_leases(late + RENEWAL_S)
-            log.warning("rendezvous was held up for %.1fs; leases postponed", late)
+            level = logging.WARNING if late > _TOLD_S else logging.INFO
+            log.log(level, "rendezvous was held up for %.1fs; leases postponed", late)
         self._deliver(self._store.expire(now))
 
 

@@ -16,6 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 from elastic_driver.core.state_version import StateVersion, source_of
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.peer_loss import in_short
+from elastic_driver.worker import current
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
 from elastic_driver.worker.state import (
     State,
@@ -115,7 +116,8 @@ def training_loop(
                 state._mark_end()
                 return result
             except StateLostError as lost:
-                say(str(lost))
+                if not current.is_initialized() or current.rank() == 0:
+                    say(str(lost))
                 raise SystemExit(lost.exit_code) from lost
             except (Exception, SwallowedError) as raised:
                 change = _change_of(raised, member, state, breaks)
