@@ -79,15 +79,24 @@ def assert_nothing_grows(job: RunningJob, workers: set[str], note: Note) -> None
         note(f"… {worker}, MiB", ", ".join(said))
 
 
+def next_step_after_a_kill(job: RunningJob, steps: int) -> tuple[float, float]:
+    """Kill one of three workers that have made steps; return the seconds, and when it was killed.
+
+    The others keep their processes.
+    """
+    pids = set(job.until_size(3, START_S, steps=steps))
+    victim = max(pids)
+    killed_at = job.kill(victim)
+    took = next_step_of(job, pids - {victim}, killed_at)
+    assert all(is_running(pid) for pid in pids - {victim})
+    return took, killed_at
+
+
 def test_a_second_group_with_nothing_to_do_holds_up_nobody(run: Run, note: Note) -> None:
     took = []
     with run("-np", "3", "--min-np", "1", "--", TRAIN, WIDTH="1024", SECOND_GROUP="1") as job:
         for _ in range(2):
-            pids = set(job.until_size(3, START_S, steps=10))
-            victim = max(pids)
-            killed_at = job.kill(victim)
-            took.append(next_step_of(job, pids - {victim}, killed_at))
-            assert all(is_running(pid) for pid in pids - {victim})
+            took.append(next_step_after_a_kill(job, steps=10)[0])
         note("two groups, kills: next step", seconds(took))
         assert_no_step_lost_or_repeated(job, min(r.step for r in job.live().values()))
         assert_equal_everywhere(job)
@@ -99,11 +108,8 @@ def test_a_large_model(run: Run, note: Note) -> None:
     width = "1024" if ON_CPU else "8192"
     with run("-np", "3", "--min-np", "1", "--", TRAIN, WIDTH=width) as job:
         for _ in range(3):
-            pids = set(job.until_size(3, START_S, steps=5))
-            victim = max(pids)
-            killed_at = job.kill(victim)
-            took.append(next_step_of(job, pids - {victim}, killed_at))
-            assert all(is_running(pid) for pid in pids - {victim})
+            seconds_until, killed_at = next_step_after_a_kill(job, steps=5)
+            took.append(seconds_until)
             job.until_size(3, START_S)
             full.append(time.time() - killed_at)
         job.until_size(3, START_S, steps=11)

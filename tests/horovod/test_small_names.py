@@ -15,15 +15,6 @@ import elastic_driver.horovod.torch as hvd
 from elastic_driver.horovod.common import util
 from elastic_driver.horovod.common.process_sets import get_process_set_ids_and_ranks
 from elastic_driver.horovod.data import AsyncDataLoaderMixin, BaseDataLoader
-from elastic_driver.worker import current
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
-    current.forget()
 
 
 @pytest.mark.usefixtures("world")
