@@ -33,6 +33,7 @@ def run_command(name: str, act: Callable[[], int]) -> int:
     open_streams()
     _pin_packages()
     from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415 - now ours is found
+    from elastic_driver.words import printable  # noqa: PLC0415
 
     try:
         status = act()
@@ -44,7 +45,7 @@ def run_command(name: str, act: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ElasticError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {printable(str(error))}", file=sys.stderr)
         return int(error.exit_code)
     except OSError as error:
         if error.filename is not None or error.errno not in _FULL:

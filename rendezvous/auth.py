@@ -17,13 +17,13 @@ import hmac
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from rendezvous.errors import TokenError
+from rendezvous.own_files import open_own, write_own
 
 AUTHORIZATION = "Authorization"
 MAX_FINGERPRINT_CHARS = 60_000  # the text of a site's CA
@@ -196,19 +196,13 @@ def write_private(path: str | os.PathLike[str], text: str) -> Path:
 
     Raises TokenError if the file cannot be written.
     """
-    target = Path(path)
     try:
-        with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as private:
-            partial = Path(private, target.name)
-            partial.touch(0o600)
-            partial.write_text(text, encoding="ascii")
-            partial.replace(target)
+        return write_own(path, text.encode("ascii"))
     except OSError as error:
         raise TokenError(
-            f"cannot write the token file {target}: {error.strerror}; choose a directory "
+            f"cannot write the token file {path}: {error.strerror}; choose a directory "
             "this user may write to"
         ) from error
-    return target
 
 
 def read_token_file(path: str | os.PathLike[str]) -> str:
@@ -223,7 +217,7 @@ def read_credentials(path: str | os.PathLike[str]) -> Credentials:
     or written by group or others: a token that others know protects nothing.
     """
     try:
-        with open(path, encoding="ascii") as file:
+        with open(open_own(path, os.O_RDONLY), encoding="ascii") as file:
             status = os.fstat(file.fileno())
             found = parse_credentials(file.read(MAX_FILE_BYTES))
     except OSError as error:

@@ -24,7 +24,7 @@ from typing import Annotated, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
-from aiohttp import web
+from aiohttp import web, web_response
 from aiohttp.typedefs import Handler, Middleware
 from msgspec import Meta, Struct
 
@@ -39,6 +39,8 @@ from rendezvous.service import AnswerMemory, StoreService
 from rendezvous.sessions import HEADER, Sessions, may_act
 from rendezvous.space import Owner
 
+# Neither version nor library, in any answer: also in one to a request that is none.
+setattr(web_response, "SERVER_SOFTWARE", "elastic-driver")  # noqa: B010 - it is not exported
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 

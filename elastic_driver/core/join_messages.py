@@ -16,10 +16,10 @@ HELLO_PATH, PROOF_PATH = f"{NODES_PATH}/hello", f"{NODES_PATH}/proof"
 MAX_STRANGERS_BYTES = 16384  # of a hello and of a proof
 NOT_JOINED = "not_joined"  # the error for a report of a node that the driver does not know
 
-Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-Token = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[^/]*$")]
+Name = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
+Token = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[^/]*\Z")]
 Text = Annotated[str, Meta(max_length=2000)]
-Hex256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]  # a nonce, or a proof
+Hex256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # a nonce, or a proof
 
 
 class NodeReport(Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,7 +13,7 @@ from elastic_driver.policies.messages import RepeatableRequest
 MAX_WAIT_S = 60.0  # of one cluster_spec request; a node that waits longer asks again
 MAX_VALUE_BYTES = 1024 * 1024
 
-Address = Annotated[str, Meta(min_length=3, max_length=300, pattern=r"^\S+:[0-9]{1,5}$")]
+Address = Annotated[str, Meta(min_length=3, max_length=300, pattern=r"^\S+:[0-9]{1,5}\Z")]
 Nodes = Annotated[int, Meta(ge=1, le=100_000)]
 
 

@@ -33,6 +33,7 @@ from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.run_dir import RunDir
 from rendezvous.auth import write_token_file
+from rendezvous.own_files import write_own
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import UNREADABLE, Set
 
@@ -245,18 +246,13 @@ class CheckHistoryFile:
 
     def add(self, report: CheckReport) -> None:
         """Add a check's report."""
-        draft = self.path.with_name(f"{FILE}.{os.getpid()}.new")
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked():
                 history = self.read().with_report(report, time.time())
-                draft.touch(mode=0o600)
-                draft.write_bytes(msgspec.json.encode(history) + b"\n")
-                draft.replace(self.path)
+                write_own(self.path, msgspec.json.encode(history) + b"\n")
         except OSError as error:
             self._say(f"cannot keep what the check found in {self.path}: {error.strerror}")
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

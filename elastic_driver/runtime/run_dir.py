@@ -33,6 +33,7 @@ import msgspec
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.runtime.run_lock import RunLock
 from rendezvous.auth import operator_token, reader_token, write_token_file
+from rendezvous.own_files import own_folder
 from rendezvous.tls import certificate_in
 from rendezvous.wire import UNREADABLE
 
@@ -109,13 +110,13 @@ class RunDir:
     def take(self) -> None:
         """Make the folder (0700) and take its lock; `close` or `leave` gives it back. Idempotent.
 
-        Raises UsageError (64) if the folder cannot be used or a driver uses it, and ClusterError
+        Raises UsageError (64) if the folder cannot be used (others may write to it, too; see
+        `rendezvous.own_files`) or a driver uses it, and ClusterError
         (75) if the same command may succeed later: the disk is full, or a driver on another machine
         may have died a moment ago.
         """
         with self._explained():
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path.chmod(0o700)  # an existing folder may be readable by others
+            own_folder(self.path)
             endpoint = read_endpoint(self.path)
             self.lock.acquire("" if endpoint is None else endpoint.url)
 

@@ -34,7 +34,7 @@ MIB = 1 << 20
 WAITING_BYTES = 4 * MIB  # of lines that the disk has not taken yet
 _LAST_S = 2.0  # for the disk to take them at the end
 STREAMS = {1: "stdout", 2: "stderr"}
-_PLACE = r"^[0-9]{1,8}-[0-9]{1,12}$"
+_PLACE = r"^[0-9]{1,8}-[0-9]{1,12}\Z"
 
 
 class LogLine(Struct, frozen=True):

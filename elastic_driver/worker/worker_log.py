@@ -2,8 +2,10 @@
 
 import sys
 
+from elastic_driver.words import printable
+
 
 def say(message: str) -> None:
     """Write one line, marked as ours, in one piece."""
-    sys.stderr.write(f"elastic: {message}\n")
+    sys.stderr.write(f"elastic: {printable(message)}\n")
     sys.stderr.flush()

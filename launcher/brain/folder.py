@@ -28,6 +28,7 @@ from rendezvous.auth import (
     read_credentials,
     write_token_file,
 )
+from rendezvous.own_files import own_folder
 from rendezvous.tls import ServerCertificate, certificate_in
 from rendezvous.wire import UNREADABLE
 
@@ -59,7 +60,7 @@ class BrainFolder:
     def open(self) -> None:
         """Create the folder and take its lock; raises UsageError or ClusterError."""
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            own_folder(self.path)
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise UsageError(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from elastic_driver import words
 from elastic_driver.core.decisions import StackGroup
 from elastic_driver.core.documents import Failure
 from elastic_driver.core.measured import Measured
@@ -201,9 +202,9 @@ def ended(result: JobResult, now: float) -> str:
         code = "lost" if w.exit_code is None else str(w.exit_code)
         code = "hung" if w.hung else code
         took = "-" if w.seconds is None else duration(w.seconds)
-        words = "" if w.exit_code == 0 else w.last_words.rpartition("\n")[2]
+        last = "" if w.exit_code == 0 else w.last_words.rpartition("\n")[2]
         rank = "-" if w.rank is None else str(w.rank)
-        rows.append((rank, w.host, str(w.slot), str(w.pid or "-"), w.worker, code, took, words))
+        rows.append((rank, w.host, str(w.slot), str(w.pid or "-"), w.worker, code, took, last))
     names = ("RANK", "HOST", "SLOT", "PID", "WORKER", "EXIT", "TIME", "LAST WORDS")
     text = f"{head}: {printable(result.reason)}\n\n{table(names, rows)}"
     failure = result.failure
@@ -361,7 +362,7 @@ def printable(text: str) -> str:
 
 def cleaned(line: str) -> str:
     """Return a line with its control characters, other than tabs, replaced."""
-    return "".join(char if char.isprintable() or char == "\t" else "?" for char in line)
+    return words.printable(line).replace("\n", "?")
 
 
 def _limit(limit: int | None) -> str:

@@ -1,0 +1,87 @@
+"""Folders and files that nobody but this user can have made or changed.
+
+State folders may lie where other users can write (`/tmp`, a group's project): another user could
+make the folder first, or put a link into it that leads to a file of ours. So a folder is used only
+if it is this user's and nobody else may write to it, and no link in it is followed.
+"""
+
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def own_folder(path: Path) -> None:
+    """Make a folder for this user alone (0700), with those above it; or take one that is so.
+
+    Raises `PermissionError` for a folder that others own or may write to, that has something of
+    theirs or a link in it, or that is a link itself; other kinds of `OSError` where it cannot be
+    made.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        folder = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
+            raise _refused("it is a link") from None
+        raise
+    try:
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid():
+            raise _refused(f"it belongs to user {status.st_uid}")
+        if status.st_mode & _OTHERS_WRITE:
+            mode = stat.S_IMODE(status.st_mode)
+            raise _refused(f"other users may write to it (mode {mode:04o})")
+        os.fchmod(folder, 0o700)
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                _refuse_stranger(entry)
+    finally:
+        os.close(folder)
+
+
+def _refuse_stranger(entry: "os.DirEntry[str]") -> None:
+    owner = entry.stat(follow_symlinks=False).st_uid
+    if entry.is_symlink():
+        raise _refused(f"{entry.name!r} in it is a link")
+    if owner != os.geteuid():
+        raise _refused(f"{entry.name!r} in it belongs to user {owner}")
+
+
+def open_own(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file; a link is followed only if this user or root has made it. Raises `OSError`.
+
+    A link of another user's could make us read, or send, a file that only we can read.
+    """
+    flags |= os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    owner = os.lstat(path).st_uid
+    if owner not in (os.geteuid(), 0):
+        raise _refused(f"it is a link that user {owner} has made")
+    return os.open(path, flags)
+
+
+def write_own(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Write a file with mode 0600, as a whole or not at all; return its path. Raises `OSError`.
+
+    A file, or a link, that is there is replaced, and never written to.
+    """
+    target = Path(path)
+    with tempfile.TemporaryDirectory(prefix=".", dir=target.parent) as private:
+        partial = Path(private, target.name)
+        partial.touch(0o600)
+        partial.write_bytes(data)
+        partial.replace(target)
+    return target
+
+
+def _refused(why: str) -> PermissionError:
+    return PermissionError(errno.EPERM, f"{why}, so it is not only ours")

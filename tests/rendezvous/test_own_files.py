@@ -1,0 +1,99 @@
+"""Folders and files that other users can have made or changed are refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rendezvous.auth import read_credentials, write_token_file
+from rendezvous.errors import TokenError
+from rendezvous.own_files import open_own, own_folder, write_own
+
+STRANGER = 12345
+is_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+
+
+def test_a_folder_is_made_for_this_user_alone_and_taken_again(tmp_path: Path) -> None:
+    path = tmp_path / "above" / "run"
+    own_folder(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    (path / "file").write_text("ours")
+    path.chmod(0o755)
+    own_folder(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert (path / "file").read_text() == "ours"
+
+
+def _writable(path: Path) -> None:
+    path.chmod(0o777)
+
+
+def _link_inside(path: Path) -> None:
+    (path / "lock").symlink_to(path.parent / "precious")
+
+
+def _is_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (_writable, "other users may write to it (mode 0777)"),
+        (_link_inside, "'lock' in it is a link"),
+        (_is_link, "it is a link"),
+    ],
+)
+def test_a_folder_that_others_can_have_changed_is_refused(
+    tmp_path: Path, spoil: Callable[[Path], None], why: str
+) -> None:
+    path = tmp_path / "run"
+    own_folder(path)
+    spoil(path)
+    with pytest.raises(PermissionError) as refused:
+        own_folder(path)
+    assert why in str(refused.value)
+
+
+@is_root
+def test_a_folder_of_another_user_or_with_a_file_of_theirs_is_refused(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    own_folder(theirs)
+    os.chown(theirs, STRANGER, -1)
+    with pytest.raises(PermissionError, match=f"it belongs to user {STRANGER}"):
+        own_folder(theirs)
+    ours = tmp_path / "ours"
+    own_folder(ours)
+    (ours / "events.jsonl").touch()
+    os.chown(ours / "events.jsonl", STRANGER, -1)
+    with pytest.raises(PermissionError, match=f"'events.jsonl' in it belongs to user {STRANGER}"):
+        own_folder(ours)
+
+
+def test_writing_replaces_a_link_and_leaves_what_it_led_to(tmp_path: Path) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "history"
+    precious.write_text("precious")
+    path.symlink_to(precious)
+    write_own(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert not path.is_symlink()
+    assert precious.read_text() == "precious"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@is_root
+def test_a_token_behind_a_link_of_another_user_is_not_read(tmp_path: Path) -> None:
+    path, link = tmp_path / "token", tmp_path / "link"
+    write_token_file(path, "secret")
+    link.symlink_to(path)
+    assert read_credentials(link).token == "secret"  # as secrets are mounted into containers
+    os.lchown(link, STRANGER, -1)
+    with pytest.raises(PermissionError, match=f"a link that user {STRANGER} has made"):
+        open_own(link, os.O_RDONLY)
+    with pytest.raises(TokenError, match=f"a link that user {STRANGER} has made"):
+        read_credentials(link)
