@@ -11,15 +11,15 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rendezvous.auth import Caller, Role
 
 HEADER = "X-Elastic"  # its value does not matter
-MOST_SESSIONS = 256  # the oldest is forgotten
+MOST_SESSIONS = 256  # of each role; the oldest is forgotten
 MOST_CODES = 64
 CODE_S = 300.0  # until a code is void
-SESSION_S = 12 * 3600.0  # without a request
+SESSION_S = 12 * 3600.0  # from the login
 _MAX_SECRET_CHARS = 64
 _SAFE = ("GET", "HEAD")
 # The role of a session, by that of the token with which it began; others have none.
@@ -33,14 +33,19 @@ class _Session(NamedTuple):
     until: float
 
 
+_Known: TypeAlias = OrderedDict[bytes, _Session]
+
+
 class Sessions:
     """The sessions and codes of one server."""
 
     def __init__(self) -> None:
         # Cookies know no ports: two drivers of one machine need two names.
         self.cookie = f"elastic_{secrets.token_hex(4)}"
-        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()  # by digest, oldest use first
-        self._codes: OrderedDict[bytes, _Session] = OrderedDict()
+        # By digest, the oldest use first. Readers push out no operator, and the other way round.
+        roles = set(_ROLES.values())
+        self._sessions: dict[Role, _Known] = {role: OrderedDict() for role in roles}
+        self._codes: dict[Role, _Known] = {role: OrderedDict() for role in roles}
 
     def begin(self, caller: Caller, now: float) -> tuple[str, Caller] | None:
         """Return the secret of a new session and its caller; None: this role has no sessions."""
@@ -48,7 +53,7 @@ class Sessions:
         if owner is None:
             return None
         secret = secrets.token_urlsafe(32)
-        _keep(self._sessions, secret, _Session(owner, now + SESSION_S), MOST_SESSIONS)
+        _keep(self._sessions[owner.role], secret, _Session(owner, now + SESSION_S), MOST_SESSIONS)
         return secret, owner
 
     def make_code(self, caller: Caller, now: float) -> str | None:
@@ -57,13 +62,14 @@ class Sessions:
         if owner is None:
             return None
         code = secrets.token_urlsafe(16)
-        _keep(self._codes, code, _Session(owner, now + CODE_S), MOST_CODES)
+        _keep(self._codes[owner.role], code, _Session(owner, now + CODE_S), MOST_CODES)
         return code
 
     def redeem(self, code: str, now: float) -> Caller | None:
         """Return the caller of a code, once; None: there is no such code any more."""
-        found = self._codes.pop(_digest(code), None)
-        return found.caller if found is not None and now < found.until else None
+        digest = _digest(code)
+        found = [codes.pop(digest) for codes in self._codes.values() if digest in codes]
+        return found[0].caller if found and now < found[0].until else None
 
     def caller(self, cookies: Mapping[str, str], now: float) -> Caller | None:
         """Return the caller of a request's session; None: it has none."""
@@ -71,19 +77,19 @@ class Sessions:
         if not 0 < len(secret) <= _MAX_SECRET_CHARS:
             return None
         digest = _digest(secret)
-        found = self._sessions.get(digest)
-        if found is None:
-            return None
-        if now >= found.until:
-            del self._sessions[digest]
-            return None
-        self._sessions[digest] = found._replace(until=now + SESSION_S)
-        self._sessions.move_to_end(digest)
-        return found.caller
+        for known in self._sessions.values():
+            if (found := known.get(digest)) is None:
+                continue
+            if now < found.until:
+                known.move_to_end(digest)
+                return found.caller
+            del known[digest]
+        return None
 
     def end(self, cookies: Mapping[str, str]) -> None:
         """Forget a request's session."""
-        self._sessions.pop(_digest(cookies.get(self.cookie, "")), None)
+        for known in self._sessions.values():
+            known.pop(_digest(cookies.get(self.cookie, "")), None)
 
 
 def may_act(method: str, headers: Mapping[str, str]) -> bool:
@@ -96,7 +102,7 @@ def _owner(caller: Caller) -> Caller | None:
     return None if role is None else Caller(role, "")
 
 
-def _keep(known: OrderedDict[bytes, _Session], secret: str, session: _Session, most: int) -> None:
+def _keep(known: _Known, secret: str, session: _Session, most: int) -> None:
     known[_digest(secret)] = session
     while len(known) > most:
         known.popitem(last=False)

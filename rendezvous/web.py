@@ -113,7 +113,10 @@ def guard(tokens: Tokens, refusals: Refusals, sessions: Sessions) -> Middleware:
             refusals.forbidden(caller, problem.message)
             return error_answer(problem)
         request[CALLER] = caller
-        return await shape_errors(request, handler)
+        shaped = await shape_errors(request, handler)
+        if header is None and not shaped.prepared:
+            shaped.headers["Cache-Control"] = "no-store"  # what a session sees, it alone may see
+        return shaped
 
     return guarded
 

@@ -169,7 +169,9 @@ def test_a_code_logs_in_once(page: Page) -> None:
     bearer = {"Authorization": f"Bearer {operator_token(TOKEN)}"}
     code = json.loads(page.call("POST", "/v1/login-codes", {}, **bearer)[2])["code"]
     cookie = page.login(code=code)
-    assert page.call("GET", "/v1/status", Cookie=cookie)[0] == 200
+    status, headers, _ = page.call("GET", "/v1/status", Cookie=cookie)
+    assert (status, headers["Cache-Control"]) == (200, "no-store")
+    assert headers["Server"] == "elastic-driver", "neither a version nor a library"
     assert page.call("POST", "/login", {"code": code})[0] == 401
     assert page.call("POST", "/logout", {}, Cookie=cookie)[0] == 403, "another site's form"
     assert page.call("POST", "/logout", {}, Cookie=cookie, **{"X-Elastic": "page"})[0] == 204
