@@ -52,6 +52,10 @@ class Caller(NamedTuple):
     role: Role
     subject: str = ""
 
+    def own_id(self, request_id: str) -> str:
+        """Return the id of a request among those of all callers; "" for a request without one."""
+        return request_id and f"{self.role.value}/{self.subject} {request_id}"
+
 
 DRIVER = Caller(Role.DRIVER)
 _DERIVED = {role.value: role for role in Role if role is not Role.DRIVER}

@@ -105,7 +105,8 @@ class FastPath:
                 answer(200, wire.encode_reply(results))
 
         owner = owner_of(caller)
-        return self._service.ask(batch.operations, done, batch.write_id, owner=owner)
+        write_id = caller.own_id(batch.write_id)
+        return self._service.ask(batch.operations, done, write_id, owner=owner)
 
 
 class FastConnection(asyncio.Protocol):
@@ -258,7 +259,7 @@ class FastConnection(asyncio.Protocol):
         shared, path = self._shared, head.path
         # The store itself knows repeated batches.
         known_by_id = head.request_id is not None and path != wire.BATCH_PATH
-        key = f"{path} {head.request_id}" if known_by_id else ""
+        key = f"{path} {caller.own_id(head.request_id or '')}" if known_by_id else ""
         if key and shared.posts_once.knows(key):
             return False
         if not shared.clients.prove(self._client, caller):

@@ -267,7 +267,7 @@ class PostsOnce:
         if request.method != "POST" or elsewhere or not request_id:
             return await handler(request)
         await request.read()  # now, as the connection may end before the handler reads
-        key = f"{request.path} {request_id}"
+        key = f"{request.path} {caller_of(request).own_id(request_id)}"
         answer = self._memory.get(key)
         if answer is None:
             pending = self._pending.get(key)
@@ -326,8 +326,9 @@ class KVRoutes:
         """Carry out many operations; a repeat of the same request changes nothing."""
         batch = await read_json(request, wire.decode_batch)
         _check(request, batch.operations)
-        owner = owner_of(caller_of(request))
-        results = await self._service.carry_out(batch.operations, batch.write_id, owner=owner)
+        caller = caller_of(request)
+        write_id, owner = caller.own_id(batch.write_id), owner_of(caller)
+        results = await self._service.carry_out(batch.operations, write_id, owner=owner)
         return web.Response(body=wire.encode_reply(results), content_type=JSON)
 
     async def get(self, request: web.Request) -> web.Response:

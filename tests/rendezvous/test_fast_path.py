@@ -59,7 +59,7 @@ def server(told: list[bytes], later: Later) -> Iterator[RendezvousServer]:
     def take(
         caller: auth.Caller, _path: str, body: bytes, answer: fast_path.Answer
     ) -> Callable[[], None] | None:
-        assert caller == auth.DRIVER
+        assert caller == auth.DRIVER or caller.role is auth.Role.AGENT
         if body == b"not here":
             return None
         told.append(body)
@@ -171,6 +171,23 @@ def test_a_post_is_taken_once_however_often_it_is_sent(
     with Caller(server) as caller:  # one without an id is another one each time
         caller.send((head(POST, 1) + b"x") * 2)
         assert [caller.answer()[2] for _ in range(2)] == [b'{"number":2}', b'{"number":3}']
+
+
+def test_another_caller_with_the_same_id_gets_an_answer_of_its_own(
+    server: RendezvousServer, told: list[bytes]
+) -> None:
+    """Else it would read the other's answer, and its own request would not be carried out."""
+    tokens = [auth.agent_token(TOKEN, "a"), auth.agent_token(TOKEN, "b")]
+    by_id = "X-Request-Id: 7\r\n"
+    for number, token in enumerate(tokens):
+        with Caller(server) as caller:
+            caller.send(head(POST, 1, token, by_id) + b"%d" % number)
+            assert caller.answer()[2] == b'{"number":%d}' % (number + 1)
+            body = encode(KVBatch((Set("u/x", b"%d" % number), Get(("u/x",))), "same"))
+            caller.send(head("/v1/kv:batch", len(body), token) + body)
+            found = decode_reply(caller.answer()[2]).results[1]
+            assert found.entries["u/x"].value == b"%d" % number  # type: ignore[union-attr]
+    assert told == [b"0", b"1"]
 
 
 def test_a_post_below_a_path_is_answered_when_its_answer_comes(
