@@ -59,7 +59,7 @@ def server(told: list[bytes], later: Later) -> Iterator[RendezvousServer]:
     def take(
         caller: auth.Caller, _path: str, body: bytes, answer: fast_path.Answer
     ) -> Callable[[], None] | None:
-        assert caller == auth.DRIVER or caller.role is auth.Role.AGENT
+        assert caller == auth.DRIVER or caller.role is auth.Role.WORKER
         if body == b"not here":
             return None
         told.append(body)
@@ -177,7 +177,7 @@ def test_another_caller_with_the_same_id_gets_an_answer_of_its_own(
     server: RendezvousServer, told: list[bytes]
 ) -> None:
     """Else it would read the other's answer, and its own request would not be carried out."""
-    tokens = [auth.agent_token(TOKEN, "a"), auth.agent_token(TOKEN, "b")]
+    tokens = [auth.worker_token(auth.agent_token(TOKEN, h), f"{h}.0.1") for h in ("a", "b")]
     by_id = "X-Request-Id: 7\r\n"
     for number, token in enumerate(tokens):
         with Caller(server) as caller:
