@@ -166,7 +166,9 @@ def may_report(caller: Caller, event: Reported) -> bool:
     if caller.role is Role.DRIVER:
         return True
     if isinstance(event, ev.AgentEvent):
-        return caller == (Role.AGENT, event.host)
+        told = event.workers if isinstance(event, ev.AgentReturned) else ()
+        own = all(contract.host_of_worker(each.worker) == event.host for each in told)
+        return caller == (Role.AGENT, event.host) and own
     if caller.role is Role.AGENT:
         return contract.host_of_worker(event.worker) == caller.subject
     return caller == (Role.WORKER, event.worker) and not isinstance(event, _OF_AGENTS)

@@ -11,8 +11,10 @@ import msgspec
 import pytest
 
 from elastic_driver.core.events import (
+    AgentReturned,
     DrainCancelled,
     DrainRequested,
+    RunningWorker,
     ScaleRequested,
     WorkerStarted,
 )
@@ -20,6 +22,8 @@ from elastic_driver.core.measured import History
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.runtime.event_routes import may_report
+from rendezvous.auth import Caller, Role
 from rendezvous.server import RendezvousServer
 from tests.runtime.waiting import until
 
@@ -267,3 +271,15 @@ def test_the_history_begins_after_the_time_that_was_asked_for(api: Api) -> None:
     assert api.call("GET", "/v1/history?since=10.5")[1]["t"] == [11.5]
     for wrong in ("x", "-1", "nan", "1e99"):
         assert api.call("GET", f"/v1/history?since={wrong}")[0] == 422
+
+
+def test_an_agent_returns_with_workers_of_its_own_host_only() -> None:
+    def returned(*workers: str) -> AgentReturned:
+        running = tuple(RunningWorker(worker, 7) for worker in workers)
+        return AgentReturned("a", 1, 1, "x", (5000,), term=2, workers=running)
+
+    agent = Caller(Role.AGENT, "a")
+    assert may_report(agent, returned("a.0.1", "a.1.2"))
+    assert may_report(agent, returned())
+    assert not may_report(agent, returned("a.0.1", "b.0.1"))
+    assert not may_report(Caller(Role.AGENT, "b"), returned("b.0.1"))
