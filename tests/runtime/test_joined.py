@@ -295,6 +295,29 @@ def test_a_node_reports_about_itself_only(site: Site) -> None:
     assert [name for name, _ in site.hosts()] == ["n1", "n2"]
 
 
+def test_a_token_of_a_node_names_that_node_and_drives_no_other_away(site: Site) -> None:
+    for name, machine in (("n1", "a"), ("n2", "b")):
+        site.report(name, machine=machine)
+    site.start("n2")
+    wished = [
+        NodeReport("n2", "b", "new", "1.0", joined_as="n1"),  # the name and machine of another
+        NodeReport("n9", "a", "newer", "1.0", joined_as="n1"),  # a name of nobody
+        NodeReport("n1", "z", "newest", "1.0", joined_as="n1"),  # another machine
+    ]
+
+    def answer(report: NodeReport) -> str:
+        try:
+            with site.client(node_token("token", "n1")) as client:
+                body = client.post_json(NODES_PATH, msgspec.json.encode(report))
+        except RequestError as refused:
+            return refused.code
+        return msgspec.json.decode(body, type=Joined).name
+
+    assert [answer(report) for report in wished] == ["not_joined", "n1", "not_joined"]
+    assert sorted(name for name, _ in site.hosts()) == ["n1", "n2"]
+    assert site.lost == []
+
+
 @pytest.mark.parametrize("secret", ["a secret", "token"])
 def test_a_node_may_know_the_secret_or_the_runs_token(site: Site, secret: str) -> None:
     with site.client("") as client:
