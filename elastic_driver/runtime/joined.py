@@ -302,11 +302,17 @@ class JoinedNodes(Backend):
         if len(self._nodes) >= MAX_NODES:
             raise Problem(409, "too_many", f"{MAX_NODES} nodes have joined already")
         for known in list(self._nodes.values()):
-            if (known.offer.name, known.offer.machine) == (offer.name, offer.machine):
+            # A token that a node was given stands for the name that it was given with it.
+            name, its = (known.offer.name, offer.name) if proved else (known.name, offer.joined_as)
+            if (name, known.offer.machine) == (its, offer.machine):
                 self._remove(known, offer.reason or f"node {known.name} has joined anew")
         node = self._awaited.pop(offer.joined_as or "", None)
         if node is None:
-            node = _JoinedNode(self._free_name(offer), offer, offer.slots or rules.default_slots)
+            name = self._free_name(offer)
+            if not proved and name != offer.joined_as:
+                gone = f"another node is {offer.joined_as} now"
+                raise Problem(410, join.NOT_JOINED, gone, "join again")
+            node = _JoinedNode(name, offer, offer.slots or rules.default_slots)
         node.offer = offer
         self._nodes[offer.session] = node
         lease = join.node_lease(node.name, offer.session)
