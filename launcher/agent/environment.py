@@ -85,7 +85,8 @@ def worker_environment(
         contract.HEARTBEAT_TIMEOUT: spec.heartbeat_timeout,
     }
     if spec.virtual_local_rank:
-        values |= {"LOCAL_RANK": 0, _DEVICES: _device_of(place.slot, values.get(_DEVICES))}
+        seen = _devices_of(place.slot, spec.devices_of_a_worker, values.get(_DEVICES))
+        values |= {"LOCAL_RANK": 0, _DEVICES: seen}
     optional = {
         contract.TF_CONFIG: order.tf_config,
         contract.NEWCOMER: 1 if order.elastic else None,
@@ -145,10 +146,13 @@ def _of_slurm(env: Mapping[str, str], place: SlotInfo) -> dict[str, object]:
     }
 
 
-def _device_of(slot: int, visible: object) -> str:
-    """Return the one device that a worker sees, of those that are visible on its host."""
-    devices = [str(slot)] if visible is None else str(visible).split(",")[slot : slot + 1]
-    return "".join(devices).strip()
+def _devices_of(slot: int, count: int, visible: object) -> str:
+    """Return the devices that a worker sees, of those that are visible on its host."""
+    own = range(slot * count, (slot + 1) * count)
+    if visible is None:
+        return ",".join(map(str, own))
+    devices = str(visible).split(",")
+    return ",".join(devices[n].strip() for n in own if n < len(devices))
 
 
 def common_environment(inherited: Mapping[str, str], spec: JobSpec) -> dict[str, str]:

@@ -107,6 +107,17 @@ def test_with_a_virtual_local_rank_a_worker_sees_only_its_own_gpu(
     assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", seen)
 
 
+@pytest.mark.parametrize(
+    ("visible", "seen"), [(None, "6,7"), ("0,1,2,3,4,5,8,9", "8,9"), ("0,1", "")]
+)
+def test_a_worker_may_have_several_gpus_of_its_own(visible: str | None, seen: str) -> None:
+    inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    order = StartWorkerOrder("localhost.3.7", place(1, 2, slot=3), 4, 2, "127.0.0.1", 29500)
+    spec = dataclasses.replace(SPEC, virtual_local_rank=True, devices_of_a_worker=2)
+    env = worker_environment(inherited, spec, order, MEETING)
+    assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", seen)
+
+
 def test_our_own_names_say_who_and_where() -> None:
     env = born_with()
     assert env[contract.RUN_ID] == "run-1"
