@@ -38,6 +38,9 @@ _NOT_OF_THE_JOB = re.compile(
     r"|CPU_BIND.*|MEM_BIND.*|TOPOLOGY_.*|PTY_.*|PMI.*|JWT|CONF.*|EXPORT_ENV|PRIO_PROCESS)\Z"
 )
 
+_SETTINGS = ("SBATCH_", "SALLOC_", "SRUN_")  # of commands, which workers may run
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
 
 class SlurmAllocation(Struct, frozen=True, kw_only=True):
     """The nodes of a Slurm job."""
@@ -86,16 +89,16 @@ class SlurmAllocation(Struct, frozen=True, kw_only=True):
 
         Args:
             slots: `--slots-per-host` or `--nproc-per-node`, if given; it comes first.
-            needed: workers that the whole job has to have (-np), if given. If the nodes have fewer
-                slots, each has more of them, in proportion.
-            most: the most workers of the whole job, if given. It counts like `needed` if nobody has
-                asked Slurm for GPUs or for several tasks of a node.
+            needed: workers without which the job does not start (-np, --min-np), if given. If the
+                nodes have fewer slots, each has more of them, in proportion.
+            most: the workers that the job may start with, if given. It counts like `needed` if
+                nobody has asked Slurm for GPUs or for several tasks of a node.
         """
         if isinstance(slots, int):
             return tuple((node, slots) for node in self.nodes)
         counts = self.counts(slots)
-        if not needed and set(counts) == {1} and not self.gpus:
-            needed = most
+        if set(counts) == {1} and not self.gpus:
+            needed = most or needed
         total = sum(counts)
         if slots is None and needed and needed > total:
             counts = tuple(-(-count * needed // total) for count in counts)
@@ -167,16 +170,29 @@ def describe_job(job_id: str, environ: Mapping[str, str]) -> str:
         raise DiscoveryError(f"scontrol {error}") from None
 
 
-def variables_of_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the SLURM_* variables that are true for the whole job, from those of its batch script.
+def variables_beside_srun(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the batch script's variables that its workers have and srun does not bring them.
 
-    A step that srun starts for an agent gets others under these names, or none.
+    Those are SLURM_* variables that are true for the whole job, under whose names the step of an
+    agent has others or none; the user's settings of Slurm's commands, which would change that
+    step; and what /bin/sh, which the step runs, drops: functions that bash has exported.
     """
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith("SLURM_") and not _NOT_OF_THE_JOB.match(name)
+        if (name.startswith("SLURM_") and not _NOT_OF_THE_JOB.match(name))
+        or name.startswith(_SETTINGS)
+        or (not _NAME.match(name) and _is_text(name + value))
     }
+
+
+def _is_text(value: str) -> bool:
+    """Return whether a document can carry a value; one of other bytes cannot be had on the way."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class AllocationDiscovery:

@@ -146,8 +146,8 @@ def choose_hosts(
         line: the command line.
         facts: the facts of this machine.
         slots: the slots of a host that is listed without a number, if an option sets them.
-        wanted: the workers that the whole job has to have, and the most of them, if options set
-            these numbers.
+        wanted: the workers without which the whole job does not start, and those that it may
+            start with, if options set these numbers.
         allocation: the Slurm allocation that agents are started in.
 
     Raises UsageError for a host that is no node of the allocation.

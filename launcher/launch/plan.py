@@ -125,21 +125,14 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     if slots is None and not any(wish) and _is_alone(line, facts) and allocation is None:
         slots = machine.gpus or 1
         all_gpus = "" if options.quiet else _describe_default(slots, machine)
-    wanted = (wish.least or wish.asked, wish.most)  # with --min-np fewer than -np are enough
+    wanted = (wish.least or wish.asked, wish.most or wish.asked)
     hosts = where.choose_hosts(line, facts, slots, wanted, allocation)
     if role and slots is None and not role.own and line.level("nnodes"):
         wish = wish._replace(most=None)  # each node brings its own number of workers
     settings, size_note = _settings(line, wish, hosts)
     backend = "slurm" if allocation is not None else _backend(options, hosts)
-    shares, listed = backend in ("local", "join"), len(hosts.hosts or ())
-    spec, passed_on, unset = job_spec(
-        line,
-        settings,
-        facts,
-        shares=shares,
-        hosts=listed,
-        allocated=allocation is not None,
-    )
+    listed = len(hosts.hosts or ())
+    spec, passed_on, unset = job_spec(line, settings, facts, backend=backend, hosts=listed)
     of_slurm = isinstance(hosts, where.FixedHosts) and hosts.allocation is not None
     if allocation is not None and of_slurm and slots is None and allocation.gpus_of_a_worker > 1:
         gpus = allocation.gpus_of_a_worker

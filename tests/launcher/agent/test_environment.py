@@ -77,6 +77,8 @@ def test_in_a_slurm_job_a_worker_is_a_task_of_it() -> None:
     }
     env = born_with(step)
     assert {name: text for name, text in env.items() if name.startswith("SLURM_")} == step
+    inside = born_with({**step, "SLURM_JOB_ID": "5"})  # of --standalone in a batch script
+    assert (inside["SLURM_PROCID"], inside["SLURM_NTASKS"]) == ("1", "2")
 
 
 def test_a_worker_of_a_job_that_is_elastic_already_is_told_so() -> None:

@@ -12,7 +12,7 @@ from launcher.backends.slurm_allocation import (
     SlurmAllocation,
     describe_job,
     read_allocation,
-    variables_of_job,
+    variables_beside_srun,
 )
 from launcher.backends.slurm_shares import Share
 
@@ -59,8 +59,11 @@ def test_variables_of_the_job_are_told_from_those_of_a_task_a_step_and_a_node() 
         "SRUN_COMM_PORT GPUS_ON_NODE CPU_BIND CPU_BIND_LIST MEM_BIND TOPOLOGY_ADDR "
         "LAUNCH_NODE_IPADDR JWT CONF"
     )
-    of_one = {f"SLURM_{name}": "1" for name in others.split()}
-    assert variables_of_job(of_job | of_one | {"SLURMD_NODENAME": "n1", "HOME": "/"}) == of_job
+    of_job |= {"SBATCH_ACCOUNT": "a", "SALLOC_X": "b", "SRUN_CPUS_PER_TASK": "2"}
+    of_job["BASH_FUNC_module%%"] = "() {\n echo\n}"
+    of_one = {"BASH_FUNC_x%%": "\udcff", "SBATCHES": "1"}
+    of_one |= {f"SLURM_{name}": "1" for name in others.split()}
+    assert variables_beside_srun(of_job | of_one | {"SLURMD_NODENAME": "n1", "HOME": "/"}) == of_job
 
 
 def test_older_names_are_read_too() -> None:

@@ -414,6 +414,18 @@ def test_the_ranks_of_mpirun_are_the_hosts_of_one_job() -> None:
     assert (made.backend, made.settings.start_np) == ("mpi", 3)
 
 
+def test_variables_that_a_starter_cannot_bring_are_passed_on() -> None:
+    shell = {"BASH_FUNC_module%%": "() { :\n}", "SBATCH_ACCOUNT": "a", "OMPI_MCA_btl": "tcp"}
+    assert plan(**IN_SLURM, **shell).spec.env == {
+        **{name: shell[name] for name in ("BASH_FUNC_module%%", "SBATCH_ACCOUNT")},
+        **IN_SLURM,
+    }
+    by_mpirun = plan("--backend", "mpi", "-H", "n1:1", **shell)
+    assert by_mpirun.spec.env == {"OMPI_MCA_btl": "tcp"}
+    by_ssh = plan("-H", "n1:1", PWD="/home/ann/link", **shell)
+    assert by_ssh.spec.env == {"PWD": "/home/ann/link"}
+
+
 def test_other_hosts_get_useful_variables_and_those_that_were_named() -> None:
     shell = {"PATH": "/bin", "HOME": "/h", "FOO": "a secret", "NCCL_DEBUG": "INFO"}
     made = plan("-v", "-H", "n1:1", "-x", "FOO", "-x", "BAR", "--env", "NCCL_DEBUG=WARN", **shell)
