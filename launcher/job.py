@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 from elastic_driver import console, contract
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode, UsageError
 from elastic_driver.runtime.backend import BackendJob
+from elastic_driver.runtime.discovery import DiscoveryError
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
 from elastic_driver.settings import Settings
 from launcher import version
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import BACKENDS, entry_points, make_backend
+from launcher.backends.slurm_allocation import describe_job, job_id_of
 from launcher.edge import give_memory_back, keep_memory_private, open_streams
 from launcher.join.identity import claim_port, own_name, read_secret
 from launcher.launch import hosts as where
@@ -145,6 +147,7 @@ def run_job(
         if (ranks := meet_ranks()) is None:  # rank 0 runs the job
             return int(ExitCode.OK)
         facts = replace(facts, ranks=ranks)
+    facts = with_allocation(line, facts)
     plan = make_plan(line, facts)
     run_dir = RunDir(Path(plan.state_dir), plan.spec.run_id) if former is None else former[0]
     check_plan(plan, create=not options.dry_run)
@@ -306,6 +309,23 @@ def collect_facts(line: CommandLine, environ: Mapping[str, str]) -> Facts:
         environ=dict(environ),
         name=own_name(),
     )
+
+
+def with_allocation(line: CommandLine, facts: Facts) -> Facts:
+    """Return the facts with what Slurm says of the job we run in, if agents are started there."""
+    if facts.role is not None or line.options.brain is not None:
+        return facts
+    job_id = job_id_of(facts.environ)
+    if job_id is None or not where.may_use_allocation(line):
+        return facts
+    try:
+        return replace(facts, allocation_text=describe_job(job_id, facts.environ))
+    except DiscoveryError as problem:
+        sayer(line.options)(
+            f"{problem}; what Slurm job {job_id} has of its nodes is read from SLURM_* variables, "
+            "which do not show all GPUs"
+        )
+        return facts
 
 
 def state_dir_of(options: LaunchOptions, environ: Mapping[str, str]) -> Path:

@@ -62,5 +62,6 @@ class JobSpec:
         "Compare what the ranks keep after every change of the world, and every so many commits "
         "(docs/verify-state.md), or do not.", shown="on")
     rehearse: bool = True  # a warm parent takes a tiny training step
+    devices_of_a_worker: int = 1  # with virtual_local_rank
     slot_ports: int = 0  # free ports that each agent offers for its workers' servers
 # fmt: on

@@ -49,6 +49,7 @@ class BackendJob:
     mpi_args: str | None = option(Heading.START, text("WORDS"), None,
         "More words for the command line of mpirun: --mpi-args='--mca KEY VALUE'.")
     allocation: str | None = None  # Slurm's job id
+    step_options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of srun, by host
 # fmt: on
 
 

@@ -56,10 +56,10 @@ def worker_environment(
     `JobSpec.env` overrides inherited variables, and the names of the contract override both.
     The other defaults (threads, buffering, interface) apply only if the user has set no value.
     """
-    place = order.place
+    place, common = order.place, common_environment(inherited, spec)
     values: dict[str, object] = {
         **_defaults(order, meeting),
-        **common_environment(inherited, spec),
+        **common,
         "RANK": place.rank,
         "LOCAL_RANK": place.slot,  # names the device
         "WORLD_SIZE": place.size,
@@ -75,7 +75,7 @@ def worker_environment(
         "TORCHELASTIC_RESTART_COUNT": order.restart_count,
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         **_of_horovod(meeting.host, place),
-        **_of_slurm(spec.env, place),
+        **_of_slurm(common, place),
         contract.RUN_ID: spec.run_id,
         contract.HOSTNAME: meeting.host,
         contract.WORKER_ID: order.worker,
@@ -85,7 +85,8 @@ def worker_environment(
         contract.HEARTBEAT_TIMEOUT: spec.heartbeat_timeout,
     }
     if spec.virtual_local_rank:
-        values |= {"LOCAL_RANK": 0, _DEVICES: _device_of(place.slot, values.get(_DEVICES))}
+        seen = _devices_of(place.slot, spec.devices_of_a_worker, values.get(_DEVICES))
+        values |= {"LOCAL_RANK": 0, _DEVICES: seen}
     optional = {
         contract.TF_CONFIG: order.tf_config,
         contract.NEWCOMER: 1 if order.elastic else None,
@@ -130,9 +131,9 @@ def _of_horovod(host: str, place: SlotInfo) -> dict[str, object]:
 
 
 def _of_slurm(env: Mapping[str, str], place: SlotInfo) -> dict[str, object]:
-    """Return what Slurm tells a task about its place, where the job has Slurm's variables.
+    """Return what Slurm tells a task about its place, in a Slurm job.
 
-    Those of the step are the agent's: one task, rank 0, on each node.
+    What is inherited says the place of the agent or of the batch script: one task, rank 0.
     """
     if "SLURM_JOB_ID" not in env:
         return {}
@@ -145,10 +146,13 @@ def _of_slurm(env: Mapping[str, str], place: SlotInfo) -> dict[str, object]:
     }
 
 
-def _device_of(slot: int, visible: object) -> str:
-    """Return the one device that a worker sees, of those that are visible on its host."""
-    devices = [str(slot)] if visible is None else str(visible).split(",")[slot : slot + 1]
-    return "".join(devices).strip()
+def _devices_of(slot: int, count: int, visible: object) -> str:
+    """Return the devices that a worker sees, of those that are visible on its host."""
+    own = range(slot * count, (slot + 1) * count)
+    if visible is None:
+        return ",".join(map(str, own))
+    devices = str(visible).split(",")
+    return ",".join(devices[n].strip() for n in own if n < len(devices))
 
 
 def common_environment(inherited: Mapping[str, str], spec: JobSpec) -> dict[str, str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
 from launcher.agent.remote import OF_A_RANK
+from launcher.backends.mpi_ranks import settings_of_mpirun
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
 from launcher.backends.ssh import CONNECTION_FAILED, SSH_MEANINGS, SshShell
@@ -23,7 +24,6 @@ LAUNCH_S = 10.0  # for Open MPI's daemon to start on a host, beyond ssh's own ti
 _VERSION_S = 10.0
 _LOST = "lost communication with a remote daemon"
 _RULE = "-----"  # a line above and below the messages of mpirun itself
-_SETTING, _AS_ROOT, _RANK = "OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_COMM_WORLD_RANK"
 
 # Text in mpirun's output → what happened, and what to try.
 _MEANINGS = (
@@ -74,13 +74,11 @@ class MpirunShell(RemoteShell):
 
     def environ(self) -> Mapping[str, str]:
         """See `RemoteShell.environ`: settings of Open MPI stay, variables of a rank are removed."""
-        is_rank = _RANK in self.variables
+        settings = settings_of_mpirun(self.variables)
         return {
             name: value
             for name, value in self.variables.items()
-            if not name.startswith(OF_A_RANK)
-            or name.startswith(_AS_ROOT)
-            or (name.startswith(_SETTING) and not is_rank)
+            if not name.startswith(OF_A_RANK) or name in settings
         }
 
     def check(self) -> None:

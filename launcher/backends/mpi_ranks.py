@@ -16,12 +16,24 @@ from elastic_driver.runtime.host_lists import Hosts, check_host
 
 # The number of ranks: the variables of Open MPI, and of MPICH and its relatives.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_AS_ROOT = "OMPI_ALLOW_RUN_AS_ROOT"
+_SETTINGS = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
+_RANK = "OMPI_COMM_WORLD_RANK"
 
 
 def started_ranks(environ: Mapping[str, str]) -> int:
     """Return the number of ranks that mpirun has started; 1 if mpirun did not start us."""
     said = next((environ[name] for name in _SIZES if name in environ), "1")
     return int(said) if said.isdecimal() and len(said) < 10 else 1
+
+
+def settings_of_mpirun(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of Open MPI that a user has made with variables.
+
+    A rank of mpirun has others that mpirun has made for it; they cannot be told apart there.
+    """
+    known = _AS_ROOT if _RANK in environ else (_AS_ROOT, *_SETTINGS)
+    return {name: value for name, value in environ.items() if name.startswith(known)}
 
 
 def meet_ranks() -> Hosts | None:

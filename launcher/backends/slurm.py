@@ -39,12 +39,22 @@ class SrunShell(RemoteShell):
     Attributes:
         job_id: the allocation.
         variables: our environment.
+        options: more options for the step of an agent, by host: what it has of its node.
     """
 
     program: str = "srun"
     connect_timeout: float = IMMEDIATE_S
     job_id: str
     variables: Mapping[str, str] = field(repr=False)
+    options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def argv(self, host: str, *words: str) -> tuple[str, ...]:
+        """See `RemoteShell.argv`; only agents have GPUs, and other steps start without any."""
+        program, *others = super().argv(host, *words)
+        options = self.options.get(host, ())
+        if words[0] != "keep":
+            options = (*(word for word in options if not word.startswith("--gpus")), "--gres=none")
+        return (program, *options, *others)
 
     def command(self, host: str, remote: str) -> tuple[str, ...]:
         """See `RemoteShell.command`."""
@@ -87,4 +97,5 @@ def make_backend(job: BackendJob) -> RemoteBackend:
         raise UsageError(
             "--backend slurm works inside an allocation only: start it with sbatch or salloc"
         )
-    return RemoteBackend(job, SrunShell(job_id=job.allocation, variables=job.environ))
+    shell = SrunShell(job_id=job.allocation, variables=job.environ, options=job.step_options)
+    return RemoteBackend(job, shell)

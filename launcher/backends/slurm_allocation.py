@@ -1,10 +1,11 @@
 """The Slurm allocation we run in: its nodes at the start, and those that it still has later.
 
-`sbatch` and `salloc` describe an allocation in SLURM_* variables (sbatch(1), OUTPUT ENVIRONMENT
-VARIABLES); `launcher.launch` reads them here. Later only `squeue` knows the nodes: Slurm takes a
-node that failed out of a job that goes on without it (`--no-kill`) and does not give it back, and
-`scontrol update job` takes nodes away and adds others. `salloc` does not tell its command that the
-allocation is over; squeue does. It is asked rarely, because slurmctld serves the whole cluster.
+`sbatch` and `salloc` name the job in SLURM_* variables (sbatch(1), OUTPUT ENVIRONMENT VARIABLES);
+`scontrol` is asked once what the job has of each node (`slurm_shares`). Later `squeue` is asked for
+the nodes: Slurm takes a node that failed out of a job that goes on without it (`--no-kill`) and
+does not give it back, and `scontrol update job` takes nodes away and adds others. `salloc` does not
+tell its command that the allocation is over; squeue does. It is asked rarely, because slurmctld
+serves the whole cluster.
 """
 
 import re
@@ -19,120 +20,179 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.discovery import MAX_TEXT_BYTES, DiscoveryError
 from elastic_driver.runtime.host_lists import Hosts, parse_hosts
 from elastic_driver.runtime.probe import ProbeError, ScriptProbe
+from elastic_driver.words import counted
+from launcher.backends.slurm_shares import Share, read_shares, shares_of_variables
 
 EVERY_S = 10.0  # between two questions
 _ANSWER_S = 10.0
+_MAX_DETAIL_BYTES = 1 << 24  # a line for each node
 _OVER = "CANCELLED COMPLETED COMPLETING DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
 _UNKNOWN = "Invalid job id"  # the job ended long ago, and Slurm has deleted its record
 _NUMBER = re.compile(r"[0-9]{1,18}\Z")
-_REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?\Z")
+_SHOWN = re.compile(r"\S+ \S+ \S+( \S+)?\s*\Z")  # job, name of it, state, nodes
+# The job, or the first component of a heterogeneous one, for which salloc sets no other variable.
+_JOB_IDS = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_ID_HET_GROUP_0")
 # What Slurm tells a batch script about one task, step or node (workers have other ones), and a key.
 _NOT_OF_THE_JOB = re.compile(
     r"SLURM_(PROCID|LOCALID|NODEID|TASK_PID|GTIDS|STEP.*|SRUN_.*|LAUNCH_NODE_IPADDR|.*_ON_NODE"
     r"|CPU_BIND.*|MEM_BIND.*|TOPOLOGY_.*|PTY_.*|PMI.*|JWT|CONF.*|EXPORT_ENV|PRIO_PROCESS)\Z"
 )
-_GPUS = re.compile(r"(?:[^:,()]+:)*([0-9]{1,6})(?:\([^)]*\))?\Z")
+
+_SETTINGS = ("SBATCH_", "SALLOC_", "SRUN_")  # of commands, which workers may run
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class SlurmAllocation(Struct, frozen=True, kw_only=True):
     """The nodes of a Slurm job."""
 
     job_id: str
-    nodes: tuple[str, ...]
-    tasks: tuple[int, ...] | None = None  # of each node; None: the user gave Slurm no number
-    gpus: int = 0  # of each node
-    cpus: int | None = None  # of the smallest node
+    shares: tuple[Share, ...]
     step_tasks: int = 1  # how often srun has started us; 1 if it has not
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of all nodes."""
+        return tuple(share.node for share in self.shares)
 
     @property
     def source(self) -> str:
         """The name of this source of hosts, for messages."""
         return f"Slurm job {self.job_id}"
 
-    def hosts(self, slots: int | None, wanted: int | None) -> Hosts:
-        """Return the nodes with their slots.
+    @property
+    def gpus(self) -> int:
+        """The GPUs of all nodes."""
+        return sum(share.gpus for share in self.shares)
+
+    @property
+    def gpus_of_a_worker(self) -> int:
+        """The GPUs that a worker has for itself, where --gpus-per-task gives it several."""
+        return max(share.gpus_of_a_task for share in self.shares)
+
+    def counts(self, kind: str | None = None) -> tuple[int, ...]:
+        """Return the workers of each node.
+
+        Without `kind` that is one for each of the job's GPUs there, or for each so many as
+        --gpus-per-task says. A job without GPUs has a worker for each task of srun. `kind` is a
+        word of --nproc-per-node: "cpu" counts CPUs, all others GPUs, "auto" CPUs if there are none.
+        """
+        if kind == "cpu" or (kind == "auto" and not self.gpus):
+            return tuple(share.cpus or 1 for share in self.shares)
+        if kind is not None:
+            return tuple(share.gpus for share in self.shares)
+        if self.gpus:
+            return tuple(share.gpus // share.gpus_of_a_task for share in self.shares)
+        return tuple(share.tasks for share in self.shares)
+
+    def hosts(self, slots: int | str | None, needed: int | None, most: int | None = None) -> Hosts:
+        """Return the nodes with their slots; a node without a worker has 0.
 
         Args:
             slots: `--slots-per-host` or `--nproc-per-node`, if given; it comes first.
-            wanted: workers of the whole job, if given.
-
-        Without `slots` a node has a worker for each task that the user requested from Slurm. If no
-        tasks were requested, or one on each node as for torchrun, it has a worker for each GPU.
-        Without tasks and GPUs the nodes share the `wanted` workers.
+            needed: workers without which the job does not start (-np, --min-np), if given. If the
+                nodes have fewer slots, each has more of them, in proportion.
+            most: the workers that the job may start with, if given. It counts like `needed` if
+                nobody has asked Slurm for GPUs or for several tasks of a node.
         """
-        if slots is None and self.tasks is not None and (max(self.tasks) > 1 or not self.gpus):
-            return tuple(zip(self.nodes, self.tasks, strict=True))
-        share = slots or self.gpus or -(-(wanted or 1) // len(self.nodes))
-        return tuple((node, share) for node in self.nodes)
+        if isinstance(slots, int):
+            return tuple((node, slots) for node in self.nodes)
+        counts = self.counts(slots)
+        if set(counts) == {1} and not self.gpus:
+            needed = most or needed
+        total = sum(counts)
+        if slots is None and needed and needed > total:
+            counts = tuple(-(-count * needed // total) for count in counts)
+        return tuple(zip(self.nodes, counts, strict=True))
+
+    def remarks(self, hosts: Hosts) -> list[str]:
+        """Return what a user may not expect of these hosts, which `hosts` has returned."""
+        if not self.gpus:
+            return []
+        workers, gpus = sum(slots for _, slots in hosts), counted(self.gpus, "GPU")
+        without = [share.node for share in self.shares if not share.gpus]
+        tasks = sum(share.tasks for share in self.shares)
+        found = []
+        if workers > self.gpus:
+            found.append(f"{workers} workers share the {gpus} of {self.source}")
+        elif workers == self.gpus != tasks > len(self.shares):
+            found.append(
+                f"{self.source} has {gpus} and {counted(tasks, 'task')}: a worker for each GPU; "
+                "--nproc-per-node N starts N on each node"
+            )
+        if without and dict(hosts)[without[0]] == 0:
+            more = f" and {len(without) - 1} more" if len(without) > 1 else ""
+            found.append(f"{without[0]}{more} of {self.source}: no GPU, so no worker")
+        return found
 
 
-def read_allocation(environ: Mapping[str, str]) -> SlurmAllocation | None:
-    """Return the allocation that these variables describe; None if there is none.
+def read_allocation(environ: Mapping[str, str], detail: str = "") -> SlurmAllocation | None:
+    """Return the allocation that we run in; None if there is none.
 
+    `detail` is what scontrol shows of it (`describe_job`); without it the variables are read.
     Raises UsageError if they make no sense.
     """
-    job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    job_id = job_id_of(environ)
     nodelist = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    if not job_id or not nodelist:
+    if job_id is None:
         return None
     step_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    for name, text in (("SLURM_JOB_ID", job_id), ("SLURM_STEP_NUM_TASKS", step_tasks)):
-        if not _NUMBER.match(text):
-            raise UsageError(f"{name} is no number: {text!r}")
-    nodes = tuple(name for name, _ in parse_hosts(nodelist, source="SLURM_JOB_NODELIST"))
-    cpus = _for_each_node(environ, "SLURM_JOB_CPUS_PER_NODE", nodes)
-    asked = "SLURM_NTASKS" in environ or "SLURM_NTASKS_PER_NODE" in environ
-    return SlurmAllocation(
-        job_id=job_id,
-        nodes=nodes,
-        # If no number of tasks was given, Slurm counts one for each CPU, or one for each node.
-        tasks=_for_each_node(environ, "SLURM_TASKS_PER_NODE", nodes) if asked else None,
-        gpus=_gpus(environ),
-        cpus=min(cpus) if cpus else None,
-        step_tasks=int(step_tasks),
+    if not _NUMBER.match(step_tasks):
+        raise UsageError(f"SLURM_STEP_NUM_TASKS is no number: {step_tasks!r}")
+    shares = read_shares(detail, job_id, environ)
+    if not shares:
+        if not nodelist:
+            return None
+        nodes = tuple(name for name, _ in parse_hosts(nodelist, source="SLURM_JOB_NODELIST"))
+        shares = shares_of_variables(environ, nodes)
+    return SlurmAllocation(job_id=job_id, shares=shares, step_tasks=int(step_tasks))
+
+
+def job_id_of(environ: Mapping[str, str]) -> str | None:
+    """Return the id of the job we run in; None if it is none. Raises UsageError for nonsense."""
+    name = next((name for name in _JOB_IDS if environ.get(name)), None)
+    if name is not None and not _NUMBER.match(environ[name]):
+        raise UsageError(f"{name} is no number: {environ[name]!r}")
+    return None if name is None else environ[name]
+
+
+def describe_job(job_id: str, environ: Mapping[str, str]) -> str:
+    """Return what `scontrol show job -d` says of a job; raises DiscoveryError if it fails."""
+    program = shutil.which("scontrol", path=environ.get("PATH"))
+    if program is None:
+        raise DiscoveryError("scontrol was not found")
+    words = ("show", "job", "--details", job_id)
+    probe = ScriptProbe(
+        Path(program), *words, timeout=_ANSWER_S, max_output=_MAX_DETAIL_BYTES, env=environ
     )
+    try:
+        return probe.run().decode(errors="replace")
+    except ProbeError as error:
+        raise DiscoveryError(f"scontrol {error}") from None
 
 
-def variables_of_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the SLURM_* variables that are true for the whole job, from those of its batch script.
+def variables_beside_srun(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the batch script's variables that its workers have and srun does not bring them.
 
-    A step that srun starts for an agent gets others under these names, or none.
+    Those are SLURM_* variables that are true for the whole job, under whose names the step of an
+    agent has others or none; the user's settings of Slurm's commands, which would change that
+    step; and what /bin/sh, which the step runs, drops: functions that bash has exported.
     """
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith("SLURM_") and not _NOT_OF_THE_JOB.match(name)
+        if (name.startswith("SLURM_") and not _NOT_OF_THE_JOB.match(name))
+        or name.startswith(_SETTINGS)
+        or (not _NAME.match(name) and _is_text(name + value))
     }
 
 
-def _for_each_node(
-    environ: Mapping[str, str], name: str, nodes: tuple[str, ...]
-) -> tuple[int, ...] | None:
-    """Return `2(x3),1` as 2, 2, 2, 1."""
-    text = environ.get(name)
-    if text is None:
-        return None
-    counts: list[int] = []
-    for part in text.split(","):
-        match = _REPEATED.match(part)
-        if match is None or len(counts) > len(nodes):
-            raise UsageError(f"{name} makes no sense: {text!r}")
-        counts += [int(match[1])] * int(match[2] or 1)
-    if len(counts) != len(nodes):
-        raise UsageError(f"{name} speaks of {len(counts)} nodes, the node list of {len(nodes)}")
-    return tuple(counts)
-
-
-def _gpus(environ: Mapping[str, str]) -> int:
-    """Return the GPUs of a node, from `4`, `a100:4` or `a100:2,v100:1`."""
-    text = environ.get("SLURM_GPUS_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE") or "0"
-    total = 0
-    for part in text.split(","):
-        match = _GPUS.match(part)
-        if match is None:
-            raise UsageError(f"SLURM_GPUS_PER_NODE makes no sense: {text!r}")
-        total += int(match[1])
-    return total
+def _is_text(value: str) -> bool:
+    """Return whether a document can carry a value; one of other bytes cannot be had on the way."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class AllocationDiscovery:
@@ -141,7 +201,7 @@ class AllocationDiscovery:
     Args:
         job_id: the allocation.
         hosts: its nodes with their slots at the start; a node that comes later has as many
-            slots as the first of them.
+            slots as the first of them that has any.
         environ: the environment of squeue.
         every: seconds between two questions.
 
@@ -159,7 +219,7 @@ class AllocationDiscovery:
         self._program = shutil.which("squeue", path=environ.get("PATH"))
         self._squeue = ScriptProbe(
             Path(self._program or "squeue"),
-            *("--noheader", f"--jobs={job_id}", "--states=all", "--format=%T %N"),
+            *("--noheader", f"--jobs={job_id}", "--states=all", "--format=%A %i %T %N"),
             timeout=_ANSWER_S,
             max_output=MAX_TEXT_BYTES,
             env=environ,
@@ -172,7 +232,7 @@ class AllocationDiscovery:
         self._asked = time.monotonic()
         state, nodes = self._ask()
         if state not in _OVER.split():
-            usual = next(iter(self._slots.values()))
+            usual = next(filter(None, self._slots.values()), 1)
             named = parse_hosts(nodes, source="squeue")
             self._hosts = tuple((name, self._slots.get(name, usual)) for name, _ in named)
         elif not self._over:
@@ -186,13 +246,24 @@ class AllocationDiscovery:
         self._squeue.cancel()
 
     def _ask(self) -> tuple[str, str]:
-        """Return the allocation's state and its nodes."""
+        """Return the allocation's state and its nodes.
+
+        squeue also shows the components of a heterogeneous job, and all tasks of a job array: the
+        last one has the id of the array.
+        """
+        state, nodes = "", []
         try:
-            state, _, nodes = self._squeue.run().decode(errors="replace").strip().partition(" ")
+            answer = self._squeue.run().decode(errors="replace")
         except ProbeError as error:
             if _UNKNOWN in str(error):
                 return "COMPLETED", ""
-            state = nodes = ""
+            answer = ""
+        for line in filter(_SHOWN.match, answer.splitlines()):
+            job, shown, found, *named = line.split()
+            if job == self._job_id:
+                state = found
+            if job == self._job_id or shown.startswith(f"{self._job_id}+"):
+                nodes += named
         if not state:
             raise DiscoveryError(f"squeue does not say which nodes Slurm job {self._job_id} has")
-        return state, nodes
+        return state, ",".join(nodes)

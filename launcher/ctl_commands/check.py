@@ -20,7 +20,7 @@ from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.ctl_commands.show import table
-from launcher.job import collect_facts
+from launcher.job import collect_facts, with_allocation
 from launcher.launch import node_check, submit
 from launcher.launch.checks import make_discovery
 from launcher.launch.plan import make_plan
@@ -64,7 +64,7 @@ def check(words: list[str]) -> int:
     line = line.having("network_check", Setting(True, "true", "elasticctl check", 3))
     if hosts:
         line = line.having("hosts", Setting(hosts, hosts, "command line", 3))
-    plan = make_plan(line, collect_facts(line, os.environ))
+    plan = make_plan(line, with_allocation(line, collect_facts(line, os.environ)))
     found = make_discovery(plan.hosts).find()
     plan, job = submit.bound(plan, found)
     with tempfile.TemporaryDirectory(prefix="elasticctl-") as folder:

@@ -66,6 +66,7 @@ class Facts:
     ranks: Hosts | None = None  # if mpirun has started us: a slot for each rank
     role: Serve | None = None  # this node serves a job whose nodes join by themselves
     name: str = THIS_MACHINE  # this node's name among the nodes of such a job
+    allocation_text: str = ""  # what scontrol shows of the Slurm job that we run in
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def choose_hosts(
     line: CommandLine,
     facts: Facts,
     slots: int | None,
-    wanted: int | None,
+    wanted: tuple[int | None, int | None],
     allocation: SlurmAllocation | None,
 ) -> HostSource:
     """Return the hosts that an option names, else mpirun's or the allocation's, else this machine.
@@ -145,7 +146,8 @@ def choose_hosts(
         line: the command line.
         facts: the facts of this machine.
         slots: the slots of a host that is listed without a number, if an option sets them.
-        wanted: the workers of the whole job, if an option sets them.
+        wanted: the workers without which the whole job does not start, and those that it may
+            start with, if options set these numbers.
         allocation: the Slurm allocation that agents are started in.
 
     Raises UsageError for a host that is no node of the allocation.
@@ -160,7 +162,10 @@ def choose_hosts(
     if chosen is None and facts.ranks is not None:
         return FixedHosts(facts.ranks, "the ranks of mpirun")
     if chosen is None and allocation is not None:
-        return FixedHosts(allocation.hosts(slots, wanted), allocation.source, allocation.job_id)
+        per_node = line.options.nproc_per_node
+        each = per_node if isinstance(per_node, str) else slots
+        found = allocation.hosts(each, *wanted)
+        return FixedHosts(found, allocation.source, allocation.job_id)
     source: FixedHosts | DiscoveredHosts
     if named := choose_discovery(line):
         (name, argument), known = named, None
@@ -172,7 +177,7 @@ def choose_hosts(
         hosts = parse_hosts(str(options.hosts), default_slots=default)
         source = FixedHosts(hosts, "--hosts")
     else:
-        source = FixedHosts(((THIS_MACHINE, slots or wanted or 1),), "this machine")
+        source = FixedHosts(((THIS_MACHINE, slots or wanted[1] or wanted[0] or 1),), "this machine")
     if allocation is not None:
         _check_nodes(allocation, source)
     return source
@@ -250,25 +255,27 @@ def _flag(name: str) -> str:
 # ---- Slurm and mpirun --------------------------------------------------------------------
 
 
-def choose_allocation(line: CommandLine, environ: Mapping[str, str]) -> SlurmAllocation | None:
+def choose_allocation(
+    line: CommandLine, environ: Mapping[str, str], detail: str = ""
+) -> SlurmAllocation | None:
     """Return the Slurm allocation in which the agents are started; None: none.
+
+    `detail` is what scontrol shows of it.
 
     That is so with --backend slurm, and with --backend auto if no option names hosts. Raises
     UsageError if there is no allocation for --backend slurm, or if mpirun or srun has started us
     several times, each of which would be a job.
     """
     backend, ranks = line.options.backend, started_ranks(environ)
-    # With torchrun's options the same command is meant to run on several nodes.
-    elsewhere = line.level("nnodes") and line.level("rdzv_endpoint")
+    elsewhere = _elsewhere(line)
     if ranks > 1 and backend != "mpi" and not elsewhere:
         raise UsageError(
             f"mpirun has started elasticrun {ranks} times, which would be {ranks} jobs; use "
             "--backend mpi for one job of all ranks, or start it once"
         )
-    silent = choose_host_option(line) is None and not elsewhere
-    if backend != "slurm" and not (backend == "auto" and silent):
+    if not may_use_allocation(line):
         return None
-    allocation = read_allocation(environ)
+    allocation = read_allocation(environ, detail)
     if allocation is None and backend == "slurm":
         raise UsageError(
             "--backend slurm works inside an allocation only: start it with sbatch or salloc"
@@ -279,6 +286,18 @@ def choose_allocation(line: CommandLine, environ: Mapping[str, str]) -> SlurmAll
             "batch script: it starts its own agents on the nodes"
         )
     return allocation
+
+
+def may_use_allocation(line: CommandLine) -> bool:
+    """Return whether agents are started in a Slurm allocation, if there is one."""
+    backend = line.options.backend
+    silent = choose_host_option(line) is None and not _elsewhere(line)
+    return backend == "slurm" or (backend == "auto" and silent)
+
+
+def _elsewhere(line: CommandLine) -> bool:
+    """Return whether the same command is meant to run on several nodes, with torchrun's options."""
+    return bool(line.level("nnodes") and line.level("rdzv_endpoint"))
 
 
 def _check_nodes(allocation: SlurmAllocation, source: FixedHosts | DiscoveredHosts) -> None:

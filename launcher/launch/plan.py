@@ -28,6 +28,7 @@ from elastic_driver.options import ACCELERATORS
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 from elastic_driver.words import counted
+from launcher.backends.slurm_shares import step_options
 from launcher.launch import hosts as where
 from launcher.launch.hosts import Facts, MachineFacts
 from launcher.launch.workers import check_tf_roles, job_spec, tf_roles
@@ -111,30 +112,31 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         raise UsageError("-q and -v contradict each other; keep one of them")
     where.check_brain_options(line)
     alone = role or options.brain  # it starts no agents in an allocation
-    allocation = None if alone else where.choose_allocation(line, facts.environ)
+    allocation = None
+    if not alone:
+        allocation = where.choose_allocation(line, facts.environ, facts.allocation_text)
     if allocation is not None:  # this machine may be a login node
-        machine = MachineFacts(allocation.cpus or machine.cpus, allocation.gpus)
-    slots = slots_of_a_host(options, machine)
-    wish = _read_wish(line, slots)
+        machine = MachineFacts(max(allocation.counts("cpu")), max(allocation.counts("gpu")))
+    slots = fewest = slots_of_a_host(options, machine)
+    if allocation is not None and isinstance(options.nproc_per_node, str):
+        fewest = min(filter(None, allocation.counts(options.nproc_per_node)))
+    wish = _read_wish(line, fewest, slots)
     all_gpus = ""
     if slots is None and not any(wish) and _is_alone(line, facts) and allocation is None:
         slots = machine.gpus or 1
         all_gpus = "" if options.quiet else _describe_default(slots, machine)
-    wanted = wish.most or wish.asked or wish.least
+    wanted = (wish.least or wish.asked, wish.most or wish.asked)
     hosts = where.choose_hosts(line, facts, slots, wanted, allocation)
     if role and slots is None and not role.own and line.level("nnodes"):
         wish = wish._replace(most=None)  # each node brings its own number of workers
     settings, size_note = _settings(line, wish, hosts)
     backend = "slurm" if allocation is not None else _backend(options, hosts)
-    shares, listed = backend in ("local", "join"), len(hosts.hosts or ())
-    spec, passed_on, unset = job_spec(
-        line,
-        settings,
-        facts,
-        shares=shares,
-        hosts=listed,
-        allocated=allocation is not None,
-    )
+    listed = len(hosts.hosts or ())
+    spec, passed_on, unset = job_spec(line, settings, facts, backend=backend, hosts=listed)
+    of_slurm = isinstance(hosts, where.FixedHosts) and hosts.allocation is not None
+    if allocation is not None and of_slurm and slots is None and allocation.gpus_of_a_worker > 1:
+        gpus = allocation.gpus_of_a_worker
+        spec = replace(spec, virtual_local_rank=True, devices_of_a_worker=gpus)
     agents = line.fill(
         BackendJob,
         cwd=facts.cwd,
@@ -143,8 +145,11 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         grows=hosts.hosts is None,
         resumable=spec.driver_timeout > 0,
         allocation=None if allocation is None else allocation.job_id,
+        step_options={} if allocation is None else step_options(allocation.shares),
     )
-    notes = (*line.warnings, all_gpus, size_note, *unset, _who_may_join(options, role))
+    notes = [*line.warnings, all_gpus, size_note, *unset, _who_may_join(options, role)]
+    if allocation is not None and of_slurm:
+        notes += allocation.remarks(hosts.hosts or ())
     return LaunchPlan(
         line=line,
         settings=settings,
@@ -242,10 +247,11 @@ def slots_of_a_host(options: LaunchOptions, machine: MachineFacts) -> int | None
     return machine.cpus if workers == "cpu" else machine.gpus or machine.cpus
 
 
-def _read_wish(line: CommandLine, slots: int | None) -> _Wish:
+def _read_wish(line: CommandLine, fewest: int | None, slots: int | None) -> _Wish:
+    """Return the sizes; the nodes of --nnodes have `fewest` to `slots` workers."""
     options = line.options
     if nodes := _nodes(line):
-        return _Wish(None, nodes[0] * (slots or 1), nodes[1] * (slots or 1))
+        return _Wish(None, nodes[0] * (fewest or 1), nodes[1] * (slots or 1))
     sizes = {"--min-np": options.min_np, "--num-proc": options.num_proc, "--max-np": options.max_np}
     known = [(name, number) for name, number in sizes.items() if number is not None]
     for (low_name, low), (high_name, high) in pairwise(known):

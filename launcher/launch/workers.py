@@ -17,7 +17,8 @@ from elastic_driver.errors import UsageError
 from elastic_driver.masking import is_secret
 from elastic_driver.options import TfRoles
 from elastic_driver.settings import Settings
-from launcher.backends.slurm_allocation import variables_of_job
+from launcher.backends.mpi_ranks import settings_of_mpirun
+from launcher.backends.slurm_allocation import variables_beside_srun
 from launcher.launch.hosts import Facts
 from launcher.options.horovod import worker_variables
 from launcher.options.table import LaunchOptions
@@ -30,7 +31,7 @@ NAMED_JOB_WAITS_S = 300.0  # a person or systemd starts the next driver well wit
 TF_PORTS = 128  # free ports that each agent finds: more than a host has slots
 
 PASSED_ON = (
-    *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "LC_*", "TZ"),
+    *("PATH", "PWD", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG", "LC_*", "TZ"),
     "PYTHON*",
     *("OMP_*", "MKL_*", "KMP_*", "OPENBLAS_*", "BLIS_*", "NUMEXPR_*"),  # threads and numerics
     *("TORCH_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "CUDA_*", "CUBLAS_*", "CUDNN_*"),
@@ -78,16 +79,15 @@ def job_spec(
     settings: Settings,
     facts: Facts,
     *,
-    shares: bool,
+    backend: str,
     hosts: int,
-    allocated: bool = False,
 ) -> tuple[JobSpec, tuple[str, ...], list[str]]:
     """Return the specification of the job, the variables that workers get from here, and remarks.
 
-    `shares`: the workers inherit the environment of a process like this one. `hosts`: how many are
-    listed. `allocated`: they are nodes of a Slurm job that we run in. The remarks are about
-    variables of `--env` that are not set here.
+    `backend`: what starts the agents. `hosts`: how many are listed. The remarks are about variables
+    of `--env` that are not set here.
     """
+    shares = backend in ("local", "join")  # workers inherit the environment of a process like this
     options, environ = line.options, facts.environ
     given = {name: environ.get(name) if v is None else v for name, v in options.env}
     unset = [
@@ -106,8 +106,10 @@ def job_spec(
     own, command = split_variables(line.command)
     env = {**worker_variables(options, environ if shares else {}), **env, **own}
     passed_on = {} if shares else forwarded(environ)
-    if allocated:
-        passed_on |= variables_of_job(environ)
+    if backend == "slurm":
+        passed_on |= variables_beside_srun(environ)
+    elif backend == "mpi":  # mpirun passes them on to its ranks, and so do we
+        passed_on |= settings_of_mpirun(environ)
     spec = line.fill(
         JobSpec,
         run_id=facts.run_id,

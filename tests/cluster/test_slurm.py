@@ -107,12 +107,14 @@ def test_workers_have_the_variables_of_their_array_task(slurm: Slurm) -> None:
     folder = slurm.folder
     names = "ARRAY_TASK_ID CPUS_PER_TASK JOB_NAME SUBMIT_DIR PROCID LOCALID NODEID NTASKS STEP_ID"
     shown = " ".join(f"{name}=$SLURM_{name}" for name in names.split())
+    shown += " $SBATCH_ACCOUNT $PWD $(mine)"
     elasticrun = f"{Path(sys.executable).parent}/elasticrun"
     batch = folder / "array.sh"
     batch.write_text(
         "#!/bin/bash\n"
+        "mine() { echo a function; }\nexport -f mine\nexport SBATCH_ACCOUNT=acc\n"
         f"{elasticrun} --state-dir {folder}/state --no-progress -np 2 "
-        f"sh -c 'echo \"at $RANK {shown}\" >>{folder}/seen; sleep 2'\n"
+        f"bash -c 'echo \"at $RANK {shown}\" >>{folder}/seen; sleep 2'\n"
     )
     options = ("--array=7", "--cpus-per-task=1", "--job-name=mine", "--nodes=2")
     words = ("sbatch", "--quiet", *options, f"--output={folder}/out", "--chdir=/")
@@ -125,6 +127,7 @@ def test_workers_have_the_variables_of_their_array_task(slurm: Slurm) -> None:
 
     seen = eventually(both, within=60, what="both workers have said it")
     common = "ARRAY_TASK_ID=7 CPUS_PER_TASK=1 JOB_NAME=mine SUBMIT_DIR=/"
+    assert all(line.endswith(" acc / a function") for line in seen)
     assert [line.split(" STEP_ID=")[0] for line in seen] == [
         f"at 0 {common} PROCID=0 LOCALID=0 NODEID=0 NTASKS=2",
         f"at 1 {common} PROCID=1 LOCALID=0 NODEID=1 NTASKS=2",

@@ -48,6 +48,7 @@ from elastic_driver.worker.checkpoints import folder as checkpoints
 from launcher.agent import probe_port, stacks
 from launcher.agent.lines import LineSplitter
 from launcher.backends.slurm_allocation import read_allocation
+from launcher.backends.slurm_shares import read_shares
 from launcher.options.values import resolve
 from rendezvous import wire
 from rendezvous.auth import Caller, Role, Tokens, read_credentials, read_token_file
@@ -226,6 +227,23 @@ SLURM = st.fixed_dictionaries(
         SLURM_COUNTS,
     ),
 )
+SCONTROL = st.lists(
+    st.one_of(
+        st.just("JobId=1 JobName=x"),
+        st.builds(
+            "JobId={} HetJobId=1 HetJobOffset={} JobName=x".format, SLURM_COUNTS, SLURM_COUNTS
+        ),
+        st.builds("   NumNodes=2 NumTasks={} CPUs/Task={}".format, SLURM_COUNTS, SLURM_COUNTS),
+        st.builds(
+            "     Nodes={} CPU_IDs={} Mem=1 GRES={}".format, COMMA_LISTS, SLURM_COUNTS, SLURM_COUNTS
+        ),
+        st.builds(
+            "   TresPer{}=gres:gpu:{}".format, st.sampled_from(("Job", "Task")), SLURM_COUNTS
+        ),
+        st.text(max_size=40),
+    ),
+    max_size=6,
+).map("\n".join)
 
 
 # ---- options -----------------------------------------------------------------------------
@@ -460,6 +478,7 @@ PARSERS = (
     ),
     Parser("discovery", st.binary(max_size=300), read_discovered, (HostListError,)),
     Parser("slurm", SLURM, read_allocation, (UsageError,)),
+    Parser("scontrol", SCONTROL, lambda text: read_shares(text, "1", {}), (UsageError,)),
     Parser(
         "options",
         st.tuples(st.lists(WORDS, max_size=6), VARIABLES),

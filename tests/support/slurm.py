@@ -15,6 +15,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,8 @@ from tests.support.job import eventually
 
 READY_S = 30.0
 CPUS = 4  # each node says it has, whatever there is
+MEMORY = 4000  # MB, the same
+GPUS = 4  # of each node, as far as Slurm knows: devices without a driver
 _TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "munged")
 _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
 
@@ -38,7 +41,9 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=100
+GresTypes=gpu
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,sched_min_interval=0
 MpiDefault=none
@@ -53,7 +58,7 @@ SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
-NodeName={nodes} CPUs={cpus} State=UNKNOWN
+NodeName={nodes} CPUs={cpus} RealMemory={memory} Gres=gpu:fake:{gpus} State=UNKNOWN
 PartitionName=all Nodes={nodes} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 
@@ -82,14 +87,28 @@ class Slurm:
         key.chmod(0o400)
         nodes = [name for name in self.cluster.nodes if name != "head"]
         text = _CONFIG.format(
-            name=self.cluster.name, folder=self.folder, nodes=",".join(nodes), cpus=CPUS
+            name=self.cluster.name,
+            folder=self.folder,
+            nodes=",".join(nodes),
+            cpus=CPUS,
+            memory=MEMORY,
+            gpus=GPUS,
         )
         Path(self.environ["SLURM_CONF"]).write_text(text)
+        self._make_gpus()
         self._munge("head")
         self.run("head", "slurmctld")
         for name in nodes:
             self.join(name)
         self.until_idle(len(nodes))
+
+    def _make_gpus(self) -> None:
+        """Make devices that nobody opens: Slurm wants to see character devices."""
+        for number in range(GPUS):
+            device = os.makedev(195, number)  # as NVIDIA's driver numbers its own
+            os.mknod(self.folder / f"gpu{number}", stat.S_IFCHR | 0o600, device)
+        line = f"Name=gpu Type=fake File={self.folder}/gpu[0-{GPUS - 1}]\n"
+        (self.folder / "gres.conf").write_text(line)
 
     def join(self, name: str) -> None:
         """Start a node's daemons, after its boot."""

@@ -77,6 +77,8 @@ def test_in_a_slurm_job_a_worker_is_a_task_of_it() -> None:
     }
     env = born_with(step)
     assert {name: text for name, text in env.items() if name.startswith("SLURM_")} == step
+    inside = born_with({**step, "SLURM_JOB_ID": "5"})  # of --standalone in a batch script
+    assert (inside["SLURM_PROCID"], inside["SLURM_NTASKS"]) == ("1", "2")
 
 
 def test_a_worker_of_a_job_that_is_elastic_already_is_told_so() -> None:
@@ -103,6 +105,17 @@ def test_with_a_virtual_local_rank_a_worker_sees_only_its_own_gpu(
     inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     order = StartWorkerOrder("localhost.3.7", place(1, 2, slot=3), 4, 2, "127.0.0.1", 29500)
     spec = dataclasses.replace(SPEC, virtual_local_rank=True)
+    env = worker_environment(inherited, spec, order, MEETING)
+    assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", seen)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [(None, "6,7"), ("0,1,2,3,4,5,8,9", "8,9"), ("0,1", "")]
+)
+def test_a_worker_may_have_several_gpus_of_its_own(visible: str | None, seen: str) -> None:
+    inherited = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    order = StartWorkerOrder("localhost.3.7", place(1, 2, slot=3), 4, 2, "127.0.0.1", 29500)
+    spec = dataclasses.replace(SPEC, virtual_local_rank=True, devices_of_a_worker=2)
     env = worker_environment(inherited, spec, order, MEETING)
     assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", seen)
 

@@ -47,6 +47,8 @@ def test_a_name_that_is_none_never_reaches_mpirun(name: str) -> None:
 
 def test_a_rank_s_own_variables_are_not_handed_to_a_nested_mpirun() -> None:
     mine = {"PATH": "/bin", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_MCA_orte_x": "1"}
+    five = {**mine, "PRTE_MCA_x": "1", "PMIX_MCA_y": "2"}  # of Open MPI 5
+    assert MpirunShell(ssh=SSH, variables=five).environ() == five
     assert MpirunShell(ssh=SSH, variables=mine).environ() == mine
     of_a_rank = {**mine, "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
     del mine["OMPI_MCA_orte_x"]

@@ -32,6 +32,15 @@ def test_an_agent_is_a_step_of_its_own_that_shares_its_node() -> None:
     )
 
 
+def test_an_agent_has_its_nodes_gpus_and_other_steps_beside_it_have_none() -> None:
+    options = {"n1": ("--gpus=3",), "n2": ("--het-group=1", "--gpus=1")}
+    shell = SrunShell(job_id="17", variables={}, options=options)
+    assert shell.argv("n1", "keep", "cafe")[:3] == ("srun", "--gpus=3", "--jobid=17")
+    assert shell.argv("n1", "look", "/")[:3] == ("srun", "--gres=none", "--jobid=17")
+    assert shell.argv("n2", "keep", "x")[:3] == ("srun", "--het-group=1", "--gpus=1")
+    assert shell.argv("n2", "end", "x")[:3] == ("srun", "--het-group=1", "--gres=none")
+
+
 @pytest.mark.parametrize("name", ["-x", "a b", "n1,n2", "n[1-2]", ""])
 def test_a_name_that_is_none_never_reaches_srun(name: str) -> None:
     with pytest.raises(ClusterError, match="cannot reach"):
@@ -94,8 +103,17 @@ def discovery(folder: Path, every: float) -> AllocationDiscovery:
 
 def test_nodes_that_slurm_takes_away_go_and_new_ones_come(squeue: Path) -> None:
     found = discovery(squeue, 0.0)
-    (squeue / "nodes").write_text("RUNNING n[2-3]\n")
+    (squeue / "nodes").write_text("17 17 RUNNING n[2-3]\n")
     assert found.find() == (("n2", 4), ("n3", 2))
+
+
+def test_components_of_the_job_count_and_other_tasks_of_its_array_do_not(squeue: Path) -> None:
+    found = discovery(squeue, 0.0)
+    (squeue / "nodes").write_text("17 17+0 RUNNING n1\n18 17+1 RUNNING n[2-3]\n")
+    assert found.find() == (("n1", 2), ("n2", 4), ("n3", 2))
+    array = "18 17_1 COMPLETING n7\n17 17_2 RUNNING n2\n19 17_[3-9] PENDING\n"
+    (squeue / "nodes").write_text(array)
+    assert found.find() == (("n2", 4),)
 
 
 def test_slurm_is_not_asked_before_it_is_time(squeue: Path) -> None:
@@ -115,7 +133,7 @@ def test_no_answer_is_an_error_and_no_empty_list(squeue: Path) -> None:
 def test_the_end_of_the_allocation_is_told_once(squeue: Path, state: str) -> None:
     found, reasons = discovery(squeue, 0.0), []
     found.on_over = reasons.append
-    (squeue / "nodes").write_text(f"{state}\n")
+    (squeue / "nodes").write_text(f"17 17 {state}\n")
     assert found.find() == found.find() == (("n1", 2), ("n2", 4))
     assert reasons == [f"Slurm job 17 is over ({state.split(maxsplit=1)[0].lower()}, says Slurm)"]
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from elastic_driver.errors import UsageError
+from elastic_driver.runtime.discovery import DiscoveryError
 from launcher.backends.slurm_allocation import (
     SlurmAllocation,
+    describe_job,
     read_allocation,
-    variables_of_job,
+    variables_beside_srun,
 )
+from launcher.backends.slurm_shares import Share
 
 JOB = {"SLURM_JOB_ID": "17"}
 
@@ -54,13 +59,16 @@ def test_variables_of_the_job_are_told_from_those_of_a_task_a_step_and_a_node() 
         "SRUN_COMM_PORT GPUS_ON_NODE CPU_BIND CPU_BIND_LIST MEM_BIND TOPOLOGY_ADDR "
         "LAUNCH_NODE_IPADDR JWT CONF"
     )
-    of_one = {f"SLURM_{name}": "1" for name in others.split()}
-    assert variables_of_job(of_job | of_one | {"SLURMD_NODENAME": "n1", "HOME": "/"}) == of_job
+    of_job |= {"SBATCH_ACCOUNT": "a", "SALLOC_X": "b", "SRUN_CPUS_PER_TASK": "2"}
+    of_job["BASH_FUNC_module%%"] = "() {\n echo\n}"
+    of_one = {"BASH_FUNC_x%%": "\udcff", "SBATCHES": "1"}
+    of_one |= {f"SLURM_{name}": "1" for name in others.split()}
+    assert variables_beside_srun(of_job | of_one | {"SLURMD_NODENAME": "n1", "HOME": "/"}) == of_job
 
 
 def test_older_names_are_read_too() -> None:
     found = read_allocation({"SLURM_JOBID": "3", "SLURM_NODELIST": "a,b"})
-    assert found == SlurmAllocation(job_id="3", nodes=("a", "b"))
+    assert found == SlurmAllocation(job_id="3", shares=(Share(node="a"), Share(node="b")))
 
 
 def test_tasks_are_counted_only_where_somebody_asked_for_them() -> None:
@@ -68,11 +76,10 @@ def test_tasks_are_counted_only_where_somebody_asked_for_them() -> None:
     four = {**JOB, "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_TASKS_PER_NODE": per_node}
     found = read_allocation({**four, "SLURM_NTASKS": "7"})
     assert found is not None
-    assert found.tasks == (2, 2, 2, 1)
     assert found.hosts(None, None) == (("n1", 2), ("n2", 2), ("n3", 2), ("n4", 1))
     unasked = read_allocation(four)
     assert unasked is not None
-    assert unasked.tasks is None
+    assert unasked.counts() == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +92,12 @@ def test_tasks_are_counted_only_where_somebody_asked_for_them() -> None:
         ({"SLURM_GPUS_ON_NODE": "8"}, 8),
         # one task a node with GPUs: a script written for torchrun
         ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}, 8),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, 8),
     ],
 )  # fmt: skip
-def test_a_node_has_a_worker_for_each_task_or_each_gpu(said: dict[str, str], slots: int) -> None:
+def test_where_scontrol_says_nothing_the_variables_are_read(
+    said: dict[str, str], slots: int
+) -> None:
     assert allocation(**said).hosts(None, None) == (("n1", slots), ("n2", slots))
 
 
@@ -101,8 +110,31 @@ def test_where_nothing_else_is_said_the_workers_wanted_are_shared_out() -> None:
     assert allocation().hosts(None, 3) == (("n1", 2), ("n2", 2))
 
 
-def test_the_smallest_node_says_how_many_cores_there_are() -> None:
-    assert allocation(SLURM_JOB_CPUS_PER_NODE="8,4").cpus == 4
+def test_each_node_has_processors_of_its_own() -> None:
+    assert allocation(SLURM_JOB_CPUS_PER_NODE="8,4").counts("cpu") == (8, 4)
+
+
+# ---- what scontrol says ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo slurm_load_jobs error: Unable to contact >&2; exit 1", "scontrol exited with"),
+        ("kill -9 $$", "scontrol was killed by SIGKILL"),
+    ],
+)
+def test_a_scontrol_that_fails_is_told(tmp_path: Path, script: str, said: str) -> None:
+    program = tmp_path / "scontrol"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    with pytest.raises(DiscoveryError, match=said):
+        describe_job("17", {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+
+
+def test_a_scontrol_that_is_missing_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DiscoveryError, match="scontrol was not found"):
+        describe_job("17", {"PATH": str(tmp_path)})
 
 
 @pytest.mark.parametrize(

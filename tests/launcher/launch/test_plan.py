@@ -346,6 +346,53 @@ def test_workers_of_a_node_are_counted_as_slurm_has_it() -> None:
     assert made.settings.start_np == 8
 
 
+DETAIL = """\
+JobId=17 JobName=x
+   NumNodes=2 NumCPUs=4 NumTasks=2 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
+     Nodes=n1 CPU_IDs=0-2 Mem=500 GRES=gpu:a100:{}(IDX:0-3)
+     Nodes=n2 CPU_IDs=0 Mem=500 GRES=gpu:a100:{}(IDX:0)
+   TresPer{}=gres:gpu:4
+"""
+
+
+def plan_of_detail(detail: str, *argv: str) -> LaunchPlan:
+    environ = {"SLURM_JOB_ID": "17"}
+    machine = MachineFacts(8, 0)
+    facts = Facts("run", "/state", "/work", "/py", machine, environ=environ, allocation_text=detail)
+    return make_plan(resolve([*argv, "--", "train.py"], environ), facts)
+
+
+@pytest.mark.parametrize(
+    ("argv", "hosts", "sizes"),
+    [
+        ((), (3, 1), (4, 1, None)),
+        (("--nproc-per-node", "gpu"), (3, 1), (4, 1, None)),
+        (("--nproc-per-node", "cpu"), (3, 1), (4, 1, None)),
+        (("--nproc-per-node", "2"), (2, 2), (4, 1, None)),
+        (("-np", "2"), (3, 1), (2, 1, 2)),
+        (("-np", "6", "--min-np", "2"), (3, 1), (4, 2, 6)),
+        (("--nnodes", "2", "--nproc-per-node", "gpu"), (3, 1), (4, 2, 6)),
+    ],
+)
+def test_nodes_of_unlike_size_have_workers_of_their_own_number(
+    argv: tuple[str, ...], hosts: tuple[int, int], sizes: tuple[int, int, int | None]
+) -> None:
+    made = plan_of_detail(DETAIL.format(3, 1, "Job"), *argv)
+    assert made.hosts.hosts == tuple(zip(("n1", "n2"), hosts, strict=True))
+    assert (made.settings.start_np, made.settings.min_np, made.settings.max_np) == sizes
+    assert made.agents.step_options == {"n1": ("--gpus=3",), "n2": ("--gpus=1",)}
+    assert (made.backend, made.gpus, made.spec.virtual_local_rank) == ("slurm", True, False)
+
+
+def test_a_worker_has_the_gpus_that_slurm_binds_to_a_task() -> None:
+    detail = DETAIL.format(4, 4, "Task")
+    made = plan_of_detail(detail)
+    assert made.hosts.hosts == (("n1", 1), ("n2", 1))
+    assert (made.spec.virtual_local_rank, made.spec.devices_of_a_worker) == (True, 4)
+    made = plan_of_detail(detail, "--nproc-per-node", "4")
+    assert (made.spec.virtual_local_rank, made.spec.devices_of_a_worker) == (False, 1)
+
+
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -365,6 +412,18 @@ def test_the_ranks_of_mpirun_are_the_hosts_of_one_job() -> None:
     made = make_plan(line, facts)
     assert made.hosts == FixedHosts((("a", 2), ("b", 1)), "the ranks of mpirun")
     assert (made.backend, made.settings.start_np) == ("mpi", 3)
+
+
+def test_variables_that_a_starter_cannot_bring_are_passed_on() -> None:
+    shell = {"BASH_FUNC_module%%": "() { :\n}", "SBATCH_ACCOUNT": "a", "OMPI_MCA_btl": "tcp"}
+    assert plan(**IN_SLURM, **shell).spec.env == {
+        **{name: shell[name] for name in ("BASH_FUNC_module%%", "SBATCH_ACCOUNT")},
+        **IN_SLURM,
+    }
+    by_mpirun = plan("--backend", "mpi", "-H", "n1:1", **shell)
+    assert by_mpirun.spec.env == {"OMPI_MCA_btl": "tcp"}
+    by_ssh = plan("-H", "n1:1", PWD="/home/ann/link", **shell)
+    assert by_ssh.spec.env == {"PWD": "/home/ann/link"}
 
 
 def test_other_hosts_get_useful_variables_and_those_that_were_named() -> None:
