@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
 from launcher.agent.remote import OF_A_RANK
+from launcher.backends.client import Login
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
 from launcher.backends.ssh import CONNECTION_FAILED, SSH_MEANINGS, SshShell
@@ -113,10 +114,11 @@ class MpirunShell(RemoteShell):
         """See `RemoteShell.ending`."""
         return None if _LOST in said else super().ending(host, exit_code, said)
 
-    def explain(self, host: str, exit_code: int, said: str) -> str:
+    def explain(self, host: str, exit_code: int, said: str, login: Login) -> str:
         """See `RemoteShell.explain`."""
         known = explain_by(host, said, (*_MEANINGS, *SSH_MEANINGS))
-        return known or super().explain(host, exit_code, said.partition(_RULE)[0])
+        own = said.partition(_RULE)[0].strip() or said
+        return known or super().explain(host, exit_code, own, login)
 
 
 def make_backend(job: BackendJob) -> RemoteBackend:

@@ -29,7 +29,7 @@ while [ "$1" != -- ]; do shift; done
 echo a banner of some kind
 case $2 in
 refused) echo 'ssh: connect to host refused port 22: Connection refused' >&2; exit 255 ;;
-strange) echo 'elastic-look not json' ;;
+strange) echo elastic-login-over; echo 'elastic-look not json' ;;
 mute) ;;
 *) exec /bin/sh -c "$3" ;;
 esac
@@ -43,6 +43,7 @@ def test_fit_hosts_pass_and_the_others_are_told_one_line_each(
     problems = precheck(hosts, shell, str(tmp_path))
     assert list(problems) == ["refused", "mute", "strange"]
     assert "nothing listens on ssh's port" in problems["refused"]
+    assert "ended with exit status 0 before our command" in problems["mute"]
     assert "its answer makes no sense" in problems["strange"]
     assert all(line.startswith(f"{host}: ") for host, line in problems.items())
 
@@ -56,7 +57,8 @@ def test_a_host_without_our_python_or_our_package_is_told(shell: SshShell, tmp_p
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # no site-packages
     bare.chmod(0o755)
     said = precheck(["a"], replace(shell, python=str(bare), home=tmp_path), "/")["a"]
-    assert "elastic-driver is not installed" in said
+    assert "No module named" in said
+    assert "is elastic-driver installed there?" in said
 
 
 def test_a_host_without_the_jobs_folder_is_told(shell: SshShell, tmp_path: Path) -> None:
