@@ -104,6 +104,8 @@ class Settings:
         "The roles of the workers, given out in this order, the oldest worker first; worker=* are "
         "all others. Implies --tf-config.", shown="worker=*")
 
+    # Hosts that refused us, or lacked something, before the job began; that has been said.
+    refused_hosts: tuple[tuple[str, str], ...] = ()  # with the reason
     # Hosts checked before the job; (): the job checks all of them itself. None: no checks.
     checked_hosts: tuple[str, ...] | None = None
 

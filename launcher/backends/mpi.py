@@ -110,6 +110,13 @@ class MpirunShell(RemoteShell):
         """See `RemoteShell.unreachable`; mpirun has an exit status of its own."""
         return self.ssh.unreachable(CONNECTION_FAILED, said)
 
+    def refused(self, exit_code: int, said: str, login: Login) -> bool:
+        """See `RemoteShell.refused`; mpirun ends for many reasons before our command."""
+        if login.reached:
+            return super().refused(exit_code, said, login)
+        known = any(mark in said for mark, _ in _MEANINGS if mark != _LOST)
+        return known or self.ssh.refused(CONNECTION_FAILED, said, login)
+
     def ending(self, host: str, exit_code: int, said: str) -> str | None:
         """See `RemoteShell.ending`."""
         return None if _LOST in said else super().ending(host, exit_code, said)

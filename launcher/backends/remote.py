@@ -28,7 +28,6 @@ from elastic_driver.runtime.backend import (
     BackendJob,
     OnClosed,
     OnLost,
-    UnreachableReason,
 )
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent.marks import up_in
@@ -221,9 +220,7 @@ class RemoteBackend(Backend):
         said = agent.said.decode(errors="replace")
         if not agent.up.is_set():
             login = Login() if agent.client is None else agent.client.login
-            reason = self._shell.explain(agent.host, code, said, login)
-            gone = self._shell.unreachable(code, said)
-            return UnreachableReason(reason) if gone else reason
+            return self._shell.reason(agent.host, code, said, login)
         # A signal that killed the program here has not killed the agent there.
         ending = self._shell.ending(agent.host, code, said) if code >= 0 else None
         if ending is not None:

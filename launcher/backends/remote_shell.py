@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.runtime.backend import RefusedReason, UnreachableReason
 from elastic_driver.runtime.host_lists import check_host
 from launcher import version
 from launcher.agent.marks import LOOKED, NO_STDOUT, SAY_REACHED
@@ -93,6 +94,13 @@ class RemoteShell(ABC):
         """Return whether the program failed because it could not reach the host."""
         return False
 
+    def refused(self, exit_code: int, said: str, login: Login) -> bool:
+        """Return whether it would fail in the same way again until somebody mends the host."""
+        if exit_code < 0:  # the program was killed here
+            return False
+        missing = exit_code in (NO_PYTHON, NO_STDOUT) or "No module named" in said
+        return missing or not login.reached or login.closed
+
     def ending(self, host: str, exit_code: int, said: str) -> str | None:  # noqa: ARG002
         """Return why an agent that was up has ended; None if only the connection has ended.
 
@@ -100,6 +108,13 @@ class RemoteShell(ABC):
         """
         # A shell says 128+N for a signal, subprocess says -N.
         return describe_end(host, 128 - exit_code if exit_code > 128 else exit_code)
+
+    def reason(self, host: str, exit_code: int, said: str, login: Login) -> str:
+        """Return `explain`'s line as the kind of reason that it is, for `Backend.start`."""
+        line = self.explain(host, exit_code, said, login)
+        if self.unreachable(exit_code, said):
+            return UnreachableReason(line)
+        return RefusedReason(line) if self.refused(exit_code, said, login) else line
 
     def explain(self, host: str, exit_code: int, said: str, login: Login) -> str:
         """Return one line on why a command on a host failed before the agent was up.
@@ -238,11 +253,12 @@ async def _look(host: str, shell: RemoteShell, cwd: str) -> str | None:
         hint = f"is it overloaded, or do {FILES} wait for something?"
         return f"{host}: its login was not over within {patience:.0f} s{words}; {hint}"
     if not answers:
-        return shell.explain(host, code, said.decode(errors="replace"), client.login)
+        return shell.reason(host, code, said.decode(errors="replace"), client.login)
     try:
         found = msgspec.json.decode(answers[-1], type=Found)
     except UNREADABLE as error:
         return f"{host}: its answer makes no sense ({error}); is elastic-driver the same there?"
     if client.login.closed and client.login.empty > found.empty:
-        return describe_login(host, code, "", client.login)
-    return judge(host, found, cwd, version())
+        return RefusedReason(describe_login(host, code, "", client.login))
+    problem = judge(host, found, cwd, version())
+    return None if problem is None else RefusedReason(problem)

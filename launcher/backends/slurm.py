@@ -69,6 +69,10 @@ class SrunShell(RemoteShell):
             if name in _KEPT or not name.startswith(_SLURMS)
         }
 
+    def refused(self, exit_code: int, said: str, login: Login) -> bool:
+        """See `RemoteShell.refused`; what Slurm itself refuses may pass."""
+        return login.reached and super().refused(exit_code, said, login)
+
     def ending(self, host: str, exit_code: int, said: str) -> str | None:
         """See `RemoteShell.ending`: srun ends with the step, never before it."""
         if "Node failure" in said:

@@ -117,6 +117,12 @@ class SshShell(RemoteShell):
         gone = any(mark in said for mark, _ in _UNREACHABLE)
         return exit_code == CONNECTION_FAILED and gone and not refused
 
+    def refused(self, exit_code: int, said: str, login: Login) -> bool:
+        """See `RemoteShell.refused`."""
+        if exit_code == CONNECTION_FAILED and not login.reached:
+            return any(mark in said for mark, _ in _REFUSED)
+        return super().refused(exit_code, said, login)
+
     def _configuration(self, host: str) -> dict[str, str]:
         """Return ssh's configuration for a host (`ssh -G`); empty if ssh does not say it."""
         try:

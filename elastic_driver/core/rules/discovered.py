@@ -156,7 +156,10 @@ class Discovered(Rule):
     def on_hosts(self, event: HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
         self.limits.discovered(event.hosts)
+        new = [host for host in self.settings.refused_hosts if not self.hosts.has_had(host[0])]
         self._take_in("discovery no longer reports it")
+        for host, reason in new:
+            self.hosts.refused(host, now, reason)  # it has been said
 
     def on_granted(self, event: HostsGranted) -> None:
         """Use the slots of a grant from now on; raises `StaleEvent` for one that is not newer."""
@@ -296,7 +299,8 @@ class Discovered(Rule):
         """Let hosts be used again after their cool-down."""
         for host in self.hosts.resurrect(now):
             over = "its cool-down is over"
-            self.effects.announce("host_resurrected", over, host)
+            if not self.hosts.known[host].refusals:  # else nothing has changed
+                self.effects.announce("host_resurrected", over, host)
             self.hold(host, over)
             self.capacity.note_change()
         if self.hosts.end_pauses(now):
