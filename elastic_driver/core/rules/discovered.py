@@ -159,7 +159,8 @@ class Discovered(Rule):
         new = [host for host in self.settings.refused_hosts if not self.hosts.has_had(host[0])]
         self._take_in("discovery no longer reports it")
         for host, reason in new:
-            self.hosts.refused(host, now, reason)  # it has been said
+            if self.hosts.refused(host, now, reason):
+                self.effects.announce("host_refused", reason, host, told=True)
 
     def on_granted(self, event: HostsGranted) -> None:
         """Use the slots of a grant from now on; raises `StaleEvent` for one that is not newer."""

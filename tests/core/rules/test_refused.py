@@ -75,7 +75,8 @@ def test_what_was_said_before_the_job_is_not_said_again(scenario: MakeScenario) 
     assert starts(job) == 0, "it has just been tried"
     wait_through_all_tries(job)
     assert starts(job) == MOST_REFUSALS - 1
-    (last,) = job.announced("host_refused")
+    before, last = job.announced("host_refused")
+    assert before.detail == {"told": True}, "for the log alone"
     assert "left alone" in last.reason
 
 
