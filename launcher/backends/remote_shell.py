@@ -31,6 +31,7 @@ from rendezvous.wire import UNREADABLE
 NO_PYTHON = 127
 AT_ONCE = 32  # hosts that are asked at the same time
 LOOK_S = 20.0  # beyond the time to connect: Python has to be loaded from a slow disk
+LOOK_AGAIN_S = (1.0, 2.0)  # pauses before a host is asked again that broke off the connection
 _MAX_SAID = 4096
 
 
@@ -92,6 +93,10 @@ class RemoteShell(ABC):
 
     def unreachable(self, exit_code: int, said: str) -> bool:  # noqa: ARG002
         """Return whether the program failed because it could not reach the host."""
+        return False
+
+    def may_pass_soon(self, problem: str) -> bool:  # noqa: ARG002
+        """Return whether a host that could not be reached may let us in after a moment."""
         return False
 
     def refused(self, exit_code: int, said: str, login: Login) -> bool:
@@ -195,7 +200,9 @@ class Found(msgspec.Struct, frozen=True):
 def precheck(hosts: Sequence[str], shell: RemoteShell, cwd: str) -> dict[str, str]:
     """Return host → problem for the hosts where no agent can run, in the order given.
 
-    Each host is asked once, `AT_ONCE` at a time, with a deadline. Nothing is left on the hosts.
+    `AT_ONCE` hosts are asked at a time, with a deadline. A host that refuses or breaks off the
+    connection is asked again after a moment: a gateway lets in few at a time. Nothing is left on
+    the hosts.
     """
     return asyncio.run(_look_at_all(hosts, shell, cwd)) if hosts else {}
 
@@ -204,8 +211,14 @@ async def _look_at_all(hosts: Sequence[str], shell: RemoteShell, cwd: str) -> di
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def look(host: str) -> str | None:
-        async with slots:
-            return await _look(host, shell, cwd)
+        problem = None
+        for pause in (0.0, *LOOK_AGAIN_S):
+            await asyncio.sleep(pause)
+            async with slots:
+                problem = await _look(host, shell, cwd)
+            if not (isinstance(problem, UnreachableReason) and shell.may_pass_soon(problem)):
+                break
+        return problem
 
     problems = await asyncio.gather(*map(look, hosts))
     return {host: problem for host, problem in zip(hosts, problems, strict=True) if problem}

@@ -49,6 +49,7 @@ _UNREACHABLE = (
     ("Connection reset", "it closed the connection; sshd may be overloaded (MaxStartups)"),
     ("Connection closed", "it closed the connection; sshd may be overloaded (MaxStartups)"),
 )
+_MAY_PASS_SOON = ("Connection refused", "Connection reset", "Connection closed")
 SSH_MEANINGS = (*_REFUSED, *_UNREACHABLE)
 
 
@@ -116,6 +117,10 @@ class SshShell(RemoteShell):
         refused = any(mark in said for mark, _ in _REFUSED)
         gone = any(mark in said for mark, _ in _UNREACHABLE)
         return exit_code == CONNECTION_FAILED and gone and not refused
+
+    def may_pass_soon(self, problem: str) -> bool:
+        """See `RemoteShell.may_pass_soon`."""
+        return any(mark in problem for mark in _MAY_PASS_SOON)
 
     def refused(self, exit_code: int, said: str, login: Login) -> bool:
         """See `RemoteShell.refused`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher import version
+from launcher.backends import remote_shell
 from launcher.backends.remote_shell import Found, judge, precheck
 from launcher.backends.ssh import SshShell
 
@@ -19,7 +20,7 @@ GOOD = Found(version=version(), python="3.11", folder=True, temporary=True)
 def shell(tmp_path: Path) -> SshShell:
     """An ssh whose hosts are this machine, but for some that cannot be reached."""
     program = tmp_path / "ssh"
-    program.write_text(_SSH)
+    program.write_text(_SSH.replace("{tries}", str(tmp_path / "tries")))
     program.chmod(0o755)
     return SshShell(program=str(program))
 
@@ -28,6 +29,8 @@ _SSH = """#!/bin/sh
 while [ "$1" != -- ]; do shift; done
 echo a banner of some kind
 case $2 in
+busy) echo $$ >> {tries}; test $(wc -l < {tries}) -gt 2 && exec /bin/sh -c "$3"
+    echo 'kex_exchange_identification: read: Connection reset by peer' >&2; exit 255 ;;
 refused) echo 'ssh: connect to host refused port 22: Connection refused' >&2; exit 255 ;;
 strange) echo elastic-login-over; echo 'elastic-look not json' ;;
 mute) ;;
@@ -75,3 +78,21 @@ def test_another_version_is_told_with_both() -> None:
     said = judge("a", Found(version="0.9", python="3.11", folder=True, temporary=True), "/", "1.0")
     assert said == "a: elastic-driver 0.9 is installed there, and 1.0 here"
     assert judge("a", GOOD, "/", version()) is None
+
+
+def test_a_gateway_that_lets_in_few_at_a_time_is_asked_again(
+    shell: SshShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_shell, "LOOK_AGAIN_S", (0.1, 0.2))
+    assert precheck(["busy"], shell, "/") == {}
+    assert len((tmp_path / "tries").read_text().split()) == 3
+
+
+def test_only_what_somebody_has_to_mend_is_a_refusal(shell: SshShell, tmp_path: Path) -> None:
+    problems = precheck(["refused", "mute"], shell, "/")
+    problems |= precheck(["good"], shell, str(tmp_path / "gone"))
+    assert {host: type(problem).__name__ for host, problem in problems.items()} == {
+        "refused": "UnreachableReason",
+        "mute": "RefusedReason",
+        "good": "RefusedReason",
+    }
