@@ -161,7 +161,7 @@ def explain_by(host: str, said: str, meanings: Sequence[tuple[str, str]]) -> str
     """Return what was said, with the meaning of the first of these marks that is in it."""
     for mark, meaning in meanings:
         if mark in said:
-            return f"{host}: {in_its_words(said)}; {meaning}"
+            return f"{host}: {in_its_words(said, mark)}; {meaning}"
     return None
 
 

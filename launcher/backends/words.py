@@ -14,14 +14,19 @@ FILES = "its login files (such as ~/.bashrc)"
 ONLY_INTERACTIVE = "let only interactive shells do that ([[ $- == *i* ]]; see docs/hosts.md)"
 
 
-def in_its_words(said: str) -> str:
+def in_its_words(said: str, mark: str = "") -> str:
     """Return the last lines of what a program wrote as one, without frames; empty: it said nothing.
 
-    Lines beside the point are left out if there are others.
+    Lines beside the point are left out if there are others. If the line with the `mark` is not one
+    of the last, it is that line.
     """
     lines = [line.strip().strip("@").strip() for line in said.splitlines() if line.strip(_FRAME)]
     shown = [line for line in lines if not line.startswith(_ASIDE)] or lines
-    return " / ".join(dict.fromkeys(shown[-_MAX_LINES:]))[:_MAX_CHARS]
+    last = shown[-_MAX_LINES:]
+    marked = [line for line in shown if mark and mark in line]
+    if marked and not any(mark in line for line in last):
+        last = marked[:1]
+    return " / ".join(dict.fromkeys(last))[:_MAX_CHARS]
 
 
 def quoted(said: str) -> str:

@@ -212,6 +212,9 @@ def test_words_of_a_program_are_shown_without_frames_and_asides() -> None:
     assert in_its_words(said) == "An error. / It says why."
     assert in_its_words("stty: not a terminal") == "stty: not a terminal", "better than nothing"
     assert in_its_words("\n") == ""
+    long = "ssh: Connection refused\nORTE\nwas not\nable to\n"
+    assert in_its_words(long, "refused") == "ssh: Connection refused"
+    assert in_its_words(long, "was not") == "ORTE / was not / able to"
 
 
 def test_an_account_that_may_not_log_in_is_no_matter_of_login_files() -> None:
