@@ -99,10 +99,13 @@ class Settings:
     slow_for: float = 5.0  # a worker is slow for this long before it is replaced
     replace_pause: float = 60.0  # between the replacements of two slow hosts
     fixed_hosts: bool = False  # the hosts were listed; no others can come
+    one_host_per_machine: bool = False  # two names of a machine are one host
     tf_roles: TfRoles | None = option(Heading.TENSORFLOW, o.TF_ROLES, None,
         "The roles of the workers, given out in this order, the oldest worker first; worker=* are "
         "all others. Implies --tf-config.", shown="worker=*")
 
+    # Hosts that refused us, or lacked something, before the job began; that has been said.
+    refused_hosts: tuple[tuple[str, str], ...] = ()  # with the reason
     # Hosts checked before the job; (): the job checks all of them itself. None: no checks.
     checked_hosts: tuple[str, ...] | None = None
 

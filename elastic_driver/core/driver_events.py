@@ -92,11 +92,13 @@ class HostProbed(Event, frozen=True, tag="host_probed"):
 class AgentLost(AgentEvent, frozen=True, tag="agent_lost"):
     """An agent's process has ended or could not be started; its workers end with it.
 
-    `unreachable`: because its host cannot be reached, or is silent.
+    `unreachable`: because its host cannot be reached, or is silent. `refused`: because its host
+    refuses us or lacks something, which somebody has to mend.
     """
 
     reason: str
     unreachable: bool = False
+    refused: bool = False
 
 
 class AgentSuspected(AgentEvent, frozen=True, tag="agent_suspected"):

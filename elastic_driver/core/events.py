@@ -79,7 +79,8 @@ class AgentUp(AgentEvent, frozen=True):
 
     `slot_ports`: more free ports, for servers of the workers, if the job asks for any.
     `probe_port`: where the agent answers a probe; 0: it answers none. `cpus` and `memory` (bytes)
-    are what its processes may use; 0: not known.
+    are what its processes may use; 0: not known. `machine_id`: the same for all names of one
+    machine; empty: not known.
     """
 
     pid: Count
@@ -89,6 +90,7 @@ class AgentUp(AgentEvent, frozen=True):
     probe_port: Port = 0
     cpus: Count = 0
     memory: Count = 0
+    machine_id: Annotated[str, Meta(max_length=64)] = ""
 
 
 class AgentReady(AgentUp, frozen=True, tag="agent_ready", forbid_unknown_fields=True):

@@ -350,9 +350,9 @@ class Ledger:
                 self._change(name, slots=0, unreachable=False, drained=False)
             case "host_blacklisted":
                 self._change(name, cooling=True)
-            case "host_unreachable":
+            case "host_unreachable" | "host_refused":
                 self._change(name, unreachable=True)
-            case "host_resurrected":
+            case "host_resurrected" | "agent_started":
                 self._change(name, cooling=False, unreachable=False)
             case "host_drained":
                 self._change(name, drained=True)

@@ -26,6 +26,12 @@ class UnreachableReason(str):
     __slots__ = ()
 
 
+class RefusedReason(str):
+    """A reason for `OnLost`: the host refuses us or lacks something; trying again does not help."""
+
+    __slots__ = ()
+
+
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class BackendJob:
@@ -73,8 +79,8 @@ class Backend(Protocol):
             on_lost: call it exactly once, from any thread, when the agent's process has ended for
                 whatever reason (exit status 0 included) or could not be started. It never blocks
                 and never raises. The reason says what happened and what to try; it is an
-                `UnreachableReason` if the host could not be reached. Do not call it after `close`
-                has returned.
+                `UnreachableReason` if the host could not be reached, a `RefusedReason` if it is not
+                going to work before somebody mends it. Do not call it after `close` has returned.
         """
 
     def kill(self, host: str, incarnation: int) -> None:
@@ -108,7 +114,10 @@ class Backend(Protocol):
         return
 
     def find_problems(self, hosts: Hosts) -> dict[str, str]:  # noqa: ARG002
-        """Ask hosts if an agent can run there; return a problem for each that cannot run one."""
+        """Ask hosts if an agent can run there; return a problem for each that cannot run one.
+
+        The problem is a `RefusedReason` where that makes sense (see `start`).
+        """
         return {}
 
     def look_up(self, host: str) -> str:

@@ -127,7 +127,7 @@ class EventRoutes:
                 await self._state_of(host)
             case ev.DrainCancelled(host=host):
                 state = await self._state_of(host)
-                if state not in ("draining", "drained"):
+                if state not in ("draining", "drained", "refused"):
                     problem = f"host {host} is not drained, it is {state}"
                     raise Problem(409, "not_drained", problem, "GET /v1/status shows the hosts")
 

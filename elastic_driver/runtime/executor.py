@@ -37,7 +37,13 @@ from elastic_driver.policies.messages import (
 from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
 from elastic_driver.policies.shard_messages import StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
-from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost, UnreachableReason
+from elastic_driver.runtime.backend import (
+    AdoptsAgents,
+    Backend,
+    OnLost,
+    RefusedReason,
+    UnreachableReason,
+)
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.host_probes import HostProbes
 from elastic_driver.runtime.job_record import JobRecord
@@ -155,7 +161,8 @@ class Executor:
     def _on_lost(self, host: str, incarnation: int) -> OnLost:
         def lost(reason: str) -> None:
             unreachable = isinstance(reason, UnreachableReason)
-            self.post(AgentLost(host, incarnation, str(reason), unreachable))
+            refused = isinstance(reason, RefusedReason)
+            self.post(AgentLost(host, incarnation, str(reason), unreachable, refused))
 
         return lost
 

@@ -30,6 +30,7 @@ Hosts: TypeAlias = tuple[tuple[str, int], ...]
 
 MAX_HOSTS = 100_000
 MAX_SLOTS = 65_536  # of one host
+LOOKS_LIKE_PORT = 1024  # after host:
 MAX_NAME_CHARS = 253  # RFC 1035, section 2.3.4
 _SHOWN_CHARS = 80
 
@@ -61,7 +62,8 @@ def parse_hosts(text: str, *, default_slots: int = 1, source: str = "-H") -> Hos
 
 def parse_host_lines(text: str, *, default_slots: int = 1, source: str) -> Hosts:
     """Return the hosts of a hostfile or a discovery script's output; there may be none."""
-    lines = enumerate((line.partition("#")[0] for line in text.splitlines()), start=1)
+    without_mark = text.removeprefix("\ufeff")  # editors on Windows begin a file with it
+    lines = enumerate((line.partition("#")[0] for line in without_mark.splitlines()), start=1)
     entries = ((n, line) for n, line in lines if line.strip())
     return _collect(entries, default_slots, f"{source}, line")
 
@@ -70,6 +72,10 @@ def check_host(name: str) -> str | None:
     """Return what is wrong with a host's name or address, or None."""
     if len(name) > MAX_NAME_CHARS:
         return f"a name of {len(name)} characters; at most {MAX_NAME_CHARS}"
+    if "@" in name:
+        user, _, host = name.rpartition("@")
+        hint = f"leave it out, and say 'Host {host}' and 'User {user}' in ~/.ssh/config"
+        return f"{name!r} names a user; {hint}"
     if ":" not in name:
         return None if _NAME.match(name) else f"{name!r} is not a host name; {_GRAMMAR}"
     with contextlib.suppress(ValueError):
@@ -107,6 +113,11 @@ def _parse_entry(entry: str, default_slots: int) -> tuple[Iterator[str], int]:
         raise ValueError(f"{head!r} is not a host; {_GRAMMAR}")
     address = match[1]
     slots = None if match[2] is None else _parse_slots(match[2])
+    if slots is not None and slots >= LOOKS_LIKE_PORT:
+        raise ValueError(
+            f"{slots} would be the slots of {address}; if it is the port of its sshd, say -p "
+            f"{slots}, or Port in ~/.ssh/config; if they are slots, say '{address} slots={slots}'"
+        )
     # Some files have blanks around the sign (`slots = 4`): remove them before splitting.
     for word in re.sub(r"\s*=\s*", "=", others[0] if others else "").split():
         option = _OPTION.match(word)
@@ -127,7 +138,7 @@ def _parse_entry(entry: str, default_slots: int) -> tuple[Iterator[str], int]:
 
 def _parse_slots(text: str) -> int:
     if not _NUMBER.match(text) or int(text) > MAX_SLOTS:
-        raise ValueError(f"{text!r} is not a number of slots (0 to {MAX_SLOTS})")
+        raise ValueError(f"{text!r} is not a number of slots (0 to {MAX_SLOTS}); {_GRAMMAR}")
     return int(text)
 
 

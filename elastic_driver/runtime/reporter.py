@@ -92,7 +92,8 @@ class Reporter:
             level = Level.NORMAL if self._exits <= MAX_EXITS_SHOWN else Level.VERBOSE
         elif event.event == "round_completed":
             self._exits = 0
-            level = Level.VERBOSE if event.detail.get("told") else level
+        if event.event in ("round_completed", "host_refused") and event.detail.get("told"):
+            level = Level.VERBOSE
         if level > max(self._level, Level.NORMAL):
             return
         facts = {**event.detail, **{name: getattr(event, name) for name in event.__struct_fields__}}

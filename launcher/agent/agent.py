@@ -30,6 +30,7 @@ from launcher.agent.environment import Meeting
 from launcher.agent.folders import remove_orphans, scratch_folder
 from launcher.agent.lifetime import Lifetime
 from launcher.agent.liveness import Heartbeats, Promise
+from launcher.agent.machine_id import machine_id
 from launcher.agent.memory import usable_memory
 from launcher.agent.ports import free_ports
 from launcher.agent.posted_output import Consoles
@@ -169,6 +170,7 @@ class Agent:
             probe_port=await self._probe_port.listen(address),
             cpus=usable_cpus(),
             memory=usable_memory(),
+            machine_id=machine_id(self._config.host),
         )
 
     def _make_workers(self, spec: JobSpec, link: DriverLink, consoles: Consoles) -> Workers:

@@ -8,10 +8,12 @@
 
 `keep` reads the agent's token and, in a second line, the fingerprint of the driver's certificate
 from stdin, which is the only way that the token ever travels, and writes them to a 0600 file in a
-private folder that is removed with the agent. It does not depend on the session that started it: it
-is a session of its own, and its closed streams are not read. It is the agent's parent and the
-reaper of everything below it, as the local backend is for agents on its machine, so that no process
-outlives the agent; when *it* dies, the agent sees its stdin close and ends. Times are seconds.
+private folder that is removed with the agent. The driver sends them once the user's login files are
+over (`launcher.agent.marks`); empty lines before them are what it sent to login files. `keep` does
+not depend on the session that started it: it is a session of its own, and its closed streams are
+not read. It is the agent's parent and the reaper of everything below it, as the local backend is
+for agents on its machine, so that no process outlives the agent; when *it* dies, the agent sees its
+stdin close and ends. Times are seconds.
 """
 
 import asyncio
@@ -22,6 +24,7 @@ import platform
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -44,14 +47,13 @@ from launcher.agent.folders import (
     sweep_scratch,
     wait_for_holder,
 )
+from launcher.agent.marks import LOOKED, NO_STDOUT, UP, say_done
 from launcher.agent.processes import become_subreaper, children, end_all, send_signal
 from launcher.agent.stacks import state_of
 from launcher.edge import keep_memory_private
 from rendezvous.auth import MAX_FILE_BYTES, write_token_file
 
 FOLDER_PREFIX = "elastic-agent-"
-UP = "elastic-agent-up"  # `UP name`: this line says that the agent was started, or is waited for
-LOOKED = "elastic-look"  # `LOOKED {…}`: this line has the findings of `look`
 PATIENCE_S = 5.0  # for killed processes to be gone
 OF_A_RANK = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "PRTE_")  # mpirun's variables for a rank
 _TOKEN = "token"  # noqa: S105 - a file's name
@@ -69,7 +71,10 @@ def folder_of(name: str) -> Path:
 
 def keep(name: str, arguments: Sequence[str]) -> int:
     """Start the agent with these arguments, wait for its end, leave nothing; return its status."""
-    token, fingerprint = (_line_of_stdin() for _ in range(2))
+    empty = 0
+    while (line := _line_of_stdin()) == "\n":
+        empty += 1
+    token, fingerprint = line.strip(), _line_of_stdin().strip()
     if not token:
         print("elasticrun: no token came over stdin", file=sys.stderr)
         return int(ExitCode.BUG)
@@ -97,7 +102,7 @@ def keep(name: str, arguments: Sequence[str]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda received, _frame: agent.send_signal(received))
         try:
-            print(UP, name, flush=True)
+            print(UP, name, empty, flush=True)
         except OSError:  # the driver's program has gone, and will be started again
             agent.kill()
         code = agent.wait()
@@ -108,7 +113,7 @@ def keep(name: str, arguments: Sequence[str]) -> int:
 
 
 def _line_of_stdin() -> str:
-    return sys.stdin.buffer.readline(MAX_FILE_BYTES).decode("ascii", "replace").strip()
+    return sys.stdin.buffer.readline(MAX_FILE_BYTES).decode("ascii", "replace")
 
 
 def keep_apart(name: str, arguments: Sequence[str]) -> int:
@@ -214,19 +219,37 @@ def _kill_below(pid: int, pidfd: int) -> bool:
 
 def look(folder: str) -> int:
     """Print the facts that a driver checks before it uses this host, as one JSON object."""
+    given = sys.stdin.buffer.read(_MAX_TOKEN)  # to its end: nothing but empty lines
     found = {
         "version": version(),
         "python": platform.python_version(),
         "folder": os.path.isdir(folder),
         "temporary": os.access(tempfile.gettempdir(), os.W_OK),
+        "empty": given.count(b"\n"),
     }
     print(LOOKED, json.dumps(found), flush=True)
     return 0
 
 
+def _is_heard() -> bool:
+    """Return whether what we print can reach the driver; a login file may send it elsewhere."""
+    kind = os.fstat(1).st_mode
+    return stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or os.isatty(1)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the first argument says; return the exit status."""
-    match list(sys.argv[1:] if argv is None else argv):
+    """Do what the first argument says, say that it is done, and return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] in (["keep"], ["apart"], ["look"]) and not _is_heard():
+        print("elasticrun: stdout leads elsewhere, so the driver cannot hear us", file=sys.stderr)
+        return NO_STDOUT
+    status = _carry_out(words)
+    say_done("look" if words[:1] == ["look"] else "".join(words[1:2]), status)
+    return status
+
+
+def _carry_out(words: Sequence[str]) -> int:
+    match words:
         case ["keep", name, *arguments]:
             return keep(name, arguments)
         case ["apart", name, *arguments]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
 from launcher.agent.remote import OF_A_RANK
+from launcher.backends.client import Login
 from launcher.backends.mpi_ranks import settings_of_mpirun
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
@@ -107,14 +108,22 @@ class MpirunShell(RemoteShell):
         """See `RemoteShell.unreachable`; mpirun has an exit status of its own."""
         return self.ssh.unreachable(CONNECTION_FAILED, said)
 
+    def refused(self, exit_code: int, said: str, login: Login) -> bool:
+        """See `RemoteShell.refused`; mpirun ends for many reasons before our command."""
+        if login.reached:
+            return super().refused(exit_code, said, login)
+        known = any(mark in said for mark, _ in _MEANINGS if mark != _LOST)
+        return known or self.ssh.refused(CONNECTION_FAILED, said, login)
+
     def ending(self, host: str, exit_code: int, said: str) -> str | None:
         """See `RemoteShell.ending`."""
         return None if _LOST in said else super().ending(host, exit_code, said)
 
-    def explain(self, host: str, exit_code: int, said: str) -> str:
+    def explain(self, host: str, exit_code: int, said: str, login: Login) -> str:
         """See `RemoteShell.explain`."""
         known = explain_by(host, said, (*_MEANINGS, *SSH_MEANINGS))
-        return known or super().explain(host, exit_code, said.partition(_RULE)[0])
+        own = said.partition(_RULE)[0].strip() or said
+        return known or super().explain(host, exit_code, own, login)
 
 
 def make_backend(job: BackendJob) -> RemoteBackend:

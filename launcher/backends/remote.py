@@ -28,19 +28,20 @@ from elastic_driver.runtime.backend import (
     BackendJob,
     OnClosed,
     OnLost,
-    UnreachableReason,
 )
 from elastic_driver.runtime.host_lists import Hosts
-from launcher.agent.remote import UP
+from launcher.agent.marks import up_in
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.base import AgentPlan, agent_arguments, unfollowed
-from launcher.backends.client import Client, OnLines
-from launcher.backends.remote_shell import RemoteShell, last_line, precheck
+from launcher.backends.client import EMPTY_AFTER_S, END_STDIN_S, Client, Login, OnLines
+from launcher.backends.remote_shell import RemoteShell, precheck
+from launcher.backends.words import FILES, ONLY_INTERACTIVE, quoted
 from rendezvous.auth import agent_token, read_credentials, read_token_file
 from rendezvous.errors import TokenError
 
 AT_ONCE = 32  # connections being set up; more would overload the hosts and our cores
 START_S = 60.0  # from the start of the connection until the agent is up
+END_STDIN_BEFORE_S = 15.0  # if our command does not run by then, it is seen what reads stdin
 END_S = 15.0  # for one attempt to kill an agent
 CLOSE_S = 6.0  # the same, when the job is over
 SURELY_UP_S = 3.0  # if no end was reported by then, only the connection to the agent is lost
@@ -86,6 +87,7 @@ class RemoteBackend(Backend):
         # The following fields belong to the loop's thread.
         self._agents: dict[tuple[str, int], _RemoteAgent] = {}
         self._consoles: tuple[Console, ...] = ()
+        self._told_of_stdin: set[str] = set()  # hosts
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     def plan(self, host: str, incarnation: int, name: str = "NAME") -> AgentPlan:
@@ -217,9 +219,8 @@ class RemoteBackend(Backend):
         code = await ended
         said = agent.said.decode(errors="replace")
         if not agent.up.is_set():
-            reason = self._shell.explain(agent.host, code, said)
-            gone = self._shell.unreachable(code, said)
-            return UnreachableReason(reason) if gone else reason
+            login = Login() if agent.client is None else agent.client.login
+            return self._shell.reason(agent.host, code, said, login)
         # A signal that killed the program here has not killed the agent there.
         ending = self._shell.ending(agent.host, code, said) if code >= 0 else None
         if ending is not None:
@@ -239,7 +240,7 @@ class RemoteBackend(Backend):
     def _closed_early(self, agent: _RemoteAgent, said: str) -> None:
         """Tell the driver that the connection to an agent has closed; the agent may still live."""
         if self._on_closed is not None:
-            closed = f"its {Path(self._shell.program).name} connection has closed{last_line(said)}"
+            closed = f"its {Path(self._shell.program).name} connection has closed{quoted(said)}"
             self._on_closed(agent.host, agent.incarnation, closed)
 
     async def _connect(self, agent: _RemoteAgent) -> asyncio.Task[int]:
@@ -250,7 +251,14 @@ class RemoteBackend(Backend):
         # In a thread: the way to the host may have to be looked up.
         plan = await asyncio.to_thread(self.plan, agent.host, agent.incarnation, agent.name)
         heard = partial(self._heard, agent)
-        client = await Client.start(plan.argv, said, heard, self._shell.environ())
+        client = await Client.start(
+            plan.argv,
+            heard,
+            self._shell.environ(),
+            name=agent.name,
+            given=said,
+            end_stdin=START_S - END_STDIN_BEFORE_S,
+        )
         agent.client, ended = client, asyncio.create_task(client.ended())
         for console in self._consoles:
             console.attach(client.flow)
@@ -258,21 +266,36 @@ class RemoteBackend(Backend):
         if not await _first_of(ended, agent.up):
             client.kill()
             await ended
-            raise ClusterError(f"{agent.host}: no agent came up within {START_S:.0f} s")
+            late = f"{agent.host}: no agent came up within {START_S:.0f} s"
+            if not client.login.reached:
+                late += f": {FILES} are not over"
+            raise ClusterError(late + quoted(agent.said.decode(errors="replace")))
         return ended
 
     def _heard(self, agent: _RemoteAgent, stream: int, lines: list[bytes]) -> None:
-        """Pass the agent's output on, without lines that a login script printed before it."""
-        up, mark = agent.up.is_set(), f"{UP} {agent.name}".encode()
+        """Pass the agent's output on, without what login files printed before it."""
         if stream == 2:
+            up = agent.up.is_set()
             said = [line + b"\n" for line in lines if not up or not line.startswith(_OURS)]
             agent.said = (agent.said + b"".join(said))[-_MAX_SAID:]
-        elif not up and mark in lines:
-            agent.up.set()
-            agent.said, up = b"", True
-            lines = lines[lines.index(mark) + 1 :]
-        if up and lines:
+        elif not agent.up.is_set():
+            lines = self._after_up(agent, lines)
+        if agent.up.is_set() and lines:
             self._consoles[stream - 1].write(b"\n".join(lines) + b"\n")
+
+    def _after_up(self, agent: _RemoteAgent, lines: list[bytes]) -> list[bytes]:
+        """Return the lines after the one that says that the agent is up, if it is here."""
+        for number, line in enumerate(lines):
+            if (empty := up_in(line, agent.name)) is not None:
+                agent.up.set()
+                agent.said = b""
+                login = Login() if agent.client is None else agent.client.login
+                if login.empty > empty and agent.host not in self._told_of_stdin:
+                    self._told_of_stdin.add(agent.host)
+                    got = f"got an empty line after {EMPTY_AFTER_S:.0f} s"
+                    self._say(f"{agent.host}: {FILES} read stdin, and {got}; {ONLY_INTERACTIVE}")
+                return lines[number + 1 :]
+        return []
 
     async def _follow(self, agent: _RemoteAgent) -> str:
         """Wait over new connections until the agent is gone, without a deadline.
@@ -289,11 +312,11 @@ class RemoteBackend(Backend):
     async def _saw_end(self, agent: _RemoteAgent) -> bool:
         """Wait for an agent's end on its host; return False if this connection ends before."""
         found, said = asyncio.Event(), b""
-        mark = f"{UP} {self._name_of(agent)}".encode()
+        name = self._name_of(agent)
 
         def heard(stream: int, lines: list[bytes]) -> None:
             nonlocal said
-            if mark in lines:
+            if stream == 1 and any(up_in(line, name) is not None for line in lines):
                 found.set()
                 agent.up.set()
             elif stream == 2:
@@ -338,7 +361,9 @@ class RemoteBackend(Backend):
     ) -> Client:
         """Run one of `launcher.agent.remote`'s commands on an agent's host."""
         argv = self._shell.argv(agent.host, word, self._name_of(agent))
-        return await Client.start(argv, given, heard, self._shell.environ())
+        patience = None if given is None else END_STDIN_S
+        name, environ = self._name_of(agent), self._shell.environ()
+        return await Client.start(argv, heard, environ, name=name, given=given, end_stdin=patience)
 
     # ---- output, and the end -------------------------------------------------------------
 

@@ -6,29 +6,33 @@ find hosts where no agent can run: a host needs our Python, our package in the s
 job's folder.
 """
 
+import asyncio
 import shlex
 import shutil
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.runtime.backend import RefusedReason, UnreachableReason
 from elastic_driver.runtime.host_lists import check_host
 from launcher import version
-from launcher.agent.remote import LOOKED
+from launcher.agent.marks import LOOKED, NO_STDOUT, SAY_REACHED
 from launcher.backends.base import PACKAGE_ROOT, describe_end
+from launcher.backends.client import END_STDIN_S, Client, Login
+from launcher.backends.words import FILES, describe_login, in_its_words, quoted
 from rendezvous.wire import UNREADABLE
 
 NO_PYTHON = 127
 AT_ONCE = 32  # hosts that are asked at the same time
 LOOK_S = 20.0  # beyond the time to connect: Python has to be loaded from a slow disk
-_MAX_SAID = 300
+LOOK_AGAIN_S = (1.0, 2.0)  # pauses before a host is asked again that broke off the connection
+_MAX_SAID = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,17 @@ class RemoteShell(ABC):
         """Return whether the program failed because it could not reach the host."""
         return False
 
+    def may_pass_soon(self, problem: str) -> bool:  # noqa: ARG002
+        """Return whether a host that could not be reached may let us in after a moment."""
+        return False
+
+    def refused(self, exit_code: int, said: str, login: Login) -> bool:
+        """Return whether it would fail in the same way again until somebody mends the host."""
+        if exit_code < 0:  # the program was killed here
+            return False
+        missing = exit_code in (NO_PYTHON, NO_STDOUT) or "No module named" in said
+        return missing or not login.reached or login.closed
+
     def ending(self, host: str, exit_code: int, said: str) -> str | None:  # noqa: ARG002
         """Return why an agent that was up has ended; None if only the connection has ended.
 
@@ -99,44 +114,54 @@ class RemoteShell(ABC):
         # A shell says 128+N for a signal, subprocess says -N.
         return describe_end(host, 128 - exit_code if exit_code > 128 else exit_code)
 
-    def explain(self, host: str, exit_code: int, said: str) -> str:
+    def reason(self, host: str, exit_code: int, said: str, login: Login) -> str:
+        """Return `explain`'s line as the kind of reason that it is, for `Backend.start`."""
+        line = self.explain(host, exit_code, said, login)
+        if self.unreachable(exit_code, said):
+            return UnreachableReason(line)
+        return RefusedReason(line) if self.refused(exit_code, said, login) else line
+
+    def explain(self, host: str, exit_code: int, said: str, login: Login) -> str:
         """Return one line on why a command on a host failed before the agent was up.
 
-        `exit_code` is as subprocess gives it, `said` what came on stderr.
+        The program's own words come first, then what we make of them. `exit_code` is as subprocess
+        gives it, `said` what came on stderr, `login` what login files have done.
         """
-        if exit_code == NO_PYTHON:
+        if exit_code == NO_STDOUT or not login.reached or login.closed:
+            return describe_login(host, exit_code, said, login)
+        if exit_code == NO_PYTHON and "elasticrun: no Python at" in said:
             missing = f"there is no Python at {self.python}"
             return f"{host}: {missing}; install the same environment there"
-        if "No module named" in said:
-            return f"{host}: elastic-driver is not installed in its {self.python}{last_line(said)}"
-        return f"{host}: {self.python} ended with exit status {exit_code}{last_line(said)}"
+        if "No module named 'encodings'" in said:
+            hint = "is PYTHONHOME set in its login files (or by a module that they load)?"
+        elif "No module named" in said:
+            hint = "is elastic-driver installed there?"
+        else:
+            hint = ""
+        ended = f"{self.python} ended with exit status {exit_code}{quoted(said)}"
+        return f"{host}: {ended}{f'; {hint}' if hint else ''}"
 
 
 def script(python: str, home: Path, *words: str) -> str:
     """Return `python -m launcher.agent.remote WORDS…` as a script for /bin/sh.
 
-    It runs in `home`, the folder our packages are in here, if the host has it (a shared disk), and
-    in / otherwise: Python looks there first, and a user's home folder may hold a `launcher.py`.
+    It first says that the login files are over. It runs in `home`, the folder our packages are in
+    here, if the host has it (a shared disk), and in / otherwise: Python looks there first, and a
+    user's home folder may hold a `launcher.py`.
     """
     say = f"echo {shlex.quote(f'elasticrun: no Python at {python}')} >&2"
     return (
-        f"cd {shlex.quote(str(home))} 2>/dev/null || cd /; "
+        f"{SAY_REACHED}; cd {shlex.quote(str(home))} 2>/dev/null || cd /; "
         f"test -x {shlex.quote(python)} || {{ {say}; exit {NO_PYTHON}; }}; "
         f"exec {shlex.join((python, '-m', 'launcher.agent.remote', *words))}"
     )
 
 
-def last_line(said: str) -> str:
-    """Return the last line a program wrote, in parentheses; empty if it wrote nothing."""
-    return f" ({said.strip().splitlines()[-1][:_MAX_SAID]})" if said.strip() else ""
-
-
 def explain_by(host: str, said: str, meanings: Sequence[tuple[str, str]]) -> str | None:
-    """Return the meaning of the first of these marks that is in `said`, with its line."""
+    """Return what was said, with the meaning of the first of these marks that is in it."""
     for mark, meaning in meanings:
-        for line in said.splitlines():
-            if mark in line:
-                return f"{host}: {meaning}{last_line(line)}"
+        if mark in said:
+            return f"{host}: {in_its_words(said, mark)}; {meaning}"
     return None
 
 
@@ -169,16 +194,34 @@ class Found(msgspec.Struct, frozen=True):
     python: str
     folder: bool  # the job's working directory is there
     temporary: bool  # its folder for temporary files can be written
+    empty: int = 0  # so many of the empty lines that login files are sent were left to read
 
 
 def precheck(hosts: Sequence[str], shell: RemoteShell, cwd: str) -> dict[str, str]:
     """Return host → problem for the hosts where no agent can run, in the order given.
 
-    Each host is asked once, `AT_ONCE` at a time, with a deadline. Nothing is left on the hosts.
+    `AT_ONCE` hosts are asked at a time, with a deadline. A host that refuses or breaks off the
+    connection is asked again after a moment: a gateway lets in few at a time. Nothing is left on
+    the hosts.
     """
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        problems = pool.map(lambda host: _look(host, shell, cwd), hosts)
-        return {host: problem for host, problem in zip(hosts, problems, strict=True) if problem}
+    return asyncio.run(_look_at_all(hosts, shell, cwd)) if hosts else {}
+
+
+async def _look_at_all(hosts: Sequence[str], shell: RemoteShell, cwd: str) -> dict[str, str]:
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def look(host: str) -> str | None:
+        problem = None
+        for pause in (0.0, *LOOK_AGAIN_S):
+            await asyncio.sleep(pause)
+            async with slots:
+                problem = await _look(host, shell, cwd)
+            if not (isinstance(problem, UnreachableReason) and shell.may_pass_soon(problem)):
+                break
+        return problem
+
+    problems = await asyncio.gather(*map(look, hosts))
+    return {host: problem for host, problem in zip(hosts, problems, strict=True) if problem}
 
 
 def judge(host: str, found: Found, cwd: str, ours: str) -> str | None:
@@ -192,21 +235,43 @@ def judge(host: str, found: Found, cwd: str, ours: str) -> str | None:
     return None
 
 
-def _look(host: str, shell: RemoteShell, cwd: str) -> str | None:
+async def _look(host: str, shell: RemoteShell, cwd: str) -> str | None:
     patience = shell.connect_timeout + LOOK_S
+    answers, said = list[bytes](), b""
+
+    def heard(stream: int, lines: list[bytes]) -> None:
+        nonlocal said
+        if stream == 2:
+            said = (said + b"\n".join(lines) + b"\n")[-_MAX_SAID:]
+            return
+        mark = f"{LOOKED} ".encode()
+        answers.extend(line.partition(mark)[2] for line in lines if mark in line)
+
     try:
-        done = run_briefly(shell.argv(host, "look", cwd), patience, shell.environ())
+        argv = shell.argv(host, "look", cwd)
+        client = await Client.start(
+            argv, heard, shell.environ(), name="look", given=b"", end_stdin=END_STDIN_S
+        )
     except ClusterError as error:
         return str(error)
-    except subprocess.TimeoutExpired:
-        return f"{host}: no answer within {patience:.0f} s; is it overloaded, or its disk gone?"
     except OSError as error:
         return f"{host}: cannot run {shell.program}: {error.strerror}"
-    lines = [line for line in done.stdout.splitlines() if line.startswith(f"{LOOKED} ")]
-    if done.returncode != 0 or not lines:
-        return shell.explain(host, done.returncode, done.stderr)
     try:
-        found = msgspec.json.decode(lines[-1].removeprefix(f"{LOOKED} "), type=Found)
+        code = await asyncio.wait_for(client.ended(), patience)
+    except asyncio.TimeoutError:
+        words = quoted(said.decode(errors="replace"))
+        if client.login.reached:
+            hint = "is it overloaded, or its disk gone?"
+            return f"{host}: its Python has not answered within {patience:.0f} s{words}; {hint}"
+        hint = f"is it overloaded, or do {FILES} wait for something?"
+        return f"{host}: its login was not over within {patience:.0f} s{words}; {hint}"
+    if not answers:
+        return shell.reason(host, code, said.decode(errors="replace"), client.login)
+    try:
+        found = msgspec.json.decode(answers[-1], type=Found)
     except UNREADABLE as error:
         return f"{host}: its answer makes no sense ({error}); is elastic-driver the same there?"
-    return judge(host, found, cwd, version())
+    if client.login.closed and client.login.empty > found.empty:
+        return RefusedReason(describe_login(host, code, "", client.login))
+    problem = judge(host, found, cwd, version())
+    return None if problem is None else RefusedReason(problem)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
+from launcher.backends.client import Login
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.remote_shell import RemoteShell, explain_by, last_line
+from launcher.backends.remote_shell import RemoteShell, explain_by
+from launcher.backends.words import in_its_words
 
 IMMEDIATE_S = 10  # for Slurm to find room for a step
 # Variables that srun itself needs; the others that sbatch sets would change the step's resources.
@@ -77,18 +79,22 @@ class SrunShell(RemoteShell):
             if name in _KEPT or not name.startswith(_SLURMS)
         }
 
+    def refused(self, exit_code: int, said: str, login: Login) -> bool:
+        """See `RemoteShell.refused`; what Slurm itself refuses may pass."""
+        return login.reached and super().refused(exit_code, said, login)
+
     def ending(self, host: str, exit_code: int, said: str) -> str | None:
         """See `RemoteShell.ending`: srun ends with the step, never before it."""
         if "Node failure" in said:
             return f"the agent on {host} has ended: Slurm says that the node failed"
         return super().ending(host, exit_code, said)
 
-    def explain(self, host: str, exit_code: int, said: str) -> str:
+    def explain(self, host: str, exit_code: int, said: str, login: Login) -> str:
         """See `RemoteShell.explain`."""
         known = explain_by(host, said, _MEANINGS)
         if known is None and "srun: error: Unable to" in said:
-            return f"{host}: srun failed{last_line(said)}; try: scontrol show node {host}"
-        return known or super().explain(host, exit_code, said)
+            return f"{host}: {in_its_words(said)}; try: scontrol show node {host}"
+        return known or super().explain(host, exit_code, said, login)
 
 
 def make_backend(job: BackendJob) -> RemoteBackend:

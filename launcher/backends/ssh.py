@@ -10,18 +10,35 @@ import subprocess
 from dataclasses import dataclass
 
 from elastic_driver.runtime.backend import BackendJob
+from launcher.backends.client import Login
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.remote_shell import RemoteShell, explain_by, last_line, run_briefly
+from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
+from launcher.backends.words import in_its_words
 
 CONNECTION_FAILED = 255  # ssh's own exit status; an agent never has it (ssh(1), EXIT STATUS)
 _ALIVE_COUNT = 3
 _CONFIG_S = 10.0
 
-# Text in ssh's last lines → what happened, and what to try.
+# Text in ssh's last lines → what it means, and what to try. Those that come first count.
 _REFUSED = (
-    ("Permission denied", "ssh was refused (no key it accepts); try ssh-copy-id, or -i"),
-    ("Host key verification failed", "its host key is unknown or has changed; ssh there once"),
-    ("Too many authentication failures", "ssh was refused; name the right key with -i"),
+    (
+        "Too many authentication failures",
+        "it has been offered too many keys; name the right one with -i",
+    ),
+    (
+        "Host key verification failed",
+        "its key is not the known one, or not known yet; compare it, and ssh there once",
+    ),
+    ("Permission denied", "it takes none of your keys, or not this user; try ssh-copy-id, or -i"),
+    ("Access denied", "its PAM does not let you in; you may need a job there, or an account"),
+    ("pam_", "its PAM does not let you in; ask who runs it"),
+    ("account has expired", "its PAM does not let you in; ask who runs it"),
+    ("account is locked", "its PAM does not let you in; ask who runs it"),
+    ("System is booting up", "nobody may log in yet"),
+    ("no matching ", "its sshd and this ssh have no algorithm in common"),
+    ("Bad owner or permissions", "ssh does not take its own configuration"),
+    ("Bad configuration option", "ssh does not take its own configuration"),
+    ("UNPROTECTED PRIVATE KEY FILE", "others can read your key; chmod 600"),
 )
 _UNREACHABLE = (
     ("Could not resolve hostname", "its name has no address; check the name, or ssh's config"),
@@ -32,6 +49,7 @@ _UNREACHABLE = (
     ("Connection reset", "it closed the connection; sshd may be overloaded (MaxStartups)"),
     ("Connection closed", "it closed the connection; sshd may be overloaded (MaxStartups)"),
 )
+_MAY_PASS_SOON = ("Connection refused", "Connection reset", "Connection closed")
 SSH_MEANINGS = (*_REFUSED, *_UNREACHABLE)
 
 
@@ -100,6 +118,16 @@ class SshShell(RemoteShell):
         gone = any(mark in said for mark, _ in _UNREACHABLE)
         return exit_code == CONNECTION_FAILED and gone and not refused
 
+    def may_pass_soon(self, problem: str) -> bool:
+        """See `RemoteShell.may_pass_soon`."""
+        return any(mark in problem for mark in _MAY_PASS_SOON)
+
+    def refused(self, exit_code: int, said: str, login: Login) -> bool:
+        """See `RemoteShell.refused`."""
+        if exit_code == CONNECTION_FAILED and not login.reached:
+            return any(mark in said for mark, _ in _REFUSED)
+        return super().refused(exit_code, said, login)
+
     def _configuration(self, host: str) -> dict[str, str]:
         """Return ssh's configuration for a host (`ssh -G`); empty if ssh does not say it."""
         try:
@@ -116,12 +144,13 @@ class SshShell(RemoteShell):
         # ssh says why a connection broke, and nothing when what ran there was killed.
         return None if said else f"the agent on {host} was killed"
 
-    def explain(self, host: str, exit_code: int, said: str) -> str:
+    def explain(self, host: str, exit_code: int, said: str, login: Login) -> str:
         """See `RemoteShell.explain`."""
-        if exit_code != CONNECTION_FAILED:
-            return super().explain(host, exit_code, said)
+        if exit_code != CONNECTION_FAILED or login.reached:
+            return super().explain(host, exit_code, said, login)
         known = explain_by(host, said, SSH_MEANINGS)
-        return known or f"{host}: ssh failed{last_line(said)}; try: ssh {host} true"
+        words = in_its_words(said) or "ssh failed and said nothing"
+        return known or f"{host}: {words}; try: ssh {host} true"
 
 
 def make_backend(job: BackendJob) -> RemoteBackend:

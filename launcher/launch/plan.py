@@ -36,6 +36,7 @@ from launcher.network import is_loopback
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 
+SSH_PORT = 22
 START_TOGETHER_S = 5.0  # a first world of horovodrun has the slots of all hosts that answer
 
 
@@ -294,6 +295,7 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
         min_hosts=nodes[0] if nodes else 1,
         max_hosts=nodes[1] if nodes else None,
         fixed_hosts=isinstance(hosts, where.FixedHosts),
+        one_host_per_machine=_named_by_users(line, hosts),
         tf_roles=tf_roles(line),
         start_together=START_TOGETHER_S if line["horovod"] else 0.0,
         # Horovod's states have no checkpoints: its scripts read files of their own.
@@ -309,7 +311,21 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
             "(docs/joining.md)"
         )
     check_tf_roles(settings)
+    if not note and any(slots == SSH_PORT for _, slots in hosts.hosts or ()):
+        note = f"host:{SSH_PORT} gives a host {SSH_PORT} slots; the port of sshd goes into -p"
     return settings, note
+
+
+def _named_by_users(line: CommandLine, hosts: where.HostSource) -> bool:
+    """Return whether two of the hosts' names may mean one machine by mistake.
+
+    Slurm, the Brain and nodes that join name each host once.
+    """
+    if line["separate_names"]:
+        return False
+    if isinstance(hosts, where.FixedHosts):
+        return hosts.allocation is None
+    return isinstance(hosts, where.DiscoveredHosts)
 
 
 def _start_and_most(

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from elastic_driver.errors import ClusterError, ElasticError
-from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend
+from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend, RefusedReason
 from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.discovery import HostDiscovery
@@ -72,6 +72,8 @@ def submit(
         for problem in problems.values():
             sayer(plan)(problem)
         plan = without(plan, hosts, problems)
+        refused = [(h, str(p)) for h, p in problems.items() if isinstance(p, RefusedReason)]
+        plan = replace(plan, settings=replace(plan.settings, refused_hosts=tuple(refused)))
     checks = None
     if plan.options.checks_nodes:
         starter = backend_maker(plan.backend, replace(job, grows=False, resumable=False))

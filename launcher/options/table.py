@@ -54,6 +54,9 @@ class LaunchOptions:
         "Run on this machine only, even if a file or a variable names hosts.")
     slots_per_host: int | None = option(HOSTS, whole(least=1), None,
         "Slots of a host that is listed without a number.", aliases=("--slots",), shown="1")
+    separate_names: bool = option(HOSTS, FLAG, False,
+        "Make each name a host of its own, even if two of them are one machine. By default such a "
+        "machine is one host, which has the slots of both, as with mpirun.")
 
     brain: str | None = option(BRAIN, BRAIN_URL, None,
         "Train on the hosts that the Brain at this address (elasticbrain serve) grants the job, "

@@ -55,3 +55,18 @@ def test_hosts_that_have_ipv6_alone_train_together() -> None:
         assert [e["reason"][:8] for e in job.events("agent_started")] == ["at fd99:", "at fd99:"]
         assert job.stdout.count("done step=30") == 2
         assert job.left_behind() == {}
+
+
+def test_two_names_of_a_machine_are_one_host_and_machines_that_share_a_kernel_are_not(
+    cluster: Cluster,
+) -> None:
+    hosts = f"node0:1,NODE0:1,{cluster.node('node0').address}:1,node1:1"
+    with elasticrun_on(cluster, "-np", "4", "-H", hosts, steps=30) as job:
+        assert job.wait(90) == 0, job.describe()
+        assert job.stdout.count("done step=30") == 4
+        removed = {event["host"]: event["reason"] for event in job.events("host_removed")}
+        assert sorted(removed) == sorted({"NODE0", cluster.node("node0").address})
+        assert all("the same machine as node0" in reason for reason in removed.values())
+        (round_,) = job.events("round_completed")
+        assert (round_["size"], round_["hosts"]) == (4, 2)
+        assert "host NODE0 removed (it is the same machine as node0" in job.stderr

@@ -42,6 +42,7 @@ class Scenario:
         self.agents, self.processes = agents, processes
         self.progress = True  # whether the members' progress can be read
         self.silent: set[str] = set()  # hosts that answer no probe
+        self.machines: dict[str, str] = {}  # host → machine, as its agent says
         self._pid = 1000
 
     # ---- in ------------------------------------------------------------------------------
@@ -79,7 +80,8 @@ class Scenario:
     def agent_up(self, host: str, incarnation: int = 1) -> list[Decision]:
         self._pid += 1
         address = f"10.0.0.{ord(host[0])}"
-        return self.send(ev.AgentReady(host, incarnation, self._pid, address, (5000, 5001)))
+        up = host, incarnation, self._pid, address, (5000, 5001)
+        return self.send(ev.AgentReady(*up, machine_id=self.machines.get(host, "")))
 
     def agent_lost(
         self, host: str, reason: str = "its lease expired", *, unreachable: bool = False

@@ -281,7 +281,13 @@ def test_a_ledger_that_comes_back_from_a_snapshot_goes_on_like_the_first_one() -
 WORKERS = [f"{host}.{slot}.{number}" for host in "ab" for slot in (0, 1) for number in (1, 2)]
 _ABOUT_WORKERS = ("worker_started", "worker_ready", "worker_exited", "worker_lost", "worker_hung")
 _ABOUT_HOSTS = ("host_discovered", "host_removed", "host_blacklisted", "host_unreachable")
-_HOSTS_TOO = ("host_resurrected", "host_drained", "drain_cancelled")
+_HOSTS_TOO = (
+    "host_resurrected",
+    "host_refused",
+    "agent_started",
+    "host_drained",
+    "drain_cancelled",
+)
 _ABOUT_ALL = (
     "round_completed",
     "round_closed",

@@ -26,6 +26,7 @@ def usual(random: Random) -> list[ev.Event]:
         ev.AgentReady(host, 1, 1, "x", (5000,)),
         ev.AgentReady(host, 1, 1, "y", (), probe_port=7000),
         seen.AgentLost(host, number, WHY),
+        seen.AgentLost(host, number, WHY, refused=True),
         seen.AgentSuspected(host, 1, random.choice(["silent", "disconnected", "backend"]), WHY),
         seen.AgentHeard(host, 1),
         seen.AgentProbed(host, 1, number, random.choice(["answered", "refused", "silent"]), 0.1),

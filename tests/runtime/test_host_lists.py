@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,7 +125,7 @@ def test_ten_thousand_hosts_are_no_trouble() -> None:
 
 def test_summed_slots_are_bounded_like_single_ones() -> None:
     with pytest.raises(HostListError, match="slots on one host"):
-        parse_host_lines(f"a:{MAX_SLOTS}\na\n", source="script")
+        parse_host_lines(f"a slots={MAX_SLOTS}\na\n", source="script")
 
 
 @given(st.text(max_size=60))
@@ -138,3 +140,26 @@ def test_any_text_is_either_refused_or_gives_names_fit_for_an_argument_list(text
         assert host.isprintable()
         assert not any(character.isspace() or character == "/" for character in host)
         assert 0 <= slots <= MAX_SLOTS
+
+
+def test_a_file_that_an_editor_on_windows_has_written_is_read() -> None:
+    text = "\ufeffa slots=2\r\nb\r\n"
+    assert parse_host_lines(text, source="hosts") == (("a", 2), ("b", 1))
+
+
+@pytest.mark.parametrize(
+    ("entry", "hint"),
+    [
+        ("root@node0:1", "say 'Host node0' and 'User root' in ~/.ssh/config"),
+        ("node0:2222", "say -p 2222, or Port in ~/.ssh/config"),
+        ("ssh://node0", "expected host, host:slots"),
+    ],
+)
+def test_what_belongs_into_sshs_configuration_is_told_so(entry: str, hint: str) -> None:
+    for parse in (parse_hosts, parse_host_lines):
+        with pytest.raises(HostListError, match=re.escape(hint)):
+            parse(entry, source="hosts")
+
+
+def test_many_slots_can_be_said_in_the_other_form() -> None:
+    assert parse_hosts("node0 slots=2222") == (("node0", 2222),)

@@ -42,12 +42,16 @@ class Agents(Rule):
         """Record that an agent has ended, or is silent, and its workers with it."""
         agent = self.fleet.current(event)
         reason, was_up = event.reason or "no reason was given", agent.is_up
-        if was_up or not event.unreachable or not self.hosts.is_lost(event.host):
+        told = event.refused or (event.unreachable and self.hosts.is_lost(event.host))
+        if was_up or not told:
             self.effects.announce("agent_lost", reason, event.host, **detail)
         self.fleet.apply(agent, AgentNews.LOST)
         gone, workers = event.unreachable, self.workers.on_host(event.host)
         self.lose_workers(workers, "its agent was lost", now, silent=gone)
         if self.outcome.end is None:
+            if event.refused and not was_up:
+                self._refused(event.host, reason, now)
+                return
             self._host_without_agent(event.host, reason, now, was_up=was_up, unreachable=gone)
 
     def on_lease_expired(self, event: LeaseExpired, now: float) -> None:
@@ -102,6 +106,12 @@ class Agents(Rule):
         elif worker.leaving:
             self.rounds.left_early(worker, now, running=was_running)
         return failed
+
+    def _refused(self, host: str, reason: str, now: float) -> None:
+        """Leave a host alone for a while that somebody has to mend; say so once."""
+        self.capacity.note_change()
+        if self.hosts.drained(host) is None and (news := self.hosts.refused(host, now, reason)):
+            self.effects.announce("host_refused", news, host)
 
     def _host_without_agent(
         self, host: str, reason: str, now: float, *, was_up: bool, unreachable: bool = False

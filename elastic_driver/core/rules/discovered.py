@@ -156,7 +156,11 @@ class Discovered(Rule):
     def on_hosts(self, event: HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
         self.limits.discovered(event.hosts)
+        new = [host for host in self.settings.refused_hosts if not self.hosts.has_had(host[0])]
         self._take_in("discovery no longer reports it")
+        for host, reason in new:
+            if self.hosts.refused(host, now, reason):
+                self.effects.announce("host_refused", reason, host, told=True)
 
     def on_granted(self, event: HostsGranted) -> None:
         """Use the slots of a grant from now on; raises `StaleEvent` for one that is not newer."""
@@ -170,12 +174,32 @@ class Discovered(Rule):
     def on_agent_up(self, event: ev.AgentUp) -> None:
         """Record what a host has; a plan may leave it fewer slots for that."""
         self.limits.equipped(event.host, event.cpus, event.memory)
+        if self.settings.one_host_per_machine:
+            self._note_machine(event.host, event.machine_id)
         if self.limits.memory_need:
             self.limit_memory()
         elif self.limits.plan is not None:
             self._take_in(f"no worker of plan {self.limits.plan.number} fits there")
         elif self.limits.expected and self._take_in(TOO_SMALL):
             self.capacity.hosts_limited()
+
+    def _note_machine(self, host: str, machine: str) -> None:
+        """Make two names of a machine one host with the slots of both: the first, or that at work.
+
+        Only agents that are up now say so for certain.
+        """
+        before, known = self.limits.same, self.hosts.known
+        others = self.limits.on_machine(host, machine)
+        if self.limits.same != before:
+            self._take_in("it has no slots of its own")
+        twins = [name for name in others if name in known and self.fleet.is_up(name)]
+        if machine and twins and host in known:
+            kept, other = sorted((host, twins[0]), key=lambda name: known[name].position)
+            if self.workers.on_host(other) and not self.workers.on_host(kept):
+                kept, other = other, kept
+            self.limits.merge(other, kept)
+            keep = "--separate-names keeps them apart"
+            self._take_in(f"it is the same machine as {kept}, which has its slots, too; {keep}")
 
     def limit_memory(self) -> None:
         """Leave hosts the slots for which they have the memory."""
@@ -276,7 +300,8 @@ class Discovered(Rule):
         """Let hosts be used again after their cool-down."""
         for host in self.hosts.resurrect(now):
             over = "its cool-down is over"
-            self.effects.announce("host_resurrected", over, host)
+            if not self.hosts.known[host].refusals:  # else nothing has changed
+                self.effects.announce("host_resurrected", over, host)
             self.hold(host, over)
             self.capacity.note_change()
         if self.hosts.end_pauses(now):

@@ -29,6 +29,8 @@ class HostLimits:
     expected: int = 0  # the memory of a worker, as similar jobs say; 0: not known
     too_small: tuple[str, int] | None = None  # see `HostsGranted`
     fewer: dict[str, int] = field(default_factory=dict)  # the most that do not wait for processors
+    machines: dict[str, str] = field(default_factory=dict)  # host → machine, as agents say
+    same: dict[str, str] = field(default_factory=dict)  # another name of a host → the host
 
     def discovered(self, hosts: tuple[tuple[str, int], ...]) -> None:
         """Record the hosts there are; raises `StaleEvent` if the Brain says that."""
@@ -51,6 +53,26 @@ class HostLimits:
             self.room.pop(host, None)  # it is another machine now
             self.fewer.pop(host, None)
         self.equipment[host] = cpus, memory
+
+    def on_machine(self, host: str, machine: str) -> list[str]:
+        """Record the machine of a host; return its other names, as far as agents have said."""
+        if self.machines.get(host, machine) != machine:  # it is another machine now
+            self.same = {name: kept for name, kept in self.same.items() if kept != host}
+        self.machines[host] = machine
+        return [name for name, its in self.machines.items() if its == machine and name != host]
+
+    def merge(self, name: str, kept: str) -> None:
+        """Let a host stand for another name of its machine, and have the slots of both."""
+        self.same = {n: kept if k == name else k for n, k in self.same.items() if n != kept}
+        self.same[name] = kept
+
+    def _merged(self) -> dict[str, int]:
+        """Return the slots that were found, by host."""
+        slots: dict[str, int] = {}
+        for name, found in self.found:
+            host = self.same.get(name, name)
+            slots[host] = slots.get(host, 0) + found
+        return slots
 
     def limit(self, plan: ev.PlanApplied | None) -> None:
         """Let this plan hold; None: none."""
@@ -84,7 +106,9 @@ class HostLimits:
 
         `least`: where wishes would leave fewer slots, they are passed over.
         """
-        firm = {host: min(self._bounds(host, slots, plan)) for host, slots in self.found}
+        firm = {
+            host: min(self._bounds(host, slots, plan)) for host, slots in self._merged().items()
+        }
         found = {host: min((slots, *self._wishes(host))) for host, slots in firm.items()}
         return tuple((found if sum(found.values()) >= least else firm).items())
 
@@ -97,7 +121,7 @@ class HostLimits:
 
     def planned(self) -> dict[str, int]:
         """Return the most workers that the present plan allows, of each host that it limits."""
-        known = dict.fromkeys((*dict(self.found), *self.equipment))
+        known = dict.fromkeys((*self._merged(), *self.equipment))
         found = {host: [*self._planned(host, self.plan)] for host in known}
         return {host: min(bounds) for host, bounds in found.items() if bounds}
 

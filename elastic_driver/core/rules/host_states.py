@@ -11,6 +11,7 @@ class Hindrance(str, Enum):
     DRAINED = "drained"
     UNREACHABLE = "unreachable"  # it is gone; it is probed until it answers
     UNCHECKED = "checking"  # it waits for a node check
+    REFUSED = "refused"  # it refuses us or lacks something, and was tried often enough
 
 
 class HostNews(str, Enum):
@@ -25,6 +26,7 @@ class HostNews(str, Enum):
     UNDRAINED = "drain cancelled"
     CHECK_DUE = "check due"
     CHECKED = "checked"
+    GIVEN_UP = "given up"  # it has refused us again and again
     REMOVED = "removed"  # discovery no longer reports it; this ends no cool-down
 
 
@@ -35,4 +37,5 @@ HOST_TRANSITIONS: dict[Hindrance, dict[HostNews, bool]] = {  # whether the news 
     Hindrance.DRAINED: {_H.DRAINED: True, _H.UNDRAINED: False, _H.REMOVED: False},
     Hindrance.UNREACHABLE: {_H.LOST: True, _H.ANSWERED: False, _H.REMOVED: False},
     Hindrance.UNCHECKED: {_H.CHECK_DUE: True, _H.CHECKED: False, _H.REMOVED: False},
+    Hindrance.REFUSED: {_H.GIVEN_UP: True, _H.UNDRAINED: False, _H.REMOVED: False},
 }

@@ -10,7 +10,7 @@ are monotonic seconds.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -22,8 +22,12 @@ from elastic_driver.words import counted
 
 _COOL_DOWN = Hindrance.COOL_DOWN
 TIMED = (Hindrance.COOL_DOWN, Hindrance.PAUSING)  # they end by themselves
-_NAMED_FIRST = (Hindrance.DRAINED, Hindrance.UNREACHABLE, *TIMED, Hindrance.UNCHECKED)
+_NAMED_FIRST = (
+    *(Hindrance.DRAINED, Hindrance.REFUSED, Hindrance.UNREACHABLE, *TIMED, Hindrance.UNCHECKED),
+)
+MOST_REFUSALS = 5  # in a row; then a host is left alone until somebody says that it is mended
 PROBED_TOGETHER_S = 0.05
+FIRST_TOLD_AGAIN_S = 30.0  # twice as long each time
 SOON_S = 10.0  # an agent that is lost this soon after the one before may not be able to live there
 
 
@@ -58,7 +62,10 @@ class Host:
     last_lost: float = -math.inf
     failed_starts: int = 0  # of agents, since it was not reachable; lost soon after it counts too
     probe_at: float = 0.0  # the next time, while it is not reachable
+    probed: int = 0  # times, since it was not reachable
+    told_again_after: float = FIRST_TOLD_AGAIN_S  # that it is still not reachable
     probes_from: int = 0  # answers to earlier probes say nothing about it
+    refusals: int = 0  # in a row: agents that could not start, for which somebody is to blame
     last_trouble: float | None = None
     stepped: bool = False  # a worker there has finished a step since the last trouble
     drain: Drain | None = None  # while it is drained
@@ -107,11 +114,16 @@ class HostManager:
                 returned = name in self._records
                 host = self.known[name] = self._records.pop(name, Host(name, slots))
                 host.slots, host.position, host.returned = slots, self._positions, returned
+                host.refusals = 0
                 added.append((name, slots))
             elif known.slots != slots:
                 resized.append((name, known.slots, slots))
                 known.slots = slots
         return HostChanges(tuple(added), removed, tuple(resized))
+
+    def has_had(self, name: str) -> bool:
+        """Return whether the host is there, or has been."""
+        return name in self.known or name in self._records
 
     def usable(self, name: str) -> bool:
         """Return whether the host is there and nothing keeps it from getting workers."""
@@ -160,9 +172,11 @@ class HostManager:
         return True
 
     def undrain(self, name: str) -> bool:
-        """Let a drained host be used again; return False if it is not drained."""
-        host = self._hindered[Hindrance.DRAINED].get(name)
+        """Let a host be used again that is drained or was given up; return False for others."""
+        kinds = (Hindrance.DRAINED, Hindrance.REFUSED)
+        host = next((self._hindered[k][name] for k in kinds if name in self._hindered[k]), None)
         if host is not None:
+            host.refusals = 0
             self._learn(host, HostNews.UNDRAINED)
         return host is not None
 
@@ -252,6 +266,27 @@ class HostManager:
             return None
         return self._cool_down(host, now, reason)
 
+    def refused(self, name: str, now: float, reason: str) -> str | None:
+        """Count an agent that a host refused to start; return what is new about that, in words.
+
+        It is tried a few times more, as a machine may be new and not ready yet; then it is left
+        alone. It is not used earlier if the job needs it: that would not help.
+        """
+        host = self.known.get(name)
+        if host is None:
+            return None
+        host.refusals += 1
+        if host.refusals >= MOST_REFUSALS:
+            host.reason = f"tried {counted(host.refusals, 'time')}, and not again: {reason}"
+            self._learn(host, HostNews.GIVEN_UP)
+            mended = f"once it is mended: elasticctl drain {name} --cancel"
+            return f"it was tried {counted(host.refusals, 'time')} and is left alone; {mended}"
+        shortest, longest = self.settings.blacklist_cooldown
+        host.until = now + min(shortest * 2.0 ** (host.refusals - 1), longest)
+        host.reason, host.needed_again, host.left = reason, False, False
+        self._learn(host, HostNews.FAILED)
+        return reason if host.refusals == 1 else None
+
     def check_failed(self, host: Host, now: float, reason: str) -> str:
         """Put a host that failed a check in cool-down; return the reason in words."""
         self._note_trouble(host.name, now)
@@ -314,6 +349,7 @@ class HostManager:
             if now - host.last_lost > SOON_S:
                 host.failed_starts = -started
             host.lost_at = host.last_lost = now
+            host.probed, host.told_again_after = 0, FIRST_TOLD_AGAIN_S
             host.failed_starts += 1
         elif not started:
             host.failed_starts += 1
@@ -339,15 +375,28 @@ class HostManager:
         """Record that an agent is up on a host."""
         if name in self.known:
             self.known[name].lost_at = None
+            self.known[name].refusals = 0
 
     def take_due_probes(self, now: float) -> tuple[str, ...]:
         """Return the hosts to probe now, with those due in a moment: one event serves them all."""
         lost = self._hindered[Hindrance.UNREACHABLE].values()
         due = [host for host in lost if host.probe_at <= now + PROBED_TOGETHER_S]
         for host in due:
-            host.probe_at = now + probe_pause(host.name, len(lost))
+            gone = now - (now if host.lost_at is None else host.lost_at)
+            host.probe_at = now + probe_pause(host.name, len(lost), gone)
+            host.probed += 1
         self.next_probe = min((host.probe_at for host in lost), default=math.inf)
         return tuple(host.name for host in due)
+
+    def still_away(self, names: Iterable[str], now: float) -> list[Host]:
+        """Return those of these hosts of which it is time to say again that they do not answer."""
+        away = self._hindered[Hindrance.UNREACHABLE]
+        told = list[Host]()
+        for host in (away[name] for name in names if name in away):
+            if host.lost_at is not None and now - host.lost_at >= host.told_again_after:
+                host.told_again_after *= 2.0
+                told.append(host)
+        return told
 
     def _learn(self, host: Host, news: HostNews) -> None:
         """Begin and end what hinders the host, by the table."""

@@ -13,7 +13,9 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import ProbeHosts
 from elastic_driver.core.driver_events import HostProbed
 from elastic_driver.core.rules.discovered import Discovered
+from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.rounds import Rule
+from elastic_driver.words import counted
 
 PATIENCE_S = 1.0  # for an answer; probes overlap, as the first packet of one may be lost
 _TOLD_STARTS = 1  # later starts that fail are not announced: there may be one every few seconds
@@ -31,6 +33,14 @@ class Unreachable(Rule):
         if self.hosts.lose(host, now, reason, started=started, probes=self.probes):
             back = f"{reason}; it is used again as soon as it answers"
             self.effects.announce("host_unreachable", back, host)
+
+    def _tell_again(self, told: list[Host], now: float) -> None:
+        """Say that hosts still do not answer: less and less often, one line for all of them."""
+        first = told[0]
+        gone = now - (first.lost_at or now)
+        others = f"; so are {len(told) - 1} more" if len(told) > 1 else ""
+        what = f"gone for {gone:.0f} s, {counted(first.probed, 'try', 'tries')}{others}"
+        self.effects.announce("host_still_away", f"{what}: {first.reason}", first.name)
 
     def on_probed(self, event: HostProbed, now: float) -> None:
         """Let a host be used that answers, or that cannot be probed."""
@@ -55,4 +65,6 @@ class Unreachable(Rule):
             others = f" and {len(due) - 1} more" if len(due) > 1 else ""
             reason = f"not reachable: {due[0]}{others}"
             self.effects.decide(ProbeHosts(due, PATIENCE_S, self.probes, reason))
+            if told := hosts.still_away(due, now):
+                self._tell_again(told, now)
         self.effects.due_or_set_alarm(hosts.next_probe, now)

@@ -48,7 +48,7 @@ def test_a_host_that_is_gone_is_probed_at_once_and_not_in_cool_down(without_b: S
 def test_it_is_used_as_soon_as_it_answers_however_long_it_was_away(without_b: Scenario) -> None:
     without_b.wait(600.0)
     assert started(without_b, "b") == [1]
-    assert 1200 <= probes(without_b, "b") <= 1650  # twice a second or a little more often
+    assert 300 <= probes(without_b, "b") <= 420  # twice a second at first, then ever more seldom
     answer(without_b, "b")
     assert started(without_b, "b") == [1, 2]
     assert "600.0 s" in without_b.announced("host_resurrected")[0].reason
@@ -254,3 +254,14 @@ def test_the_status_says_when_no_host_is_left_and_which_is_the_first_to_come_bac
     reason = job.job.status(job.now).reason
     assert "each host is in cool-down or unreachable; b is back in " in reason
     assert reason.endswith("2 are probed, and used again as soon as they answer")
+
+
+def test_that_it_is_still_away_is_said_ever_more_seldom_and_never_twice_the_same(
+    without_b: Scenario,
+) -> None:
+    without_b.wait(600.0)
+    told = [event.reason for event in without_b.announced("host_still_away")]
+    gone = [float(reason.split()[2]) for reason in told]
+    assert gone == pytest.approx([30.0, 60.0, 120.0, 240.0, 480.0], abs=3.0)
+    assert len(set(told)) == len(told)
+    assert all(reason.endswith("silent for 1.5 s") for reason in told)

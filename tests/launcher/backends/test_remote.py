@@ -304,7 +304,7 @@ def test_folders_of_keepers_that_died_with_their_machine_are_removed_by_the_next
         assert keeper.stdout is not None
         keeper.stdin.write(b"token\n")
         keeper.stdin.close()
-        assert keeper.stdout.readline() == b"elastic-agent-up live\n"
+        assert keeper.stdout.readline() == b"elastic-agent-up live 0\n"
         live = remote.folder_of("live")
         assert folders.holder_of(live) == keeper.pid
         folders.sweep(remote.FOLDER_PREFIX)
@@ -325,7 +325,7 @@ def test_an_agent_kept_apart_outlives_the_rank_that_started_it(tmp: Path) -> Non
         assert rank.stdout is not None
         rank.stdin.write(b"token\n")
         rank.stdin.close()
-        assert rank.stdout.readline() == b"elastic-agent-up rank\n"
+        assert rank.stdout.readline() == b"elastic-agent-up rank 0\n"
         rank.kill()
         rank.wait()
         keeper = folders.holder_of(folder)

@@ -174,7 +174,8 @@ def test_a_host_that_cannot_be_reached_is_no_end_of_its_agent(host: Host) -> Non
     assert ssh is not None
     ssh.send_signal(signal.SIGHUP)  # the connection breaks, which is evidence and no verdict
     eventually(lambda: host.closed)
-    assert "connection has closed (Connection to" in host.closed[0]
+    assert "connection has closed and said" in host.closed[0]
+    assert f"Connection to {HOST} closed by remote host." in host.closed[0]
     eventually(lambda: [p for p in host.waiting() if p.pid != wait.pid])
     assert host.lost == []
     psutil.Process(agent).kill()

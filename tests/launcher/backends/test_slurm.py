@@ -9,6 +9,7 @@ import pytest
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.discovery import DiscoveryError
+from launcher.backends.client import Login
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.slurm import SrunShell
 from launcher.backends.slurm_allocation import AllocationDiscovery
@@ -25,7 +26,9 @@ def test_an_agent_is_a_step_of_its_own_that_shares_its_node() -> None:
         *("--mpi=none", "--cpu-bind=none", "--chdir=/", "--quiet", "--job-name=elastic-agent"),
         *("/bin/sh", "-c"),
     )
-    assert argv[-1].startswith("cd '/our home' 2>/dev/null || cd /; ")
+    assert argv[-1].startswith(
+        "printf '%s-%s\\n' elastic login-over; cd '/our home' 2>/dev/null || cd /; "
+    )
     assert argv[-1].endswith(
         "exec /py -m launcher.agent.remote keep cafe --endpoint http://10.0.0.1:7 --host n1 "
         "--incarnation 3"
@@ -60,10 +63,10 @@ def test_what_sbatch_was_asked_for_does_not_shape_the_steps() -> None:
     [
         ("srun: error: Unable to create step for job 17: "
          "Requested node configuration is not available",
-         "n1: it is not a node of this allocation (srun: error: Unable"),
+         "Requested node configuration is not available; it is not a node of this allocation"),
         ("srun: error: Task launch for StepId=17.3 failed on node n1: "
          "Communication connection failure\nsrun: error: Timed out waiting for job step",
-         "n1: its slurmd does not answer"),
+         "failure / srun: error: Timed out waiting for job step; its slurmd does not answer"),
         ("srun: error: Unable to confirm allocation for job 17: Invalid job id specified\n"
          "srun: Check SLURM_JOB_ID environment variable.", "is its time over?"),
         ("srun: error: Unable to do something new", "try: scontrol show node n1"),
@@ -72,7 +75,7 @@ def test_what_sbatch_was_asked_for_does_not_shape_the_steps() -> None:
     ],
 )  # fmt: skip
 def test_what_srun_says_becomes_one_line(said: str, meaning: str) -> None:
-    line = SHELL.explain("n1", 127 if "Python" in said else 1, said)
+    line = SHELL.explain("n1", 127 if "Python" in said else 1, said, Login(reached=True))
     assert line.startswith("n1: ")
     assert meaning in line
     assert "\n" not in line

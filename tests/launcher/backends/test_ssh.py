@@ -12,9 +12,11 @@ import pytest
 
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import BackendJob
+from launcher.backends.client import Login
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.ssh import SshShell
 
+MARK = "elastic-login-over\n"
 PLAIN = SshShell(alive_interval=2, python="/py")
 
 
@@ -55,7 +57,7 @@ def test_words_reach_the_agent_unchanged_whatever_the_login_shell(
     words = ("keep", "a b", "it's", '"$HOME"', "*", "é;#")
     command = replace(PLAIN, python=str(echo), home=tmp_path).argv("n", *words)[-1]
     done = subprocess.run([shell, "-c", command], capture_output=True, text=True, check=False)
-    assert done.stdout == repr([str(tmp_path), *words]) + "\n", done.stderr
+    assert done.stdout == f"{MARK}{[str(tmp_path), *words]}\n", done.stderr
 
 
 _SHOW = "import os, sys; print([os.getcwd(), *sys.argv[1:]])"
@@ -67,7 +69,7 @@ def test_a_host_without_our_folder_runs_in_the_root_folder_instead(tmp_path: Pat
     where.chmod(0o755)
     command = on_host(python=str(where), home=tmp_path / "missing")
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
-    assert done.stdout == "/\n", done.stderr
+    assert done.stdout == f"{MARK}/\n", done.stderr
 
 
 def test_a_missing_python_is_told_with_its_path() -> None:
@@ -75,28 +77,48 @@ def test_a_missing_python_is_told_with_its_path() -> None:
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 127
     assert "no Python at /no/python" in done.stderr
-    said = replace(PLAIN, python="/no/python").explain("node1", done.returncode, done.stderr)
+    shell = replace(PLAIN, python="/no/python")
+    said = shell.explain("node1", done.returncode, done.stderr, Login(reached=True))
     assert said == "node1: there is no Python at /no/python; install the same environment there"
 
 
+CHANGED = """\
+@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@
+@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @
+@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@
+Offending ED25519 key in /root/.ssh/known_hosts:3
+Host key for n has changed and you have requested strict checking.
+Host key verification failed.
+"""
+PAM = """\
+Access denied by pam_slurm_adopt: you have no active jobs on this node
+Connection closed by 10.0.0.2 port 22
+"""
+
+
 @pytest.mark.parametrize(
-    ("said", "meaning"),
+    ("said", "words", "meaning"),
     [
-        ("ssh: connect to host n port 22: Connection refused", "nothing listens on ssh's port"),
-        ("ssh: connect to host n port 22: Connection timed out", "did not answer in time"),
-        ("ssh: connect to host n port 22: No route to host", "no way to it"),
-        ("ssh: Could not resolve hostname n: Name or service not known", "has no address"),
-        ("root@n: Permission denied (publickey).", "no key it accepts"),
-        ("x\nHost key verification failed.", "host key is unknown"),
-        ("something else", "try: ssh n true"),
-        ("", "ssh failed"),
+        (refused := "ssh: connect to host n port 22: Connection refused", refused, "check sshd"),
+        (late := "ssh: connect to host n port 22: Connection timed out", late, "is it up"),
+        (no_way := "ssh: connect to host n port 22: No route to host", no_way, "it is down"),
+        (none := "ssh: Could not resolve hostname n: unknown", none, "has no address"),
+        (denied := "root@n: Permission denied (publickey).", denied, "takes none of your keys"),
+        (CHANGED, "known_hosts:3 / Host key for n has changed", "its key is not the known one"),
+        (PAM, "pam_slurm_adopt: you have no active jobs on this node", "does not let you in"),
+        ("Warning: Permanently added 'n'.\nsomething else", "n: something else;", "ssh n true"),
+        ("", "ssh failed and said nothing", "ssh n true"),
     ],
 )
-def test_what_ssh_says_becomes_one_line_with_what_to_try(said: str, meaning: str) -> None:
-    line = PLAIN.explain("n", 255, said)
+def test_ssh_is_heard_in_its_own_words_before_what_we_make_of_them(
+    said: str, words: str, meaning: str
+) -> None:
+    line = PLAIN.explain("n", 255, said, Login())
     assert line.startswith("n: ")
-    assert meaning in line
+    assert words in line
+    assert meaning in line[line.index(words) + len(words) - 1 :]
     assert "\n" not in line
+    assert "@@" not in line
 
 
 def test_a_silent_connection_is_given_up_after_the_heartbeat_timeout() -> None:
@@ -130,6 +152,7 @@ def test_the_plan_of_an_agent_holds_no_token(tmp_path: Path) -> None:
         ("kex_exchange_identification: read: Connection reset by peer", True),
         ("root@n: Permission denied (publickey).\nConnection closed by n", False),
         ("Host key verification failed.", False),
+        (PAM, False),
         ("", False),
     ],
 )
