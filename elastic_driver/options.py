@@ -195,6 +195,13 @@ def _seconds_range(shortest: str, longest: str) -> tuple[float, float]:
     return low, high
 
 
+def _ports(word: str) -> tuple[int, int]:
+    match = re.match(r"([0-9]{1,5})-([0-9]{1,5})\Z", word)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]) <= 65535:
+        raise ValueError(f"needs LO-HI with 1 <= LO <= HI <= 65535, got {word!r}")
+    return int(match[1]), int(match[2])
+
+
 def _node_range(word: str) -> tuple[int, int]:
     low, _, high = word.partition(":")
     least, most = int(low), int(high or low)
@@ -260,6 +267,7 @@ LOG_LEVEL = matching(  # of Horovod
     str.upper,
 )
 SECONDS_RANGE = ValueKind(_seconds_range, "MIN MAX", words=2)
+PORTS = ValueKind(_ports, "LO-HI")
 # torchrun's --nnodes
 NODE_RANGE = matching("MIN[:MAX]", r"[0-9]{1,9}(:[0-9]{1,9})?", "needs N or MIN:MAX", _node_range)
 NODE_WORKERS = ValueKind(_node_workers, "N|auto|cpu|gpu|xpu|npu")  # torchrun's --nproc-per-node

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from elastic_driver import options as o
 from elastic_driver.options import Heading, TfRoles, ValueKind, option, whole
+from elastic_driver.ports import PortRange, listening_ports
 from rendezvous.limits import Limits, read_limits
 
 POLICY = Heading.POLICY
@@ -113,6 +114,7 @@ class DriverOptions:
 
     bind_host: str = "127.0.0.1"  # a numeric address; 0.0.0.0: all
     bind_port: int = 0  # 0: any free one
+    ports: PortRange | None = None  # --ports: the only ones to listen at
     given_host: str = ""  # as the user names it; "": the user does not
     discovery_interval: float = option(Heading.HOSTS, o.SECONDS, 1.0,
         "Seconds between two runs of the discovery script, or two reads of the hostfile.")
@@ -128,6 +130,11 @@ class DriverOptions:
         "Certificates of your CA (PEM): agents, workers and nodes that join check the chain of "
         "--tls-cert, and the host of --rdzv-endpoint or --join.",
         shown="they take the certificate itself and no other")
+
+    @property
+    def any_port(self) -> tuple[int, ...]:
+        """The ports for what has none of its own, in the order to try them; 0: any free one."""
+        return (0,) if self.ports is None else listening_ports(self.ports)
     limit: Limits = option(Heading.TRUST, LIMITS, Limits(),
         "Another bound for what clients may use of the driver, such as store_bytes=8589934592; may "
         "be repeated (docs/security.md).", shown="fits 10,000 members")

@@ -22,7 +22,8 @@ from elastic_driver.announcement import verified
 from elastic_driver.core import documents
 from elastic_driver.core.events import AgentReady, AgentReturned
 from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.errors import ExitCode
+from elastic_driver.errors import ClusterError, ExitCode
+from elastic_driver.ports import listening_ports, none_left, store_ports
 from elastic_driver.runtime.library_logs import logs_shown
 from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, term_in
@@ -31,7 +32,7 @@ from launcher.agent.folders import remove_orphans, scratch_folder
 from launcher.agent.lifetime import Lifetime
 from launcher.agent.liveness import Heartbeats, Promise
 from launcher.agent.memory import usable_memory
-from launcher.agent.ports import free_ports
+from launcher.agent.ports import first_free, free_ports
 from launcher.agent.posted_output import Consoles
 from launcher.agent.probe_port import ProbePort
 from launcher.agent.processes import become_subreaper
@@ -135,7 +136,11 @@ class Agent:
         address, interface = self._meeting_point(spec)
         tokens = Path(config.token_file).parent if scratch is None else Path(scratch)
         self._meeting = Meeting(config.host, config.endpoint, tokens, interface, scratch)
-        self._ready = await self._describe(spec, address)
+        try:
+            self._ready = await self._describe(spec, address)
+        except ClusterError as error:
+            self._life.end(str(error), ExitCode.USAGE, 0.0)
+            return
         self._run_id, self._life.notice = spec.run_id, spec.grace_period
         link = self._life.link = self._link_to_driver(spec, term, consoles)
         workers = self._life.workers = self._make_workers(spec, link, consoles)
@@ -158,18 +163,38 @@ class Agent:
 
     async def _describe(self, spec: JobSpec, address: str) -> AgentReady:
         """Open the port for probes; return what the driver has to know of this agent."""
-        ports = free_ports(STORE_PORTS + spec.slot_ports)
+        stores, slots, probe = await self._find_ports(spec, address)
         return AgentReady(
             self._config.host,
             self._config.incarnation,
             os.getpid(),
             address,
-            ports[:STORE_PORTS],
-            slot_ports=ports[STORE_PORTS:],
-            probe_port=await self._probe_port.listen(address),
+            stores,
+            slot_ports=slots,
+            probe_port=probe,
             cpus=usable_cpus(),
             memory=usable_memory(),
         )
+
+    async def _find_ports(
+        self, spec: JobSpec, address: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Return free ports for stores and for the workers' servers; open the port for probes.
+
+        Raises ClusterError where --ports leaves none for one of them.
+        """
+        if spec.ports is None:
+            free = free_ports(STORE_PORTS + spec.slot_ports)
+            probe = await self._probe_port.listen(address)
+            return free[:STORE_PORTS], free[STORE_PORTS:], probe
+        probe = await self._probe_port.listen(address, listening_ports(spec.ports))
+        stores = first_free(store_ports(spec.ports), STORE_PORTS)
+        slots = first_free(listening_ports(spec.ports), spec.slot_ports)
+        found = (("probes", probe), ("torch's stores", stores))
+        for purpose, ports in (*found, ("TensorFlow", slots or not spec.slot_ports)):
+            if not ports:
+                raise ClusterError(none_left(spec.ports, purpose, self._config.host))
+        return stores, slots, probe
 
     def _make_workers(self, spec: JobSpec, link: DriverLink, consoles: Consoles) -> Workers:
         """Return the workers, of which there are none yet; begin to record their output."""

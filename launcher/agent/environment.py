@@ -17,10 +17,13 @@ from elastic_driver import contract
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.members import SlotInfo
+from elastic_driver.ports import listening_ports
 from launcher.network import is_loopback
 
 # Variables that an outer launcher may have left in our environment would confuse the script.
 _NOT_INHERITED_PREFIX = "TORCHELASTIC_"
+# The folder of the module that has torch listen at the ports of --ports.
+TORCH_PORTS = Path(__file__).parent / "torch_ports"
 # The folder with the package `horovod` of --horovod.
 HOROVOD_ALIAS = Path(elastic_driver.__file__).parent / "horovod" / "alias"
 _DEVICES = contract.VISIBLE_DEVICES[0]
@@ -164,7 +167,13 @@ def common_environment(inherited: Mapping[str, str], spec: JobSpec) -> dict[str,
         },
         **spec.env,
     }
-    if spec.horovod:
-        path = (str(HOROVOD_ALIAS), common.get("PYTHONPATH", ""))
+    first = [str(HOROVOD_ALIAS)] if spec.horovod else []
+    if spec.ports is not None:
+        first.append(str(TORCH_PORTS))
+        own = listening_ports(spec.ports)
+        low, high = spec.ports
+        common[contract.PORTS] = f"{own[-1]}-{own[0]}:{low}-{high}"
+    if first:
+        path = (*first, common.get("PYTHONPATH", ""))
         common["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     return common

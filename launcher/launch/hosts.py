@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from elastic_driver.errors import UsageError
+from elastic_driver.ports import PortRange
 from elastic_driver.runtime.host_lists import Hosts, parse_host_lines, parse_hosts
 from launcher.backends.mpi_ranks import started_ranks
 from launcher.backends.slurm_allocation import SlurmAllocation, read_allocation
@@ -311,10 +312,10 @@ def decide_role(
             raise UsageError(f"--{named} names hosts, and with {flag} they join by themselves")
         if options.join is None:
             host = host if endpoint_given else ANYWHERE[0]
-            return Serve(host, port or RENDEZVOUS_PORT, own=False)
+            return Serve(host, port or _usual_port(line, RENDEZVOUS_PORT), own=False)
         if options.serve:
             raise UsageError("--serve and --join contradict each other; use one of them")
-        return Join(options.join[0], options.join[1] or RENDEZVOUS_PORT)
+        return Join(options.join[0], options.join[1] or _usual_port(line, RENDEZVOUS_PORT))
     if hosts or options.nnodes is None or options.nnodes[1] == 1:
         return None
     rank = options.node_rank
@@ -323,15 +324,22 @@ def decide_role(
         master = options.master_addr or environ.get("MASTER_ADDR")
         if master is None and options.node_rank is None:
             return None  # no option and no variable names node 0
-        host, port = (master or "127.0.0.1").strip("[]"), options.master_port or MASTER_PORT
+        host, port = (master or "127.0.0.1").strip("[]"), options.master_port or 0
         if options.master_port is None and "MASTER_PORT" in environ:
             port = _number(environ, "MASTER_PORT")
-    port = port or RENDEZVOUS_PORT
+        port = port or _usual_port(line, MASTER_PORT)
+    port = port or _usual_port(line, RENDEZVOUS_PORT)
     if rank is not None:
         return Serve(host, port, own=True) if rank == 0 else Join(host, port)
     if host in ANYWHERE or can_serve(host, port):
         return Serve(host, port, own=True, by_name=host not in ANYWHERE)
     return Join(host, port)
+
+
+def _usual_port(line: CommandLine, usual: int) -> int:
+    """Return the port of a server whose port nothing names: the last of --ports, if not `usual`."""
+    ports: PortRange | None = line["ports"]
+    return usual if ports is None or ports[0] <= usual <= ports[1] else ports[1]
 
 
 def with_node_count(line: CommandLine, environ: Mapping[str, str]) -> CommandLine:

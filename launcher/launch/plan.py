@@ -25,6 +25,7 @@ from elastic_driver.core.rules import units
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.masking import masked, without_password
 from elastic_driver.options import ACCELERATORS
+from elastic_driver.ports import in_words
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 from elastic_driver.words import counted
@@ -72,7 +73,8 @@ class LaunchPlan:
         """
         s, spec, driver = self.settings, self.spec, self.driver
         most = "any number" if s.max_np is None else str(s.max_np)
-        port = f":{driver.bind_port}" if driver.bind_port else ", any free port"
+        free = ", any free port" + ("" if spec.ports is None else f" of {in_words(spec.ports)}")
+        port = f":{driver.bind_port}" if driver.bind_port else free
         lines = [
             ("command", shlex.join(masked(spec.command))),
             ("in", spec.cwd),
@@ -144,12 +146,14 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         resumable=spec.driver_timeout > 0,
         allocation=None if allocation is None else allocation.job_id,
     )
-    notes = (*line.warnings, all_gpus, size_note, *unset, _who_may_join(options, role))
+    driver = _driver_options(line, role)
+    remarks = (_who_may_join(options, role), _outside(driver))
+    notes = (*line.warnings, all_gpus, size_note, *unset, *remarks)
     return LaunchPlan(
         line=line,
         settings=settings,
         spec=spec,
-        driver=_driver_options(line, role),
+        driver=driver,
         hosts=hosts,
         backend=backend,
         agents=agents,
@@ -165,10 +169,20 @@ def _driver_options(line: CommandLine, role: where.Serve | None) -> DriverOption
     """Return the options of the driver, with the address at which it listens."""
     host, port = (role.host, role.port) if role else line.options.rdzv_endpoint
     named = "" if host in where.ANYWHERE or is_loopback(host) else host
-    driver = line.fill(DriverOptions, bind_host=host, bind_port=port, given_host=named)
+    driver = line.fill(
+        DriverOptions, bind_host=host, bind_port=port, given_host=named, ports=line["ports"]
+    )
     if role:  # nodes that join are reported at once: a question for hosts waits for news
         driver = replace(driver, discovery_interval=0.0)
     return driver
+
+
+def _outside(driver: DriverOptions) -> str:
+    """Return a remark if the rendezvous has a port outside of --ports."""
+    port, ports = driver.bind_port, driver.ports
+    if ports is None or not port or ports[0] <= port <= ports[1]:
+        return ""
+    return f"port {port} of the rendezvous is not in {in_words(ports)}: open it, too"
 
 
 def _is_alone(line: CommandLine, facts: Facts) -> bool:

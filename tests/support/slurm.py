@@ -24,6 +24,7 @@ from tests.support.cluster import Cluster
 from tests.support.job import eventually
 
 READY_S = 30.0
+PORTS = ("6817:6818", "60001:60063")  # of its daemons, and of srun
 CPUS = 4  # each node says it has, whatever there is
 _TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "munged")
 _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
@@ -42,6 +43,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,sched_min_interval=0
 MpiDefault=none
+SrunPortRange=60001-60063
 ReturnToService=2
 SlurmctldTimeout=10
 SlurmdTimeout=10
