@@ -163,6 +163,8 @@ class Job(JobParts):
                 self.suspicion.on_probed(event, now)
             case ev.HostLeaving():
                 self.drains.on_host_leaving(event, now)
+            case ev.ConnectionUnanswered():
+                self.unanswered.on_unanswered(event, now)
             case _:
                 assert_never(event)
 

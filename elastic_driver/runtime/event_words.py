@@ -37,6 +37,8 @@ WORDS: dict[str, tuple[Level, str]] = {
     "host_starved": (Level.NORMAL, "host {host} has fewer processors than its workers need"),
     "host_resurrected": (Level.NORMAL, "host {host} may be used again"),
     "discovery_failed": (Level.QUIET, "discovery failed, the last known hosts stay"),
+    "connection_unanswered": (Level.QUIET, "worker {worker} reaches a host not"),
+    "probe_unanswered": (Level.NORMAL, "host {host} answers no probe"),
     "agent_started": (Level.VERBOSE, "agent on {host} is up"),
     "agent_suspected": (Level.VERBOSE, "agent on {host} may be lost"),
     "agent_cleared": (Level.VERBOSE, "agent on {host} lives"),

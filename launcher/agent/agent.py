@@ -20,7 +20,7 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.announcement import verified
 from elastic_driver.core import documents
-from elastic_driver.core.events import AgentReady, AgentReturned
+from elastic_driver.core.events import AgentReady, AgentReturned, ConnectionUnanswered
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.ports import listening_ports, none_left, store_ports
@@ -37,6 +37,7 @@ from launcher.agent.posted_output import Consoles
 from launcher.agent.probe_port import ProbePort
 from launcher.agent.processes import become_subreaper
 from launcher.agent.recorded_output import RecordedOutput
+from launcher.agent.unanswered import LOOK_S, Unanswered
 from launcher.agent.usage import UsageThread, usable_cpus
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.plan import plan_for
@@ -150,6 +151,7 @@ class Agent:
         self._life.spawn(link.obey(partial(self._carry_out, workers)))
         self._life.spawn(link.deliver())
         self._send_heartbeats(spec, workers)
+        self._life.spawn(self._watch_connections(link, workers))
 
     def _read_spec(self) -> tuple[JobSpec, int]:
         """Return the job's specification, and the term of the driver that has written it."""
@@ -195,6 +197,17 @@ class Agent:
             if not ports:
                 raise ClusterError(none_left(spec.ports, purpose, self._config.host))
         return stores, slots, probe
+
+    async def _watch_connections(self, link: DriverLink, workers: Workers) -> None:
+        """Report connections of workers that nobody answers."""
+        unanswered = Unanswered()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not (pids := workers.pids()):
+                continue
+            for found in await asyncio.to_thread(unanswered.look, pids):
+                agent = self._config.host, self._config.incarnation
+                link.report(ConnectionUnanswered(*agent, **found._asdict()))
 
     def _make_workers(self, spec: JobSpec, link: DriverLink, consoles: Consoles) -> Workers:
         """Return the workers, of which there are none yet; begin to record their output."""

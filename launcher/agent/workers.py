@@ -16,7 +16,10 @@ from elastic_driver.console import Console
 from elastic_driver.core.documents import RanksOrder, StartWorkerOrder, time_to_leave
 from elastic_driver.core.events import RunningWorker, WorkerExited, WorkerStack, WorkerStarted
 from elastic_driver.core.job_spec import JobSpec
+from elastic_driver.core.tf_config import own_port
+from elastic_driver.errors import ExitCode
 from elastic_driver.peer_loss import looks_like_peer_loss
+from elastic_driver.ports import none_left
 from launcher.agent import processes
 from launcher.agent.environment import Meeting, worker_environment
 from launcher.agent.memory import MemoryJudge
@@ -224,8 +227,19 @@ class Workers:
         self._known[event.worker] = event.exit_code
         self._report(event)
 
+    def _check_server(self, order: StartWorkerOrder) -> None:
+        """Raise StartError where the server of a TensorFlow task has no port of --ports."""
+        ports, config = self._spec.ports, order.tf_config
+        if ports is None or config is None:
+            return
+        port = own_port(config)
+        if port is not None and not ports[0] <= port <= ports[1]:
+            sentence = none_left(ports, "TensorFlow", self._meeting.host)
+            raise StartError(sentence, ExitCode.USAGE)
+
     def _execute(self, order: StartWorkerOrder, output: WorkerOutput) -> WorkerProcess:
         env = worker_environment(self._inherited, self._spec, order, self._meeting)
+        self._check_server(order)
         fds = output.stdout.child_fd, output.stderr.child_fd
         token = worker_token(self._own.token, order.worker)
         file = self._meeting.token_file(order.worker)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -140,6 +140,22 @@ def test_agents_that_slurm_starts_meet() -> None:
         args = ("-m", "launcher.cli", "--ports", PORTS, *plain(cluster))
         out = slurm.run("head", *line, *args, timeout=120)
         assert out.count("plain done restarts=0 size=2") == 2
+
+
+def test_two_hosts_that_do_not_reach_each_other_are_named_with_port_and_direction() -> None:
+    with Cluster(3) as cluster:
+        (cluster.folder / "steps").mkdir()
+        for one, other in (("node0", "node1"), ("node1", "node0")):
+            cluster.node(one).refuse_from(cluster.node(other), OPEN)
+        three = ("--ports", PORTS, "-np", "3", "-H", "node[0-2]:1", "--start-timeout", "15")
+        done = run(cluster, *three, *elastic(cluster))
+        assert done.returncode == 75, done.stderr
+        last = done.stderr.splitlines()[-1]
+        found = re.search(r"(node[01]) gets no answer from (node[01]) \(.*TCP port (\d+)", last)
+        assert found is not None, done.stderr
+        assert {found[1], found[2]} == {"node0", "node1"}
+        assert int(found[3]) in range(29400, 29464)
+        assert "docs/firewalls.md" in last
 
 
 def test_a_range_that_is_too_small_is_named() -> None:
