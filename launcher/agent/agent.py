@@ -51,6 +51,7 @@ from rendezvous.wire import UNREADABLE, Entries, Get, expect
 
 FIRST_CONTACT_S = 30.0  # the driver published the specification before it started us
 STORE_PORTS = 16  # free ports to offer for torch's stores
+SILENT_S = 5.0  # before the user hears that the driver does not answer
 LAST_WORDS_S = 3.0  # for the last events and lines to get out
 
 
@@ -129,7 +130,7 @@ class Agent:
         """Read the job's specification, then take part in the job."""
         config = self._config
         try:
-            spec, term = await asyncio.to_thread(self._read_spec)
+            spec, term = await self._first_contact()
         except (RendezvousError, *UNREADABLE) as error:
             self._life.end(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
             return
@@ -152,6 +153,17 @@ class Agent:
         self._life.spawn(link.deliver())
         self._send_heartbeats(spec, workers)
         self._life.spawn(self._watch_connections(link, workers))
+
+    async def _first_contact(self) -> tuple[JobSpec, int]:
+        """Return what `_read_spec` does; say so where no answer comes for a while."""
+        reading = asyncio.ensure_future(asyncio.to_thread(self._read_spec))
+        if not (await asyncio.wait({reading}, timeout=SILENT_S))[0]:
+            self._say(
+                f"no answer from the rendezvous at {self._config.endpoint} for {SILENT_S:g} s: "
+                "does a firewall drop connections from this host to that port? "
+                "(docs/firewalls.md); still trying"
+            )
+        return await reading
 
     def _read_spec(self) -> tuple[JobSpec, int]:
         """Return the job's specification, and the term of the driver that has written it."""
