@@ -43,7 +43,12 @@ from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
 from launcher.agent.workers import Workers
-from launcher.network import interface_of, meeting_point
+from launcher.network import (
+    address_of,
+    interface_of,
+    interfaces_with_addresses,
+    meeting_point,
+)
 from rendezvous.auth import Credentials, own_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
@@ -135,10 +140,10 @@ class Agent:
             self._life.end(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
             return
         self._client.timeout = min(self._client.timeout, spec.heartbeat_timeout / 3)
-        address, interface = self._meeting_point(spec)
         tokens = Path(config.token_file).parent if scratch is None else Path(scratch)
-        self._meeting = Meeting(config.host, config.endpoint, tokens, interface, scratch)
         try:
+            address, interface = self._meeting_point(spec)
+            self._meeting = Meeting(config.host, config.endpoint, tokens, interface, scratch)
             self._ready = await self._describe(spec, address)
         except ClusterError as error:
             self._life.end(str(error), ExitCode.USAGE, 0.0)
@@ -281,11 +286,20 @@ class Agent:
         self._life.spawn(self._heartbeats.run())
 
     def _meeting_point(self, spec: JobSpec) -> tuple[str, str | None]:
-        """Return the address and the interface where workers of other hosts reach ours."""
+        """Return the address and the interface where workers of other hosts reach ours.
+
+        Raises ClusterError where the host has none of the interfaces that the user names.
+        """
         config = self._config
         if config.address is not None:
             return config.address, interface_of(config.address)
-        wanted = spec.env.get("GLOO_SOCKET_IFNAME", "").split(",")
+        wanted = [name for name in spec.env.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        if wanted and address_of(wanted) is None:
+            raise ClusterError(
+                f"{config.host} has no interface {' or '.join(wanted)} with an address "
+                "(--network-interfaces, GLOO_SOCKET_IFNAME); it has "
+                f"{', '.join(sorted(interfaces_with_addresses()))}"
+            )
         address, interface = meeting_point(config.endpoint, wanted)
         return address or config.host, interface
 

@@ -79,6 +79,7 @@ def worker_environment(
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         **_of_horovod(meeting.host, place),
         **_of_slurm(spec.env, place),
+        **_interface_here(spec.env, meeting),
         contract.RUN_ID: spec.run_id,
         contract.HOSTNAME: meeting.host,
         contract.WORKER_ID: order.worker,
@@ -115,6 +116,15 @@ def _defaults(order: StartWorkerOrder, meeting: Meeting) -> dict[str, object]:
     elif meeting.interface is not None:
         found["GLOO_SOCKET_IFNAME"] = found["NCCL_SOCKET_IFNAME"] = meeting.interface
     return found
+
+
+def _interface_here(env: Mapping[str, str], meeting: Meeting) -> dict[str, object]:
+    """Return the variables for the one of several interfaces that this host has."""
+    several = env.get("GLOO_SOCKET_IFNAME", "")
+    if meeting.interface not in several.split(","):
+        return {}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: meeting.interface for name in names if env.get(name) == several}
 
 
 def _of_horovod(host: str, place: SlotInfo) -> dict[str, object]:

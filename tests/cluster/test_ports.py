@@ -158,6 +158,19 @@ def test_two_hosts_that_do_not_reach_each_other_are_named_with_port_and_directio
         assert "docs/firewalls.md" in last
 
 
+def test_interfaces_are_chosen_on_the_hosts() -> None:
+    with Cluster(2) as cluster:
+        (cluster.folder / "steps").mkdir()
+        for node, name in (("node0", "ib0"), ("node1", "ib1")):
+            cluster.node(node).rename_interface(name)
+        two = ("-np", "2", "-H", "node[0-1]:1", "--start-timeout", "20")
+        done = run(cluster, "--network-interfaces", "ib0,ib1", *two, *elastic(cluster))
+        assert done.returncode == 0, done.stderr
+        done = run(cluster, "--network-interfaces", "ib0", *two, *plain(cluster))
+        assert "node1 has no interface ib0 with an address" in done.stderr
+        assert "it has ib1, lo" in done.stderr
+
+
 def test_a_range_that_is_too_small_is_named() -> None:
     with Cluster(2) as cluster:
         (cluster.folder / "steps").mkdir()

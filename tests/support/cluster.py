@@ -202,6 +202,11 @@ class Node:
         netns, chain = self._netns, ("-A", "INPUT", "-i", "eth0")
         _run("ip", "netns", "exec", netns, "iptables", "-w", *chain, *rule)
 
+    def rename_interface(self, name: str) -> None:
+        """Call the interface `name` that was called eth0."""
+        for words in (("eth0", "down"), ("eth0", "name", name), (name, "up")):
+            _run("ip", "-n", self._netns, "link", "set", *words)
+
     def slow_link(self, rate: str) -> None:
         """Let no more than `rate` (as tc has it: `50mbit`) through the cable, either way."""
         for netns, device in self._ends():

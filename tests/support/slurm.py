@@ -15,6 +15,7 @@ import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -55,8 +56,8 @@ SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
-NodeName={nodes} CPUs={cpus} State=UNKNOWN
-PartitionName=all Nodes={nodes} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 
 
@@ -71,8 +72,9 @@ def why_not() -> str | None:
 class Slurm:
     """The daemons on a cluster's nodes."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, names: Mapping[str, str] | None = None) -> None:
+        """`names`: what Slurm calls some nodes, which no resolver knows."""
+        self.cluster, self._names = cluster, names or {}
         self.folder = cluster.folder / "slurm"
         self.environ = {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
@@ -84,7 +86,7 @@ class Slurm:
         key.chmod(0o400)
         nodes = [name for name in self.cluster.nodes if name != "head"]
         text = _CONFIG.format(
-            name=self.cluster.name, folder=self.folder, nodes=",".join(nodes), cpus=CPUS
+            name=self.cluster.name, folder=self.folder, nodes=self._describe_nodes(nodes)
         )
         Path(self.environ["SLURM_CONF"]).write_text(text)
         self._munge("head")
@@ -96,7 +98,16 @@ class Slurm:
     def join(self, name: str) -> None:
         """Start a node's daemons, after its boot."""
         self._munge(name)
-        self.run(name, "slurmd", "-N", name)
+        self.run(name, "slurmd", "-N", self._names.get(name, name))
+
+    def _describe_nodes(self, nodes: list[str]) -> str:
+        lines = []
+        for node in nodes:
+            address = self.cluster.node(node).address
+            named = f" NodeAddr={address} NodeHostname={node}" if node in self._names else ""
+            name = self._names.get(node, node)
+            lines.append(f"NodeName={name}{named} CPUs={CPUS} State=UNKNOWN")
+        return "\n".join(lines)
 
     def until_idle(self, count: int) -> None:
         """Wait until this many nodes can take jobs."""
