@@ -99,6 +99,7 @@ class Settings:
     plain_after: float = 10.0  # a script that never calls our API for this long is a plain one
     slow_for: float = 5.0  # a worker is slow for this long before it is replaced
     replace_pause: float = 60.0  # between the replacements of two slow hosts
+    expects: str = ""  # why the job waits for so many, and how to say otherwise
     fixed_hosts: bool = False  # the hosts were listed; no others can come
     tf_roles: TfRoles | None = option(Heading.TENSORFLOW, o.TF_ROLES, None,
         "The roles of the workers, given out in this order, the oldest worker first; worker=* are "

@@ -45,6 +45,7 @@ RULES = (
     "membership",  # rounds of elastic jobs
     "plain",  # rounds of plain jobs
     "spares",  # spares are started and stopped
+    "waits",  # the user hears for whom the job waits
 )
 MAX_PASSES = 64  # far more than any chain of consequences
 

@@ -31,6 +31,7 @@ from elastic_driver.core.rules.spares import Spares
 from elastic_driver.core.rules.suspicion import Suspicion
 from elastic_driver.core.rules.unanswered import Unanswered
 from elastic_driver.core.rules.unreachable import Unreachable
+from elastic_driver.core.rules.waits import Waits
 from elastic_driver.core.rules.workers import WorkerStateRegistry
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.tf_config import TfLayout
@@ -73,6 +74,7 @@ class JobParts(Restorable):
         self.preemption = self._make(Preemption)
         self.plain = self._make(Plain)
         self.membership = self._make(Membership)
+        self.waits = self._make(Waits)
         self.adoption = self._make(Adoption)
 
     def _make(self, part: type[Part]) -> Part:

@@ -37,6 +37,7 @@ WORDS: dict[str, tuple[Level, str]] = {
     "host_starved": (Level.NORMAL, "host {host} has fewer processors than its workers need"),
     "host_resurrected": (Level.NORMAL, "host {host} may be used again"),
     "discovery_failed": (Level.QUIET, "discovery failed, the last known hosts stay"),
+    "job_waits": (Level.NORMAL, "the job waits"),
     "connection_unanswered": (Level.QUIET, "worker {worker} reaches a host not"),
     "probe_unanswered": (Level.NORMAL, "host {host} answers no probe"),
     "agent_started": (Level.VERBOSE, "agent on {host} is up"),

@@ -43,6 +43,7 @@ class Join:
 
     host: str
     port: int
+    because: str = field(default="", compare=False)  # what makes this node join, if no option does
 
 
 @dataclass(frozen=True)
@@ -330,7 +331,8 @@ def decide_role(
         port = port or _usual_port(line, MASTER_PORT)
     port = port or _usual_port(line, RENDEZVOUS_PORT)
     if rank is not None:
-        return Serve(host, port, own=True) if rank == 0 else Join(host, port)
+        because = "" if options.node_rank is not None else _because(environ)
+        return Serve(host, port, own=True) if rank == 0 else Join(host, port, because)
     if host in ANYWHERE or can_serve(host, port):
         return Serve(host, port, own=True, by_name=host not in ANYWHERE)
     return Join(host, port)
@@ -359,8 +361,18 @@ def with_node_count(line: CommandLine, environ: Mapping[str, str]) -> CommandLin
 
 def _rank(environ: Mapping[str, str]) -> int | None:
     """Return this node's number; RANK is a worker's if there is a LOCAL_RANK beside it."""
-    names = ("NODE_RANK",) if "LOCAL_RANK" in environ else ("NODE_RANK", "RANK")
+    names = _rank_names(environ)
     return next((_number(environ, name) for name in names if name in environ), None)
+
+
+def _rank_names(environ: Mapping[str, str]) -> tuple[str, ...]:
+    return ("NODE_RANK",) if "LOCAL_RANK" in environ else ("NODE_RANK", "RANK")
+
+
+def _because(environ: Mapping[str, str]) -> str:
+    """Return the variables that make this node one of several."""
+    names = [*_rank_names(environ), "MASTER_ADDR", "MASTER_PORT"]
+    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -127,6 +127,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     if role and slots is None and not role.own and line.level("nnodes"):
         wish = wish._replace(most=None)  # each node brings its own number of workers
     settings, size_note = _settings(line, wish, hosts)
+    settings = replace(settings, expects=_expects(line, settings))
     backend = "slurm" if allocation is not None else _backend(options, hosts)
     shares, listed = backend in ("local", "join"), len(hosts.hosts or ())
     spec, passed_on, unset = job_spec(
@@ -318,6 +319,31 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
         )
     check_tf_roles(settings)
     return settings, note
+
+
+def _expects(line: CommandLine, settings: Settings) -> str:
+    """Return why the job waits for so many, and how to say otherwise; "" where nothing says so."""
+    level, timeout = line.level, f"--start-timeout ({settings.start_timeout:g} s)"
+    if _nodes(line):
+        given = line.settings["nnodes"]
+        if given.source == "WORLD_SIZE":
+            return (
+                f"WORLD_SIZE={given.text}, MASTER_ADDR and RANK in the environment ask for "
+                f"{given.text} nodes; unset them, or say --standalone, to train here alone"
+            )
+        fewer = (
+            "" if settings.min_hosts < (settings.max_hosts or 0) else " --nnodes 1:N takes fewer"
+        )
+        return (
+            f"--nnodes {given.text} ({given.source}) asks for them: start the same command on the "
+            f"other nodes;{fewer}".rstrip(";")
+        )
+    asked = next((n for n in ("num_proc", "min_np") if level(n)), None)
+    if asked is not None:
+        flag, given = "-np" if asked == "num_proc" else "--min-np", line.settings[asked]
+        hint = "lower it" if asked == "min_np" else f"--min-np N begins with fewer after {timeout}"
+        return f"{flag} {given.text} ({given.source}) asks for them; {hint}"
+    return f"every slot of the hosts is waited for; --min-np N begins with fewer after {timeout}"
 
 
 def _start_and_most(
