@@ -23,6 +23,16 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 _WHOLE = re.compile(r"[0-9]{1,9}\Z")  # int() would also take signs, blanks and Unicode digits
 _NAME = r"\s*[A-Za-z0-9_.@:-]+\s*"
+# Words of --bind, torchrun's --numa-binding and mpirun's --bind-to → what they mean here.
+_BINDINGS = {
+    "none": "none",
+    "numa": "numa",
+    "core": "core",
+    "node": "numa",
+    "socket": "numa",
+    "exclusive": "core",
+    "core-complex": "core",
+}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 ACCELERATORS = frozenset({"gpu", "xpu", "npu"})  # of --nproc-per-node
 # TensorFlow's roles, in the order in which workers get them; (role, None): all other workers.
@@ -268,6 +278,12 @@ LOG_LEVEL = matching(  # of Horovod
 )
 SECONDS_RANGE = ValueKind(_seconds_range, "MIN MAX", words=2)
 PORTS = ValueKind(_ports, "LO-HI")
+BIND = matching(
+    "none|numa|core",
+    "|".join(_BINDINGS),
+    f"is one of {', '.join(_BINDINGS)}",
+    _BINDINGS.__getitem__,
+)
 # torchrun's --nnodes
 NODE_RANGE = matching("MIN[:MAX]", r"[0-9]{1,9}(:[0-9]{1,9})?", "needs N or MIN:MAX", _node_range)
 NODE_WORKERS = ValueKind(_node_workers, "N|auto|cpu|gpu|xpu|npu")  # torchrun's --nproc-per-node

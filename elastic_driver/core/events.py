@@ -115,9 +115,10 @@ class AgentReturned(
 
 
 class WorkerStarted(WorkerReport, frozen=True, tag="worker_started", forbid_unknown_fields=True):
-    """An agent has started a worker's process."""
+    """An agent has started a worker's process; `cpus`: those it is bound to, as `0-3,8`."""
 
     pid: Count
+    cpus: Annotated[str, Meta(max_length=1000)] = ""
 
 
 class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_fields=True):

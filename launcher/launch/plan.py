@@ -66,10 +66,12 @@ class LaunchPlan:
         """-1 for --quiet, 1 for --verbose, else 0."""
         return self.options.verbose - self.options.quiet
 
-    def render(self, agents: Sequence[tuple[str, str]] = ()) -> str:
+    def render(
+        self, agents: Sequence[tuple[str, str]] = (), binding: Sequence[tuple[int, str]] = ()
+    ) -> str:
         """Return the plan for people, one thing a line; with --verbose the source of each option.
 
-        `agents`: what would run on which host.
+        `agents`: what would run on which host. `binding`: the processors of this machine's slots.
         """
         s, spec, driver = self.settings, self.spec, self.driver
         most = "any number" if s.max_np is None else str(s.max_np)
@@ -89,6 +91,9 @@ class LaunchPlan:
             slow = "excluded" if self.options.exclude_straggler else "named"
             lines.append(("check", f"faulty hosts are excluded, slow ones {slow}"))
         lines += [("agent", f"on {host}: {what}") for host, what in agents]
+        if spec.bind != "none":
+            lines.append(("binding", f"{spec.bind}, from the topology of each host"))
+        lines += [("", f"slot {slot} here: CPUs {cpus}") for slot, cpus in binding]
         own = sorted(set(spec.env) - set(self.forwarded))
         for label, names in (("variables", own), ("passed on", self.forwarded)):
             if names:
