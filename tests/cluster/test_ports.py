@@ -79,7 +79,27 @@ def test_elastic_scripts_meet_after_a_node_check() -> None:
     with site(2) as cluster:
         done = run(cluster, "--ports", PORTS, "--network-check", *TWO, *elastic(cluster))
         assert done.returncode == 0, done.stderr
+        assert "node check: 2 good" in done.stderr + done.stdout
         assert "excluded" not in done.stderr
+
+
+def test_a_node_check_listens_at_the_ports_of_the_job() -> None:
+    with Cluster(2) as cluster:
+        (cluster.folder / "steps").mkdir()
+        for one, other in (("node0", "node1"), ("node1", "node0")):
+            cluster.node(one).refuse_from(cluster.node(other), OPEN)
+        check = (
+            "--ports",
+            PORTS,
+            "--network-check",
+            "--check-timeout",
+            "15",
+            "--start-timeout",
+            "15",
+        )
+        done = run(cluster, *check, *TWO, *elastic(cluster))
+        assert done.returncode == 75, done.stderr
+        assert "node check: 2 good" not in done.stderr + done.stdout
 
 
 def test_nodes_join_at_the_last_port_of_a_range_without_the_usual_one() -> None:
