@@ -23,6 +23,7 @@ MEASURE_GRADIENTS = "ELASTIC_MEASURE_GRADIENTS"  # "1" where the number of worke
 DRIVER_FILE = "ELASTIC_DRIVER_FILE"  # has RENDEZVOUS anew, once another driver has taken over
 DRIVER_TIMEOUT = "ELASTIC_DRIVER_TIMEOUT"  # seconds to wait for the next driver; not set: 0
 JOB_MARK = "ELASTIC_JOB_MARK"  # a path by which the processes of a job on a host are known
+PORTS = "ELASTIC_PORTS"  # FIRST-LAST:LO-HI, where torch listens, of --ports LO-HI
 SCRATCH = "ELASTIC_SCRATCH"  # a folder for multiprocessing's sockets, removed by the agent
 NEWCOMER = "ELASTIC_NEWCOMER"  # "1": this worker was started for a job that is elastic already
 TF_CONFIG = "TF_CONFIG"  # TensorFlow's name; only with --tf-config

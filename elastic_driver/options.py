@@ -23,6 +23,16 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 _WHOLE = re.compile(r"[0-9]{1,9}\Z")  # int() would also take signs, blanks and Unicode digits
 _NAME = r"\s*[A-Za-z0-9_.@:-]+\s*"
+# Words of --bind, torchrun's --numa-binding and mpirun's --bind-to → what they mean here.
+_BINDINGS = {
+    "none": "none",
+    "numa": "numa",
+    "core": "core",
+    "node": "numa",
+    "socket": "numa",
+    "exclusive": "core",
+    "core-complex": "core",
+}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 ACCELERATORS = frozenset({"gpu", "xpu", "npu"})  # of --nproc-per-node
 # TensorFlow's roles, in the order in which workers get them; (role, None): all other workers.
@@ -195,6 +205,13 @@ def _seconds_range(shortest: str, longest: str) -> tuple[float, float]:
     return low, high
 
 
+def _ports(word: str) -> tuple[int, int]:
+    match = re.match(r"([0-9]{1,5})-([0-9]{1,5})\Z", word)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]) <= 65535:
+        raise ValueError(f"needs LO-HI with 1 <= LO <= HI <= 65535, got {word!r}")
+    return int(match[1]), int(match[2])
+
+
 def _node_range(word: str) -> tuple[int, int]:
     low, _, high = word.partition(":")
     least, most = int(low), int(high or low)
@@ -260,6 +277,13 @@ LOG_LEVEL = matching(  # of Horovod
     str.upper,
 )
 SECONDS_RANGE = ValueKind(_seconds_range, "MIN MAX", words=2)
+PORTS = ValueKind(_ports, "LO-HI")
+BIND = matching(
+    "none|numa|core",
+    "|".join(_BINDINGS),
+    f"is one of {', '.join(_BINDINGS)}",
+    _BINDINGS.__getitem__,
+)
 # torchrun's --nnodes
 NODE_RANGE = matching("MIN[:MAX]", r"[0-9]{1,9}(:[0-9]{1,9})?", "needs N or MIN:MAX", _node_range)
 NODE_WORKERS = ValueKind(_node_workers, "N|auto|cpu|gpu|xpu|npu")  # torchrun's --nproc-per-node

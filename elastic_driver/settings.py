@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from elastic_driver import options as o
 from elastic_driver.options import Heading, TfRoles, ValueKind, option, whole
+from elastic_driver.ports import PortRange, listening_ports
 from rendezvous.limits import Limits, read_limits
 
 POLICY = Heading.POLICY
@@ -98,6 +99,7 @@ class Settings:
     plain_after: float = 10.0  # a script that never calls our API for this long is a plain one
     slow_for: float = 5.0  # a worker is slow for this long before it is replaced
     replace_pause: float = 60.0  # between the replacements of two slow hosts
+    expects: str = ""  # why the job waits for so many, and how to say otherwise
     fixed_hosts: bool = False  # the hosts were listed; no others can come
     one_host_per_machine: bool = False  # two names of a machine are one host
     tf_roles: TfRoles | None = option(Heading.TENSORFLOW, o.TF_ROLES, None,
@@ -116,6 +118,7 @@ class DriverOptions:
 
     bind_host: str = "127.0.0.1"  # a numeric address; 0.0.0.0: all
     bind_port: int = 0  # 0: any free one
+    ports: PortRange | None = None  # --ports: the only ones to listen at
     given_host: str = ""  # as the user names it; "": the user does not
     discovery_interval: float = option(Heading.HOSTS, o.SECONDS, 1.0,
         "Seconds between two runs of the discovery script, or two reads of the hostfile.")
@@ -131,6 +134,11 @@ class DriverOptions:
         "Certificates of your CA (PEM): agents, workers and nodes that join check the chain of "
         "--tls-cert, and the host of --rdzv-endpoint or --join.",
         shown="they take the certificate itself and no other")
+
+    @property
+    def any_port(self) -> tuple[int, ...]:
+        """The ports for what has none of its own, in the order to try them; 0: any free one."""
+        return (0,) if self.ports is None else listening_ports(self.ports)
     limit: Limits = option(Heading.TRUST, LIMITS, Limits(),
         "Another bound for what clients may use of the driver, such as store_bytes=8589934592; may "
         "be repeated (docs/security.md).", shown="fits 10,000 members")

@@ -23,6 +23,7 @@ from elastic_driver.runtime.discovery import DiscoveryError
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
 from elastic_driver.settings import Settings
 from launcher import version
+from launcher.backends.addresses import is_this_machine
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import BACKENDS, entry_points, make_backend
 from launcher.backends.slurm_allocation import describe_job, job_id_of
@@ -178,7 +179,8 @@ def drive(
         return show_result(run, run_dir, options)
     notes = plan.notes if run is None else (*plan.notes, resume.describe(run_dir, run))
     if options.dry_run:
-        print(replace(plan, notes=notes).render(describe_agents(plan)), flush=True)
+        agents, binding = describe_agents(plan), describe_binding(plan)
+        print(replace(plan, notes=notes).render(agents, binding), flush=True)
         return int(ExitCode.OK)
     for note in notes:
         sayer(options)(note)
@@ -219,6 +221,18 @@ def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
         except ClusterError as error:
             described.append((host, str(error)))
     return described
+
+
+def describe_binding(plan: LaunchPlan) -> list[tuple[int, str]]:
+    """Return (slot, its processors) of this machine, if it is a host and workers are bound."""
+    slots = sum(n for host, n in plan.hosts.hosts or () if is_this_machine(host))
+    if plan.spec.bind == "none":
+        return []
+    from launcher.agent import binding  # noqa: PLC0415 - not for --help
+
+    cores, nodes = binding.usable_cores(), binding.gpu_nodes({**plan.agents.environ})
+    chosen = (binding.choose(plan.spec.bind, s, slots, cores, nodes) for s in range(slots))
+    return list(enumerate(map(binding.in_words, chosen)))
 
 
 def serve_job(

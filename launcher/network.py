@@ -64,6 +64,13 @@ def address_of(interfaces: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
+def interfaces_with_addresses() -> list[str]:
+    """Return the names of the interfaces that have an IP address."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    known = psutil.net_if_addrs().items()
+    return [name for name, entries in known if any(e.family in families for e in entries)]
+
+
 def meeting_point(endpoint: str, wanted: Sequence[str]) -> tuple[str | None, str | None]:
     """Return (address, interface) at which workers of other hosts reach those of this one.
 

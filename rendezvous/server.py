@@ -81,7 +81,8 @@ _BIND_HINTS = {
 class RendezvousServer:
     """The HTTP server of one job's rendezvous.
 
-    `host` is a numeric address; `port` 0 means any free port. With a `certificate` the server
+    `host` is a numeric address; `port` 0 means any free port; of several
+    ports the first free one is taken. With a `certificate` the server
     speaks TLS; `known_by` is what its clients are told of it (default: its fingerprint, see `tls`).
     `others` are secrets that are taken beside the token and those derived from it, each with the
     role that it gives.
@@ -98,7 +99,7 @@ class RendezvousServer:
     def __init__(
         self,
         host: str = "127.0.0.1",
-        port: int = 0,
+        port: int | Sequence[int] = 0,
         *,
         token: str,
         others: Mapping[str, Role] | None = None,
@@ -143,7 +144,7 @@ class RendezvousServer:
         if self._thread is not None:
             raise RuntimeError("a rendezvous server starts once")
         self._files = _allow_many_connections()
-        listener = _listen(self._host, self._wanted_port)
+        listener = _listen_at_one(self._host, self._wanted_port)
         self._port = listener.getsockname()[1]
         up: concurrent.futures.Future[None] = concurrent.futures.Future()
         run = partial(self._run, listener, up)
@@ -370,6 +371,25 @@ def _allow_many_connections() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def _listen_at_one(host: str, ports: int | Sequence[int]) -> socket.socket:
+    """Return a socket that listens at the first of these ports that is free.
+
+    Raises AddressError if that is impossible.
+    """
+    if isinstance(ports, int):
+        return _listen(host, ports)
+    for port in ports:
+        try:
+            return _listen(host, port)
+        except AddressError as error:
+            if getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
+                raise
+    raise AddressError(
+        f"cannot listen on {host}: none of the ports {min(ports)} to {max(ports)} is free; give a "
+        "larger range, or end what listens there (ss -ltnp)"
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -158,6 +158,7 @@ class StartWorkerOrder(Struct, frozen=True, tag="start_worker"):
     master_port: int
     tf_config: str | None = None  # the worker's TF_CONFIG, if the job uses it
     elastic: bool = False  # the job is known to be elastic: the worker is a newcomer
+    slots: int = 0  # of the host, whose processors they share; 0: not known
 
 
 class StopWorkerOrder(Struct, frozen=True, tag="stop_worker"):

@@ -117,9 +117,10 @@ class AgentReturned(
 
 
 class WorkerStarted(WorkerReport, frozen=True, tag="worker_started", forbid_unknown_fields=True):
-    """An agent has started a worker's process."""
+    """An agent has started a worker's process; `cpus`: those it is bound to, as `0-3,8`."""
 
     pid: Count
+    cpus: Annotated[str, Meta(max_length=1000)] = ""
 
 
 class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_fields=True):
@@ -264,6 +265,20 @@ class HostLeaving(AgentEvent, frozen=True, tag="host_leaving", forbid_unknown_fi
     reason: Text
 
 
+class ConnectionUnanswered(
+    AgentEvent, frozen=True, tag="connection_unanswered", forbid_unknown_fields=True
+):
+    """A worker of this agent tries to connect to an address, and nothing answers.
+
+    `seconds`: for how long. It is sent again as long as that lasts.
+    """
+
+    worker: WorkerId
+    address: Host
+    port: Port
+    seconds: Seconds
+
+
 class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unknown_fields=True):
     """A worker got a signal or a preemption notice: it has to leave in `deadline` seconds."""
 
@@ -298,7 +313,7 @@ ManyReports: TypeAlias = AgentReady | AgentReturned | WorkerStarted | WorkerRead
 # Events that `POST /v1/events` takes.
 WireEvent: TypeAlias = (
     ManyReports | WorkerStalled | WorkerResumed | WorkerStack | WorkerEnding | WorkerExited
-    | WorkerSaved | HostLeaving | WorkerLeaving
+    | WorkerSaved | HostLeaving | WorkerLeaving | ConnectionUnanswered
 )  # fmt: skip
 
 # ---- requests of users: the bodies of the driver's routes ---------------------------------

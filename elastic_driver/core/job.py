@@ -45,6 +45,7 @@ RULES = (
     "membership",  # rounds of elastic jobs
     "plain",  # rounds of plain jobs
     "spares",  # spares are started and stopped
+    "waits",  # the user hears for whom the job waits
 )
 MAX_PASSES = 64  # far more than any chain of consequences
 
@@ -163,6 +164,8 @@ class Job(JobParts):
                 self.suspicion.on_probed(event, now)
             case ev.HostLeaving():
                 self.drains.on_host_leaving(event, now)
+            case ev.ConnectionUnanswered():
+                self.unanswered.on_unanswered(event, now)
             case _:
                 assert_never(event)
 

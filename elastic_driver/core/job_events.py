@@ -18,6 +18,7 @@ AnyAgentEvent: TypeAlias = (
     events.AgentReady
     | events.AgentReturned
     | events.HostLeaving
+    | events.ConnectionUnanswered
     | seen.AgentLost
     | seen.AgentSuspected
     | seen.AgentHeard

@@ -29,7 +29,9 @@ from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Rounds
 from elastic_driver.core.rules.spares import Spares
 from elastic_driver.core.rules.suspicion import Suspicion
+from elastic_driver.core.rules.unanswered import Unanswered
 from elastic_driver.core.rules.unreachable import Unreachable
+from elastic_driver.core.rules.waits import Waits
 from elastic_driver.core.rules.workers import WorkerStateRegistry
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.tf_config import TfLayout
@@ -65,12 +67,14 @@ class JobParts(Restorable):
         self.placement = self._make(Placement)
         self.spares = self._make(Spares)
         self.unreachable = self._make(Unreachable)
+        self.unanswered = self._make(Unanswered)
         self.agents = self._make(Agents)
         self.suspicion = self._make(Suspicion)
         self.final_checkpoint = self._make(FinalSaves)
         self.preemption = self._make(Preemption)
         self.plain = self._make(Plain)
         self.membership = self._make(Membership)
+        self.waits = self._make(Waits)
         self.adoption = self._make(Adoption)
 
     def _make(self, part: type[Part]) -> Part:

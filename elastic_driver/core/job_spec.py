@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from elastic_driver.options import (
+    BIND,
     FLAG,
     NUMBERS,
+    PORTS,
     STREAMS,
     Heading,
     names,
@@ -56,6 +58,14 @@ class JobSpec:
         "process.",
         shown="auto: one, if the command is Python and imports more than the standard library; "
         "none with --tf-config")
+    ports: tuple[int, int] | None = option(Heading.START, PORTS, None,
+        "Listen at these ports only, on all hosts: rendezvous, probes, torch's stores, gloo, "
+        "TensorFlow. 64 are enough for hosts of 8 workers (docs/firewalls.md).",
+        shown="any free ports")
+    bind: str = option(Heading.START, BIND, "none",
+        "Bind each worker to processors. numa: those of the NUMA node of its GPU, or its part of "
+        "the nodes; core: cores of its own there (docs/binding.md).",
+        aliases=("--numa-binding", "--bind-to", "-bind-to"))
     virtual_local_rank: bool = option(Heading.START, FLAG, False,
         "Each worker sees only the GPU of its slot, and its LOCAL_RANK is 0 (as in torchrun).")
     verify_state: bool = option(Heading.POLICY, FLAG, True,

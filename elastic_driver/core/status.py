@@ -24,6 +24,7 @@ class MemberStatus(Struct, frozen=True):
     pid: int  # 0: not known yet
     version: int  # committed steps it brought into the round; −1: none
     leaving: str  # why it has to leave; empty: it stays
+    cpus: str = ""  # the processors that it is bound to, as 0-3,8; empty: to none
 
 
 class HostStatus(Struct, frozen=True):
@@ -133,7 +134,9 @@ def status_of(job: JobParts, now: float) -> JobStatus:
 
 def _member(w: Worker) -> MemberStatus:
     rank = -1 if w.spare else w.place.rank
-    return MemberStatus(w.id, w.host, w.slot, rank, w.state.value, w.pid, w.version, w.leaving)
+    return MemberStatus(
+        w.id, w.host, w.slot, rank, w.state.value, w.pid, w.version, w.leaving, w.cpus
+    )
 
 
 def _state(job: JobParts) -> str:

@@ -147,5 +147,13 @@ class TfLayout:
         return offer.address, next(port for port in ports if port not in used)
 
 
+def own_port(config: str) -> int | None:
+    """Return the port of the task's own server in a TF_CONFIG of ours; None: it has no server."""
+    document = json.loads(config)
+    task = document["task"]
+    servers = document["cluster"].get(task["type"], [])
+    return int(servers[task["index"]].rpartition(":")[2]) if task["index"] < len(servers) else None
+
+
 def _join(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -8,7 +8,7 @@ the Brain is away both try again and again; the job keeps its slots meanwhile. T
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -50,7 +50,8 @@ class BrainLink:
 
     `say` shows a sentence to the user; any thread calls it. The link begins with the first report
     (`update`). `attach` takes the grants from the newest one on. The file `alive` is touched every
-    few seconds, so that the next driver knows until when this one lived.
+    few seconds, so that the next driver knows until when this one lived. `ports`: see
+    `LivenessPort`.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class BrainLink:
         job: str,
         say: Callable[[str], None],
         alive: Path | None = None,
+        ports: Sequence[int] = (0,),
     ) -> None:
         self._client, self._job, self._say, self._alive = client, job, say, alive
         url = urlsplit(client.url)
-        self._liveness = LivenessPort(url.hostname or "", url.port or 0)
+        self._liveness = LivenessPort(url.hostname or "", url.port or 0, ports)
         self._report: JobReport | None = None
         self._grant: Grant | None = None  # the newest
         self._take: Callable[[Grant], None] | None = None

@@ -29,6 +29,7 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck.checker import CheckLimits, NodeChecker
 from elastic_driver.policies.nodecheck.messages import TASK_SETTINGS, TaskSettings
 from elastic_driver.policies.nodecheck.report import CheckHistory, CheckReport
+from elastic_driver.ports import PortRange
 from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.run_dir import RunDir
@@ -59,6 +60,7 @@ class CheckSettings(CheckLimits, frozen=True, kw_only=True):
     task: TaskSettings = TaskSettings()
     command: tuple[str, ...] = TASK  # what a process of a task runs
     warm: int | None = None  # processes that have imported torch in advance, as `JobSpec.warm`
+    ports: PortRange | None = None  # --ports
     env: dict[str, str] = field(default_factory=dict)  # added to the agents' environment for it
 
     def spec(self, run_id: str) -> JobSpec:
@@ -72,6 +74,7 @@ class CheckSettings(CheckLimits, frozen=True, kw_only=True):
             max_restarts=0,
             local_ranks_filter=(),  # what tasks print is for the report, not for the terminal
             warm=self.warm,
+            ports=self.ports,
             preload=PRELOAD_MODEL if self.task.model else PRELOAD,
             rehearse=False,  # a task warms up by itself before it measures
         )

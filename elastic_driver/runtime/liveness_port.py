@@ -6,6 +6,7 @@ refuses them once it has ended, however it ended.
 
 import contextlib
 import socket
+from collections.abc import Sequence
 
 _WAITING = 16  # connections that nobody has hung up yet
 
@@ -16,9 +17,13 @@ class LivenessPort:
     `address` is HOST:PORT with a numeric host, "" until `open` has succeeded.
     """
 
-    def __init__(self, towards: str, port: int) -> None:
-        """Open nothing. `towards`, `port`: the other machine's name or address, and any port."""
-        self._towards, self._port = towards, port
+    def __init__(self, towards: str, port: int, ports: Sequence[int] = (0,)) -> None:
+        """Open nothing.
+
+        `towards`, `port`: the other machine's name or address, and any port. `ports`: those to
+        listen at, of which the first free one is taken; 0: any.
+        """
+        self._towards, self._port, self._ports = towards, port, ports
         self._listener: socket.socket | None = None
         self.address = ""
 
@@ -33,10 +38,17 @@ class LivenessPort:
             with socket.socket(family, kind) as unsent:  # nothing is sent by `connect`
                 unsent.connect(target)
                 own = unsent.getsockname()[0]
-            self._listener = socket.create_server((own, 0), family=family, backlog=_WAITING)
+            self._listener = self._listen(own, family)
             self._listener.setblocking(False)
             host = f"[{own}]" if ":" in own else own
             self.address = f"{host}:{self._listener.getsockname()[1]}"
+
+    def _listen(self, own: str, family: int) -> socket.socket:
+        """Return a socket that listens at the first free port; OSError if none is free."""
+        for port in self._ports:
+            with contextlib.suppress(OSError):  # another program listens there
+                return socket.create_server((own, port), family=family, backlog=_WAITING)
+        raise OSError("no port is free")
 
     def hang_up(self) -> None:
         """Close the connections of those who have looked."""

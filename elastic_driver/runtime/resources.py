@@ -216,7 +216,7 @@ class DriverResources:
         before, kept = (0, {}) if run is None else (run.port, without_numbers(run.keys))
         server = RendezvousServer(
             setup.options.bind_host,
-            setup.options.bind_port or before,
+            setup.options.bind_port or before or setup.options.any_port,
             token=token,
             certificate=identity.certificate,
             known_by=identity.known_by,

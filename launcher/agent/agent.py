@@ -20,9 +20,10 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.announcement import verified
 from elastic_driver.core import documents
-from elastic_driver.core.events import AgentReady, AgentReturned
+from elastic_driver.core.events import AgentReady, AgentReturned, ConnectionUnanswered
 from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.errors import ExitCode
+from elastic_driver.errors import ClusterError, ExitCode
+from elastic_driver.ports import listening_ports, none_left, store_ports
 from elastic_driver.runtime.library_logs import logs_shown
 from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, term_in
@@ -32,17 +33,23 @@ from launcher.agent.lifetime import Lifetime
 from launcher.agent.liveness import Heartbeats, Promise
 from launcher.agent.machine_id import machine_id
 from launcher.agent.memory import usable_memory
-from launcher.agent.ports import free_ports
+from launcher.agent.ports import first_free, free_ports
 from launcher.agent.posted_output import Consoles
 from launcher.agent.probe_port import ProbePort
 from launcher.agent.processes import become_subreaper
 from launcher.agent.recorded_output import RecordedOutput
+from launcher.agent.unanswered import LOOK_S, Unanswered
 from launcher.agent.usage import UsageThread, usable_cpus
 from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
 from launcher.agent.workers import Workers
-from launcher.network import interface_of, meeting_point
+from launcher.network import (
+    address_of,
+    interface_of,
+    interfaces_with_addresses,
+    meeting_point,
+)
 from rendezvous.auth import Credentials, own_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
@@ -50,6 +57,7 @@ from rendezvous.wire import UNREADABLE, Entries, Get, expect
 
 FIRST_CONTACT_S = 30.0  # the driver published the specification before it started us
 STORE_PORTS = 16  # free ports to offer for torch's stores
+SILENT_S = 5.0  # before the user hears that the driver does not answer
 LAST_WORDS_S = 3.0  # for the last events and lines to get out
 
 
@@ -128,15 +136,19 @@ class Agent:
         """Read the job's specification, then take part in the job."""
         config = self._config
         try:
-            spec, term = await asyncio.to_thread(self._read_spec)
+            spec, term = await self._first_contact()
         except (RendezvousError, *UNREADABLE) as error:
             self._life.end(f"cannot join the job: {error}", ExitCode.UNAVAILABLE, 0.0)
             return
         self._client.timeout = min(self._client.timeout, spec.heartbeat_timeout / 3)
-        address, interface = self._meeting_point(spec)
         tokens = Path(config.token_file).parent if scratch is None else Path(scratch)
-        self._meeting = Meeting(config.host, config.endpoint, tokens, interface, scratch)
-        self._ready = await self._describe(spec, address)
+        try:
+            address, interface = self._meeting_point(spec)
+            self._meeting = Meeting(config.host, config.endpoint, tokens, interface, scratch)
+            self._ready = await self._describe(spec, address)
+        except ClusterError as error:
+            self._life.end(str(error), ExitCode.USAGE, 0.0)
+            return
         self._run_id, self._life.notice = spec.run_id, spec.grace_period
         link = self._life.link = self._link_to_driver(spec, term, consoles)
         workers = self._life.workers = self._make_workers(spec, link, consoles)
@@ -146,6 +158,18 @@ class Agent:
         self._life.spawn(link.obey(partial(self._carry_out, workers)))
         self._life.spawn(link.deliver())
         self._send_heartbeats(spec, workers)
+        self._life.spawn(self._watch_connections(link, workers))
+
+    async def _first_contact(self) -> tuple[JobSpec, int]:
+        """Return what `_read_spec` does; say so where no answer comes for a while."""
+        reading = asyncio.ensure_future(asyncio.to_thread(self._read_spec))
+        if not (await asyncio.wait({reading}, timeout=SILENT_S))[0]:
+            self._say(
+                f"no answer from the rendezvous at {self._config.endpoint} for {SILENT_S:g} s: "
+                "does a firewall drop connections from this host to that port? "
+                "(docs/firewalls.md); still trying"
+            )
+        return await reading
 
     def _read_spec(self) -> tuple[JobSpec, int]:
         """Return the job's specification, and the term of the driver that has written it."""
@@ -159,19 +183,50 @@ class Agent:
 
     async def _describe(self, spec: JobSpec, address: str) -> AgentReady:
         """Open the port for probes; return what the driver has to know of this agent."""
-        ports = free_ports(STORE_PORTS + spec.slot_ports)
+        stores, slots, probe = await self._find_ports(spec, address)
         return AgentReady(
             self._config.host,
             self._config.incarnation,
             os.getpid(),
             address,
-            ports[:STORE_PORTS],
-            slot_ports=ports[STORE_PORTS:],
-            probe_port=await self._probe_port.listen(address),
+            stores,
+            slot_ports=slots,
+            probe_port=probe,
             cpus=usable_cpus(),
             memory=usable_memory(),
             machine_id=machine_id(self._config.host),
         )
+
+    async def _find_ports(
+        self, spec: JobSpec, address: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Return free ports for stores and for the workers' servers; open the port for probes.
+
+        Raises ClusterError where --ports leaves none for one of them.
+        """
+        if spec.ports is None:
+            free = free_ports(STORE_PORTS + spec.slot_ports)
+            probe = await self._probe_port.listen(address)
+            return free[:STORE_PORTS], free[STORE_PORTS:], probe
+        probe = await self._probe_port.listen(address, listening_ports(spec.ports))
+        stores = first_free(store_ports(spec.ports), STORE_PORTS)
+        slots = first_free(listening_ports(spec.ports), spec.slot_ports)
+        found = (("probes", probe), ("torch's stores", stores))
+        for purpose, ports in (*found, ("TensorFlow", slots or not spec.slot_ports)):
+            if not ports:
+                raise ClusterError(none_left(spec.ports, purpose, self._config.host))
+        return stores, slots, probe
+
+    async def _watch_connections(self, link: DriverLink, workers: Workers) -> None:
+        """Report connections of workers that nobody answers."""
+        unanswered = Unanswered()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if not (pids := workers.pids()):
+                continue
+            for found in await asyncio.to_thread(unanswered.look, pids):
+                agent = self._config.host, self._config.incarnation
+                link.report(ConnectionUnanswered(*agent, **found._asdict()))
 
     def _make_workers(self, spec: JobSpec, link: DriverLink, consoles: Consoles) -> Workers:
         """Return the workers, of which there are none yet; begin to record their output."""
@@ -233,11 +288,20 @@ class Agent:
         self._life.spawn(self._heartbeats.run())
 
     def _meeting_point(self, spec: JobSpec) -> tuple[str, str | None]:
-        """Return the address and the interface where workers of other hosts reach ours."""
+        """Return the address and the interface where workers of other hosts reach ours.
+
+        Raises ClusterError where the host has none of the interfaces that the user names.
+        """
         config = self._config
         if config.address is not None:
             return config.address, interface_of(config.address)
-        wanted = spec.env.get("GLOO_SOCKET_IFNAME", "").split(",")
+        wanted = [name for name in spec.env.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        if wanted and address_of(wanted) is None:
+            raise ClusterError(
+                f"{config.host} has no interface {' or '.join(wanted)} with an address "
+                "(--network-interfaces, GLOO_SOCKET_IFNAME); it has "
+                f"{', '.join(sorted(interfaces_with_addresses()))}"
+            )
         address, interface = meeting_point(config.endpoint, wanted)
         return address or config.host, interface
 

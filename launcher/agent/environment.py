@@ -17,10 +17,13 @@ from elastic_driver import contract
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.members import SlotInfo
+from elastic_driver.ports import listening_ports
 from launcher.network import is_loopback
 
 # Variables that an outer launcher may have left in our environment would confuse the script.
 _NOT_INHERITED_PREFIX = "TORCHELASTIC_"
+# The folder of the module that has torch listen at the ports of --ports.
+TORCH_PORTS = Path(__file__).parent / "torch_ports"
 # The folder with the package `horovod` of --horovod.
 HOROVOD_ALIAS = Path(elastic_driver.__file__).parent / "horovod" / "alias"
 _DEVICES = contract.VISIBLE_DEVICES[0]
@@ -76,6 +79,7 @@ def worker_environment(
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
         **_of_horovod(meeting.host, place),
         **_of_slurm(common, place),
+        **_interface_here(spec.env, meeting),
         contract.RUN_ID: spec.run_id,
         contract.HOSTNAME: meeting.host,
         contract.WORKER_ID: order.worker,
@@ -113,6 +117,15 @@ def _defaults(order: StartWorkerOrder, meeting: Meeting) -> dict[str, object]:
     elif meeting.interface is not None:
         found["GLOO_SOCKET_IFNAME"] = found["NCCL_SOCKET_IFNAME"] = meeting.interface
     return found
+
+
+def _interface_here(env: Mapping[str, str], meeting: Meeting) -> dict[str, object]:
+    """Return the variables for the one of several interfaces that this host has."""
+    several = env.get("GLOO_SOCKET_IFNAME", "")
+    if meeting.interface not in several.split(","):
+        return {}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: meeting.interface for name in names if env.get(name) == several}
 
 
 def _of_horovod(host: str, place: SlotInfo) -> dict[str, object]:
@@ -168,7 +181,13 @@ def common_environment(inherited: Mapping[str, str], spec: JobSpec) -> dict[str,
         },
         **spec.env,
     }
-    if spec.horovod:
-        path = (str(HOROVOD_ALIAS), common.get("PYTHONPATH", ""))
+    first = [str(HOROVOD_ALIAS)] if spec.horovod else []
+    if spec.ports is not None:
+        first.append(str(TORCH_PORTS))
+        own = listening_ports(spec.ports)
+        low, high = spec.ports
+        common[contract.PORTS] = f"{own[-1]}-{own[0]}:{low}-{high}"
+    if first:
+        path = (*first, common.get("PYTHONPATH", ""))
         common["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     return common

@@ -7,12 +7,19 @@ gives none of them away between the test here and the moment when a worker liste
 import contextlib
 import random
 import socket
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_RANGE = (32768, 60999)  # Linux's own default
 _USABLE = range(10240, 65536)  # below it many services have their registered ports
+
+
+def first_free(ports: Sequence[int], wanted: int) -> tuple[int, ...]:
+    """Return up to `wanted` of these ports that can be bound right now, in random order."""
+    shuffled = random.SystemRandom().sample(ports, len(ports))
+    return tuple(islice(filter(_can_bind, shuffled), wanted))
 
 
 def free_ports(wanted: int, range_file: Path = _RANGE_FILE) -> tuple[int, ...]:
@@ -26,8 +33,7 @@ def free_ports(wanted: int, range_file: Path = _RANGE_FILE) -> tuple[int, ...]:
         low, high = map(int, range_file.read_text().split())
     # If no port lies outside the range, any port is better than none.
     candidates = [port for port in _USABLE if not low <= port <= high] or list(_USABLE)
-    random.SystemRandom().shuffle(candidates)
-    return tuple(islice(filter(_can_bind, candidates), wanted))
+    return first_free(candidates, wanted)
 
 
 def _can_bind(port: int) -> bool:

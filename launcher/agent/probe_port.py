@@ -1,7 +1,8 @@
 """The port where an agent answers probes, and where a driver that has taken over calls."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from elastic_driver.announcement import ANSWER, MAX_LINE
@@ -21,19 +22,21 @@ class ProbePort:
         self.open = set[asyncio.Transport]()
         self._server: asyncio.Server | None = None
 
-    async def listen(self, address: str) -> int:
+    async def listen(self, address: str, ports: Sequence[int] = (0,)) -> int:
         """Answer from now on; return the port, or 0 if that is not possible.
+
+        `ports`: those to listen at, of which the first free one is taken; 0: any.
 
         Without it the driver notices the loss of this host later; that is no reason to end.
         """
         loop = asyncio.get_running_loop()
-        try:
-            self._server = await loop.create_server(
-                lambda: _Connection(self), address, 0, backlog=MOST
-            )
-        except OSError:
-            return 0
-        return int(self._server.sockets[0].getsockname()[1])
+        for port in ports:
+            with contextlib.suppress(OSError):
+                self._server = await loop.create_server(
+                    lambda: _Connection(self), address, port, backlog=MOST
+                )
+                return int(self._server.sockets[0].getsockname()[1])
+        return 0
 
     def close(self) -> None:
         """Refuse connections from now on; may be called again."""

@@ -205,6 +205,7 @@ class ProcessSpec:
     lifeline: int | None = None
     # What the worker reads, or the workers of the agent; None: nothing (/dev/null).
     stdin_fd: int | None = None
+    cpus: frozenset[int] = frozenset()  # the only processors that it may use; empty: ours
 
 
 class StartError(Exception):
@@ -234,7 +235,10 @@ def start_fresh(spec: ProcessSpec) -> int:
         if os.getppid() != parent:  # it died in between, and would never stop us
             os._exit(EXIT_NOT_EXECUTABLE)
 
+    own_cpus = os.sched_getaffinity(0)
     try:
+        if spec.cpus:  # the child inherits those of this thread
+            os.sched_setaffinity(0, spec.cpus)
         process = subprocess.Popen(
             spec.argv,
             stdin=subprocess.DEVNULL if own is None else own,
@@ -254,6 +258,9 @@ def start_fresh(spec: ProcessSpec) -> int:
             reason = "permission denied; is it a directory, or does it lack `chmod +x`?"
         sentence = f"cannot execute {spec.argv[0]!r}: {reason}"
         raise StartError(sentence, EXIT_NOT_EXECUTABLE) from error
+    finally:
+        if spec.cpus:
+            os.sched_setaffinity(0, own_cpus)
     process.returncode = 0  # so that Popen does not reap it; the caller does
     return process.pid
 

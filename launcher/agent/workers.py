@@ -16,8 +16,12 @@ from elastic_driver.console import Console
 from elastic_driver.core.documents import RanksOrder, StartWorkerOrder, time_to_leave
 from elastic_driver.core.events import RunningWorker, WorkerExited, WorkerStack, WorkerStarted
 from elastic_driver.core.job_spec import JobSpec
+from elastic_driver.core.tf_config import own_port
+from elastic_driver.errors import ExitCode
 from elastic_driver.peer_loss import looks_like_peer_loss
+from elastic_driver.ports import none_left
 from launcher.agent import processes
+from launcher.agent.binding import choose, gpu_nodes, in_words, usable_cores
 from launcher.agent.environment import Meeting, worker_environment
 from launcher.agent.memory import MemoryJudge
 from launcher.agent.output import WorkerOutput, link_ranks
@@ -65,6 +69,7 @@ class Workers:
         self._consoles, self._report, self._say = consoles, report, say
         self._inherited, self._memory = dict(os.environ), MemoryJudge()
         self._log_dir = None if spec.log_dir is None else Path(spec.cwd, spec.log_dir)
+        self._bound: dict[str, frozenset[int]] = {}  # workers whose start is to be reported
         self._leaders: set[int] = set()  # pids of workers that are not reaped yet
         self._running: dict[str, tuple[WorkerProcess, WorkerOutput]] = {}
         self._lives: set[asyncio.Task[None]] = set()
@@ -207,7 +212,7 @@ class Workers:
             self._ended(WorkerExited(worker, error.exit_code, str(error)))
             return
         self._running[worker] = process, output
-        self._report(WorkerStarted(worker, process.pid))
+        self._report(WorkerStarted(worker, process.pid, in_words(self._bound.pop(worker, ()))))
         code = await process.ended()
         self._leaders.discard(process.pid)
         await output.drained(DRAIN_S)
@@ -224,14 +229,44 @@ class Workers:
         self._known[event.worker] = event.exit_code
         self._report(event)
 
+    def _cpus_of(self, order: StartWorkerOrder, env: dict[str, str]) -> frozenset[int]:
+        """Return the processors that a worker is bound to; none without --bind.
+
+        The only worker of a host gets a thread for each of its cores, unless the user says more.
+        """
+        if self._spec.bind == "none":
+            return frozenset()
+        slot, slots = order.place.slot, order.slots or order.place.local_size
+        cores = usable_cores()
+        cpus = choose(self._spec.bind, slot, slots, cores, gpu_nodes(env))
+        if order.place.local_size == 1:  # others have one thread each
+            own = sum(not cpus.isdisjoint(core.cpus) for core in cores)
+            env.setdefault("OMP_NUM_THREADS", str(own))
+        return cpus
+
+    def _check_server(self, order: StartWorkerOrder) -> None:
+        """Raise StartError where the server of a TensorFlow task has no port of --ports."""
+        ports, config = self._spec.ports, order.tf_config
+        if ports is None or config is None:
+            return
+        port = own_port(config)
+        if port is not None and not ports[0] <= port <= ports[1]:
+            sentence = none_left(ports, "TensorFlow", self._meeting.host)
+            raise StartError(sentence, ExitCode.USAGE)
+
     def _execute(self, order: StartWorkerOrder, output: WorkerOutput) -> WorkerProcess:
         env = worker_environment(self._inherited, self._spec, order, self._meeting)
+        self._check_server(order)
         fds = output.stdout.child_fd, output.stderr.child_fd
         token = worker_token(self._own.token, order.worker)
         file = self._meeting.token_file(order.worker)
         write_token_file(file, token, self._own.fingerprint)
-        spec = ProcessSpec(self._spec.command, env, self._spec.cwd, *fds, stdin_fd=self._stdin)
+        cpus = self._cpus_of(order, env)
+        spec = ProcessSpec(
+            self._spec.command, env, self._spec.cwd, *fds, stdin_fd=self._stdin, cpus=cpus
+        )
         output.pid = pid = self._starter.start(spec)
+        self._bound[order.worker] = cpus
         output.close_child_side()
         marks = {contract.RUN_ID: self._spec.run_id, contract.WORKER_ID: order.worker}
         self._leaders.add(pid)

@@ -6,6 +6,9 @@ the start and the killing of a hanging agent are steps too. Slurm knows the step
 `scancel` and the time limit leave nothing behind, even if elasticrun is gone.
 """
 
+import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,9 +16,11 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
 from launcher.backends.client import Login
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.remote_shell import RemoteShell, explain_by
+from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
 from launcher.backends.words import in_its_words
+from launcher.network import addresses_of
 
+_NODE_ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 IMMEDIATE_S = 10  # for Slurm to find room for a step
 # Variables that srun itself needs; the others that sbatch sets would change the step's resources.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_EXPORT_ENV"})
@@ -82,6 +87,19 @@ class SrunShell(RemoteShell):
     def refused(self, exit_code: int, said: str, login: Login) -> bool:
         """See `RemoteShell.refused`; what Slurm itself refuses may pass."""
         return login.reached and super().refused(exit_code, said, login)
+
+    def look_up(self, host: str) -> str:
+        """See `RemoteShell.look_up`: Slurm's NodeAddr, where a node's name has no address here."""
+        if addresses_of(host):
+            return host
+        variables, ask = self.environ(), ("--oneliner", "show", "node", host)
+        program = shutil.which("scontrol", path=variables.get("PATH"))
+        try:
+            asked = run_briefly((program or "", *ask), IMMEDIATE_S, variables) if program else None
+        except (OSError, subprocess.TimeoutExpired):  # as if Slurm did not know the node
+            asked = None
+        known = _NODE_ADDRESS.search("" if asked is None else asked.stdout)
+        return known[1] if known else host
 
     def ending(self, host: str, exit_code: int, said: str) -> str | None:
         """See `RemoteShell.ending`: srun ends with the step, never before it."""

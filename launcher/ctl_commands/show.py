@@ -261,7 +261,8 @@ def workers(document: JobDocument) -> str:
 def notes(document: JobDocument) -> dict[str, str]:
     """Return what there is to say about workers, by worker."""
     slow = {s.worker: f"slow in {s.kind}: {s.ratio:.1f} times the usual" for s in document.slow}
-    return slow | {w.worker: f"leaves: {w.leaving}" for w in document.members if w.leaving}
+    bound = {w.worker: f"bound to CPUs {w.cpus}" for w in document.members if w.cpus}
+    return bound | slow | {w.worker: f"leaves: {w.leaving}" for w in document.members if w.leaving}
 
 
 def _workers(document: JobDocument, chosen: Sequence[MemberStatus]) -> str:

@@ -92,7 +92,11 @@ def find_server(plan: JoinPlan, offer: NodeReport, patience: float, option: str)
                     f"no server at {plan.place} within {patience:g} s ({option}): {found}; is it "
                     "started, and can this host reach that port?"
                 ) from None
-        tell(f"waiting for the server at {plan.place}, {patience:g} s at most")
+        why = plan.server.because and (
+            f": {plan.server.because} in the environment make this node join it; unset them, or "
+            "say --standalone, to train here alone"
+        )
+        tell(f"waiting for the server at {plan.place}, {patience:g} s at most{why}")
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)
 

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-import psutil
-
-from elastic_driver.errors import UsageError
+from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.backends.addresses import find_address, is_this_machine
 from launcher.launch.hosts import ANYWHERE
@@ -27,29 +25,28 @@ def choose_bind_host(
         bind: the host of --rdzv-endpoint. Loopback, the default, is replaced if there are
             hosts that could not reach it.
         hosts: the known hosts.
-        interfaces: --network-interfaces.
+        interfaces: --network-interfaces; the hosts have them, this machine may have others.
         look_up: returns the name by which the network knows a host.
 
-    Raises UsageError if `bind` has no address here, or none of the interfaces has one.
+    Raises:
+        UsageError: `bind` has no address here.
+        ClusterError: none of the hosts could reach the job.
     """
     given = numeric_address(bind)
     # A machine's own name may be loopback (Debian's 127.0.1.1), which other hosts cannot use.
     remote = [host for host, slots in hosts if slots and not is_this_machine(host)]
     if not ipaddress.ip_address(given).is_loopback or not remote:
         return given
-    if interfaces:
-        named = address_of(interfaces)
-        if named is None:
-            there = ", ".join(sorted(psutil.net_if_addrs()))
-            raise UsageError(
-                f"--network-interfaces: none of {', '.join(interfaces)} has an address here; "
-                f"there are {there}"
-            )
+    if (named := address_of(interfaces)) is not None:
         return named[0]
     with ThreadPoolExecutor(_LOOKUPS_AT_ONCE) as pool:
         found = set(filter(None, pool.map(lambda host: find_address(host, look_up), remote)))
-    if not found:  # `Backend.find_problems` tells the user about each host
-        return given
+    if not found:
+        raise ClusterError(
+            f"no way to {', '.join(remote)}: no name has an address here, and there is no default "
+            "route; say at which address of this machine they reach the job, with --rdzv-endpoint "
+            "ADDRESS"
+        )
     if len(found) == 1:
         return found.pop()
     return "::" if any(":" in address for address in found) else "0.0.0.0"  # noqa: S104

@@ -129,8 +129,9 @@ def _reports(
     client = brain_client(str(options.brain), options.brain_token_file, spec.run_id)
     began = time.time() if run is None else run.job.limits.began
     silence = max(spec.driver_timeout, settings.heartbeat_timeout)
+    alive, ports = run_dir.path / ALIVE_FILE, plan.driver.any_port
     return BrainReports(
-        link=BrainLink(client, spec.run_id, say, run_dir.path / ALIVE_FILE),
+        link=BrainLink(client, spec.run_id, say, alive, ports),
         began=began,
         weight=options.weight,
         kind=kind_of(spec),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from elastic_driver.errors import UsageError
+from elastic_driver.ports import PortRange
 from elastic_driver.runtime.host_lists import Hosts, parse_host_lines, parse_hosts
 from launcher.backends.mpi_ranks import started_ranks
 from launcher.backends.slurm_allocation import SlurmAllocation, read_allocation
@@ -42,6 +43,7 @@ class Join:
 
     host: str
     port: int
+    because: str = field(default="", compare=False)  # what makes this node join, if no option does
 
 
 @dataclass(frozen=True)
@@ -330,10 +332,10 @@ def decide_role(
             raise UsageError(f"--{named} names hosts, and with {flag} they join by themselves")
         if options.join is None:
             host = host if endpoint_given else ANYWHERE[0]
-            return Serve(host, port or RENDEZVOUS_PORT, own=False)
+            return Serve(host, port or _usual_port(line, RENDEZVOUS_PORT), own=False)
         if options.serve:
             raise UsageError("--serve and --join contradict each other; use one of them")
-        return Join(options.join[0], options.join[1] or RENDEZVOUS_PORT)
+        return Join(options.join[0], options.join[1] or _usual_port(line, RENDEZVOUS_PORT))
     if hosts or options.nnodes is None or options.nnodes[1] == 1:
         return None
     rank = options.node_rank
@@ -342,15 +344,23 @@ def decide_role(
         master = options.master_addr or environ.get("MASTER_ADDR")
         if master is None and options.node_rank is None:
             return None  # no option and no variable names node 0
-        host, port = (master or "127.0.0.1").strip("[]"), options.master_port or MASTER_PORT
+        host, port = (master or "127.0.0.1").strip("[]"), options.master_port or 0
         if options.master_port is None and "MASTER_PORT" in environ:
             port = _number(environ, "MASTER_PORT")
-    port = port or RENDEZVOUS_PORT
+        port = port or _usual_port(line, MASTER_PORT)
+    port = port or _usual_port(line, RENDEZVOUS_PORT)
     if rank is not None:
-        return Serve(host, port, own=True) if rank == 0 else Join(host, port)
+        because = "" if options.node_rank is not None else _because(environ)
+        return Serve(host, port, own=True) if rank == 0 else Join(host, port, because)
     if host in ANYWHERE or can_serve(host, port):
         return Serve(host, port, own=True, by_name=host not in ANYWHERE)
     return Join(host, port)
+
+
+def _usual_port(line: CommandLine, usual: int) -> int:
+    """Return the port of a server whose port nothing names: the last of --ports, if not `usual`."""
+    ports: PortRange | None = line["ports"]
+    return usual if ports is None or ports[0] <= usual <= ports[1] else ports[1]
 
 
 def with_node_count(line: CommandLine, environ: Mapping[str, str]) -> CommandLine:
@@ -370,8 +380,18 @@ def with_node_count(line: CommandLine, environ: Mapping[str, str]) -> CommandLin
 
 def _rank(environ: Mapping[str, str]) -> int | None:
     """Return this node's number; RANK is a worker's if there is a LOCAL_RANK beside it."""
-    names = ("NODE_RANK",) if "LOCAL_RANK" in environ else ("NODE_RANK", "RANK")
+    names = _rank_names(environ)
     return next((_number(environ, name) for name in names if name in environ), None)
+
+
+def _rank_names(environ: Mapping[str, str]) -> tuple[str, ...]:
+    return ("NODE_RANK",) if "LOCAL_RANK" in environ else ("NODE_RANK", "RANK")
+
+
+def _because(environ: Mapping[str, str]) -> str:
+    """Return the variables that make this node one of several."""
+    names = [*_rank_names(environ), "MASTER_ADDR", "MASTER_PORT"]
+    return " ".join(f"{name}={environ[name]}" for name in names if name in environ)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -78,6 +78,7 @@ def check_settings(plan: LaunchPlan) -> CheckSettings:
         task_timeout=timeout,
         heartbeat_timeout=plan.settings.heartbeat_timeout,
         task=TaskSettings(timeout=timeout, performance=options.comm_perf_test, model=model),
+        ports=plan.spec.ports,
         env=plan.spec.env,
     )
 

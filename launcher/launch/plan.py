@@ -25,6 +25,7 @@ from elastic_driver.core.rules import units
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.masking import masked, without_password
 from elastic_driver.options import ACCELERATORS
+from elastic_driver.ports import in_words
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 from elastic_driver.words import counted
@@ -38,6 +39,7 @@ from launcher.options.values import CommandLine
 
 SSH_PORT = 22
 START_TOGETHER_S = 5.0  # a first world of horovodrun has the slots of all hosts that answer
+_BY_NAME = ("auto", "ssh", "mpi", "slurm", "local")  # backends whose hosts are machines with names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +69,17 @@ class LaunchPlan:
         """-1 for --quiet, 1 for --verbose, else 0."""
         return self.options.verbose - self.options.quiet
 
-    def render(self, agents: Sequence[tuple[str, str]] = ()) -> str:
+    def render(
+        self, agents: Sequence[tuple[str, str]] = (), binding: Sequence[tuple[int, str]] = ()
+    ) -> str:
         """Return the plan for people, one thing a line; with --verbose the source of each option.
 
-        `agents`: what would run on which host.
+        `agents`: what would run on which host. `binding`: the processors of this machine's slots.
         """
         s, spec, driver = self.settings, self.spec, self.driver
         most = "any number" if s.max_np is None else str(s.max_np)
-        port = f":{driver.bind_port}" if driver.bind_port else ", any free port"
+        free = ", any free port" + ("" if spec.ports is None else f" of {in_words(spec.ports)}")
+        port = f":{driver.bind_port}" if driver.bind_port else free
         lines = [
             ("command", shlex.join(masked(spec.command))),
             ("in", spec.cwd),
@@ -89,6 +94,9 @@ class LaunchPlan:
             slow = "excluded" if self.options.exclude_straggler else "named"
             lines.append(("check", f"faulty hosts are excluded, slow ones {slow}"))
         lines += [("agent", f"on {host}: {what}") for host, what in agents]
+        if spec.bind != "none":
+            lines.append(("binding", f"{spec.bind}, from the topology of each host"))
+        lines += [("", f"slot {slot} here: CPUs {cpus}") for slot, cpus in binding]
         own = sorted(set(spec.env) - set(self.forwarded))
         for label, names in (("variables", own), ("passed on", self.forwarded)):
             if names:
@@ -131,6 +139,7 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
     if role and slots is None and not role.own and line.level("nnodes"):
         wish = wish._replace(most=None)  # each node brings its own number of workers
     settings, size_note = _settings(line, wish, hosts)
+    settings = replace(settings, expects=_expects(line, settings))
     backend = "slurm" if allocation is not None else _backend(options, hosts)
     listed = len(hosts.hosts or ())
     spec, passed_on, unset = job_spec(line, settings, facts, backend=backend, hosts=listed)
@@ -148,14 +157,16 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         allocation=None if allocation is None else allocation.job_id,
         step_options={} if allocation is None else step_options(allocation.shares),
     )
+    driver = _driver_options(line, role)
     notes = [*line.warnings, all_gpus, size_note, *unset, _who_may_join(options, role)]
+    notes.append(_outside(driver))
     if allocation is not None and of_slurm:
         notes += allocation.remarks(hosts.hosts or ())
     return LaunchPlan(
         line=line,
         settings=settings,
         spec=spec,
-        driver=_driver_options(line, role),
+        driver=driver,
         hosts=hosts,
         backend=backend,
         agents=agents,
@@ -171,10 +182,20 @@ def _driver_options(line: CommandLine, role: where.Serve | None) -> DriverOption
     """Return the options of the driver, with the address at which it listens."""
     host, port = (role.host, role.port) if role else line.options.rdzv_endpoint
     named = "" if host in where.ANYWHERE or is_loopback(host) else host
-    driver = line.fill(DriverOptions, bind_host=host, bind_port=port, given_host=named)
+    driver = line.fill(
+        DriverOptions, bind_host=host, bind_port=port, given_host=named, ports=line["ports"]
+    )
     if role:  # nodes that join are reported at once: a question for hosts waits for news
         driver = replace(driver, discovery_interval=0.0)
     return driver
+
+
+def _outside(driver: DriverOptions) -> str:
+    """Return a remark if the rendezvous has a port outside of --ports."""
+    port, ports = driver.bind_port, driver.ports
+    if ports is None or not port or ports[0] <= port <= ports[1]:
+        return ""
+    return f"port {port} of the rendezvous is not in {in_words(ports)}: open it, too"
 
 
 def _is_alone(line: CommandLine, facts: Facts) -> bool:
@@ -319,13 +340,39 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
 def _named_by_users(line: CommandLine, hosts: where.HostSource) -> bool:
     """Return whether two of the hosts' names may mean one machine by mistake.
 
-    Slurm, the Brain and nodes that join name each host once.
+    Slurm, the Brain and nodes that join name each host once. What a host is to a backend of a
+    package, such as a container, only that backend knows.
     """
-    if line["separate_names"]:
+    if line["separate_names"] or line["backend"] not in _BY_NAME:
         return False
     if isinstance(hosts, where.FixedHosts):
         return hosts.allocation is None
     return isinstance(hosts, where.DiscoveredHosts)
+
+
+def _expects(line: CommandLine, settings: Settings) -> str:
+    """Return why the job waits for so many, and how to say otherwise; "" where nothing says so."""
+    level, timeout = line.level, f"--start-timeout ({settings.start_timeout:g} s)"
+    if _nodes(line):
+        given = line.settings["nnodes"]
+        if given.source == "WORLD_SIZE":
+            return (
+                f"WORLD_SIZE={given.text}, MASTER_ADDR and RANK in the environment ask for "
+                f"{given.text} nodes; unset them, or say --standalone, to train here alone"
+            )
+        fewer = (
+            "" if settings.min_hosts < (settings.max_hosts or 0) else " --nnodes 1:N takes fewer"
+        )
+        return (
+            f"--nnodes {given.text} ({given.source}) asks for them: start the same command on the "
+            f"other nodes;{fewer}".rstrip(";")
+        )
+    asked = next((n for n in ("num_proc", "min_np") if level(n)), None)
+    if asked is not None:
+        flag, given = "-np" if asked == "num_proc" else "--min-np", line.settings[asked]
+        hint = "lower it" if asked == "min_np" else f"--min-np N begins with fewer after {timeout}"
+        return f"{flag} {given.text} ({given.source}) asks for them; {hint}"
+    return f"every slot of the hosts is waited for; --min-np N begins with fewer after {timeout}"
 
 
 def _start_and_most(

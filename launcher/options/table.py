@@ -307,14 +307,12 @@ NEEDLESS: dict[str, tuple[int, str]] = {
     "--logs-specs": (1, "use --log-dir, --tee and --redirects"),
     "--duplicate-stdout-filters": (1, "use --log-dir, and search its files"),
     "--duplicate-stderr-filters": (1, "use --log-dir, and search its files"),
-    "--numa-binding": (1, "workers are not bound to cores; begin COMMAND with numactl"),
     "--signals-to-handle": (1, "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are always handled"),
     "-u": (0, "the output of workers is never buffered"),
     "--tag-output": (0, "every line begins with its worker's rank"),
     "-tag-output": (0, "every line begins with its worker's rank"),
     "--oversubscribe": (0, "a host has the slots that you give it"),
     "--allow-run-as-root": (0, "root may start a job"),
-    "--bind-to": (1, "workers are not bound to cores; begin COMMAND with numactl or taskset"),
     "--map-by": (1, "workers fill the hosts in their order"),
 }
 

@@ -68,6 +68,17 @@ def test_a_killed_agent_is_started_again_and_scancel_leaves_nothing(slurm: Slurm
         assert_nothing_left(slurm, job)
 
 
+def test_nodes_whose_names_have_no_address_are_found_by_slurm_s() -> None:
+    if _REASON is not None:
+        pytest.skip(_REASON)
+    with Cluster(2) as cluster:  # its nodes have no default route
+        slurm = Slurm(cluster, {"node0": "gpu001", "node1": "gpu002"})
+        slurm.start()
+        with elasticrun_on(cluster, inside=ALLOCATION, env=slurm.environ) as job:
+            first = job.together(2)
+            assert {r.worker for r in first} == {"gpu001.0.1", "gpu002.0.1"}
+
+
 def test_a_notice_to_all_steps_is_left_with_at_a_step_boundary(slurm: Slurm) -> None:
     args = ("--backend", "slurm", "--grace-period", "20")
     with elasticrun_on(slurm.cluster, *args, inside=ALLOCATION, env=slurm.environ) as job:

@@ -83,6 +83,7 @@ def seldom(random: Random) -> list[ev.Event]:
         ev.WorkerSaved(worker, number, random.choice(["", "step-1"]), random.choice(["", WHY])),
         ev.WorkerLeaving(worker, soon, random.choice(["", WHY])),
         ev.HostLeaving(host, random.randint(1, 2), soon, random.choice(["", WHY])),
+        ev.ConnectionUnanswered(host, random.randint(1, 2), worker, "x", 5000, soon),
         ev.DrainRequested(host, WHY, random.choice([None, soon])),
         ev.DrainCancelled(host, random.choice(["", WHY])),
         seen.HostsChecked((passed,), random.randint(1, 2)),

@@ -184,6 +184,29 @@ class Node:
         """One-way loss: what the node sends arrives, what is sent to it is lost."""
         _run("ip", "netns", "exec", self._netns, "iptables", "-w", *_DROP_ALL_IN)
 
+    def firewall(self, *ports: str) -> None:
+        """Refuse new connections from other nodes without a word, but to `ports`.
+
+        A port is as iptables has it: `22`, `29400:29463`. `heal` undoes it.
+        """
+        for port in ports:
+            self._filter("-p", "tcp", "--syn", "--dport", port, "-j", "ACCEPT")
+        self._filter("-p", "tcp", "--syn", "-j", "DROP")
+        self._filter("-p", "udp", "-j", "DROP")
+
+    def refuse_from(self, other: Node, ports: str) -> None:
+        """Drop new connections of one other node to these ports; `heal` undoes it."""
+        self._filter("-s", other.address, "-p", "tcp", "--syn", "--dport", ports, "-j", "DROP")
+
+    def _filter(self, *rule: str) -> None:
+        netns, chain = self._netns, ("-A", "INPUT", "-i", "eth0")
+        _run("ip", "netns", "exec", netns, "iptables", "-w", *chain, *rule)
+
+    def rename_interface(self, name: str) -> None:
+        """Call the interface `name` that was called eth0."""
+        for words in (("eth0", "down"), ("eth0", "name", name), (name, "up")):
+            _run("ip", "-n", self._netns, "link", "set", *words)
+
     def slow_link(self, rate: str) -> None:
         """Let no more than `rate` (as tc has it: `50mbit`) through the cable, either way."""
         for netns, device in self._ends():

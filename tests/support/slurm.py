@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ from tests.support.cluster import Cluster
 from tests.support.job import eventually
 
 READY_S = 30.0
+PORTS = ("6817:6818", "60001:60063")  # of its daemons, and of srun
 CPUS = 4  # each node says it has, whatever there is
 MEMORY = 4000  # MB, the same
 GPUS = 4  # of each node, as far as Slurm knows: devices without a driver
@@ -47,6 +49,7 @@ GresTypes=gpu
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,sched_min_interval=0
 MpiDefault=none
+SrunPortRange=60001-60063
 ReturnToService=2
 SlurmctldTimeout=10
 SlurmdTimeout=10
@@ -58,8 +61,8 @@ SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.%n.log
-NodeName={nodes} CPUs={cpus} RealMemory={memory} Gres=gpu:fake:{gpus} State=UNKNOWN
-PartitionName=all Nodes={nodes} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 
 
@@ -74,8 +77,9 @@ def why_not() -> str | None:
 class Slurm:
     """The daemons on a cluster's nodes."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, names: Mapping[str, str] | None = None) -> None:
+        """`names`: what Slurm calls some nodes, which no resolver knows."""
+        self.cluster, self._names = cluster, names or {}
         self.folder = cluster.folder / "slurm"
         self.environ = {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
@@ -87,12 +91,7 @@ class Slurm:
         key.chmod(0o400)
         nodes = [name for name in self.cluster.nodes if name != "head"]
         text = _CONFIG.format(
-            name=self.cluster.name,
-            folder=self.folder,
-            nodes=",".join(nodes),
-            cpus=CPUS,
-            memory=MEMORY,
-            gpus=GPUS,
+            name=self.cluster.name, folder=self.folder, nodes=self._describe_nodes(nodes)
         )
         Path(self.environ["SLURM_CONF"]).write_text(text)
         self._make_gpus()
@@ -113,7 +112,17 @@ class Slurm:
     def join(self, name: str) -> None:
         """Start a node's daemons, after its boot."""
         self._munge(name)
-        self.run(name, "slurmd", "-N", name)
+        self.run(name, "slurmd", "-N", self._names.get(name, name))
+
+    def _describe_nodes(self, nodes: list[str]) -> str:
+        lines = []
+        for node in nodes:
+            address = self.cluster.node(node).address
+            named = f" NodeAddr={address} NodeHostname={node}" if node in self._names else ""
+            name = self._names.get(node, node)
+            has = f"CPUs={CPUS} RealMemory={MEMORY} Gres=gpu:fake:{GPUS}"
+            lines.append(f"NodeName={name}{named} {has} State=UNKNOWN")
+        return "\n".join(lines)
 
     def until_idle(self, count: int) -> None:
         """Wait until this many nodes can take jobs."""

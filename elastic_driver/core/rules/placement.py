@@ -304,7 +304,11 @@ class Placement(Rule):
         agent = self.fleet.agents[rank0]
         meeting = agent.address, agent.port(number)
         elastic = self.outcome.elastic
-        order = StartWorkerOrder(worker.id, place, number, restarts, *meeting, tf_config, elastic)
+        known = self.hosts.known.get(worker.host)
+        slots = 0 if known is None else known.slots
+        order = StartWorkerOrder(
+            worker.id, place, number, restarts, *meeting, tf_config, elastic, slots
+        )
         self.workers.ordered(worker, order)
         self.effects.give(worker.host, order, why)
 

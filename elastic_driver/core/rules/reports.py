@@ -57,8 +57,9 @@ class Reports(Rule):
         """Record a worker's process."""
         if worker.pid:
             raise ev.StaleEvent(f"{worker.id} was started already")
-        self.workers.process_started(worker, event.pid)
-        self.effects.announce("worker_started", f"pid {event.pid}", worker)
+        self.workers.process_started(worker, event.pid, event.cpus)
+        bound = f", bound to CPUs {event.cpus}" if event.cpus else ""
+        self.effects.announce("worker_started", f"pid {event.pid}{bound}", worker)
 
     def on_ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         """Record that a worker waits for the next round; the round that it left is broken."""

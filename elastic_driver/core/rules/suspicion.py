@@ -54,6 +54,7 @@ class Suspicion(Rule):
     found: dict[str, int] = field(default_factory=dict)  # how often each was found
     reachable: dict[str, int] = field(default_factory=dict)  # host → incarnation that answered
     at: dict[str, set[str]] = field(default_factory=dict)  # hosts whose agent had this address
+    unreached: set[str] = field(default_factory=set)  # hosts whose first probe was not answered
     probes: int = 0  # numbers given
     _witnesses: set[int] = field(default_factory=set)  # numbers of probes that have no result yet
     # Agents that answered a driver on another host. They count as reachable by probes if any other
@@ -108,6 +109,7 @@ class Suspicion(Rule):
         if event.result == "answered":
             self.reachable[event.host] = event.incarnation
         if suspect is None or suspect.probe != event.number:
+            self._look_if_unreached(agent, event)
             return
         suspect.probe = 0
         took = f"after {event.seconds:.3f} s"
@@ -211,6 +213,18 @@ class Suspicion(Rule):
             found, seconds = " ".join(suspect.evidence), round(now - suspect.since, 3)
             reason = f"{why}, {seconds:.2f} s after the first sign"
             self.effects.announce("agent_cleared", reason, host, evidence=found, seconds=seconds)
+
+    def _look_if_unreached(self, agent: HostAgent, event: AgentProbed) -> None:
+        """Say once for a host that its agents' first probes get no answer."""
+        known = self._reachable(agent) or agent.host in self.unreached
+        if event.result == "silent" and not known:
+            self.unreached.add(agent.host)
+            reason = (
+                f"this machine gets no answer from {agent.host} ({agent.address}) at TCP port "
+                f"{agent.probe_port}: let the firewall of {agent.host} pass it, or the loss of "
+                "the host may be seen only after --heartbeat-timeout (docs/firewalls.md)"
+            )
+            self.effects.announce("probe_unanswered", reason, agent.host)
 
     def _agree(self, suspect: Suspect, now: float) -> None:
         """Let two kinds of evidence be enough for a host that no probe can reach."""

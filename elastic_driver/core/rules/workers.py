@@ -90,6 +90,7 @@ class Worker:
     place: SlotInfo = field(init=False)  # its rank in the current round, or its first one
     state: WorkerState = STARTING
     pid: int = 0  # 0: not known yet
+    cpus: str = ""  # that it is bound to; empty: to none
     admitted: int | None = None  # seniority: order of first admission to a round
     version: int = -1  # committed steps it reported with its last READY
     clean: bool = True
@@ -266,9 +267,9 @@ class WorkerStateRegistry:
             raise ev.StaleEvent(f"{type(event).__name__} of {name}, which is gone or unknown")
         return worker
 
-    def process_started(self, worker: Worker, pid: int) -> None:
-        """Record the worker's process."""
-        worker.pid, worker.order = pid, None
+    def process_started(self, worker: Worker, pid: int, cpus: str = "") -> None:
+        """Record the worker's process, and the processors that it is bound to."""
+        worker.pid, worker.order, worker.cpus = pid, None, cpus
 
     def ready(self, worker: Worker, event: ev.WorkerReady) -> None:
         """Record that the worker waits for a round; raise `ev.StaleEvent` if it cannot."""

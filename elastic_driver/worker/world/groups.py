@@ -30,8 +30,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
+from elastic_driver import contract
 from elastic_driver.core.documents import World
-from elastic_driver.errors import WorldBrokenError
+from elastic_driver.errors import ClusterError, WorldBrokenError
+from elastic_driver.ports import none_left
 from elastic_driver.worker.world.backend import accelerator_names
 from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.device import DeviceHalf
@@ -231,12 +233,19 @@ def gloo_device(world: World) -> Any:
     It is that of GLOO_SOCKET_IFNAME, which the agent sets where it knows the interface to the other
     hosts; else loopback in a world on one host, else gloo's own choice.
     """
-    if named := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return ProcessGroupGloo.create_device(interface=named.split(",")[0])
-    hosts = {member.place.host for member in world.members}
-    if len(hosts) == 1 or all(h in _LOOPBACK_NAMES or h.startswith("127.") for h in hosts):
-        return ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    return ProcessGroupGloo.create_default_device()
+    try:
+        if named := os.environ.get("GLOO_SOCKET_IFNAME"):
+            return ProcessGroupGloo.create_device(interface=named.split(",")[0])
+        hosts = {member.place.host for member in world.members}
+        if len(hosts) == 1 or all(h in _LOOPBACK_NAMES or h.startswith("127.") for h in hosts):
+            return ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        return ProcessGroupGloo.create_default_device()
+    except RuntimeError as error:
+        if (given := os.environ.get(contract.PORTS)) is None or "bind: " not in str(error):
+            raise
+        low, high = map(int, given.rpartition(":")[2].split("-"))
+        host = os.environ.get(contract.HOSTNAME, "this host")
+        raise ClusterError(none_left((low, high), "gloo", host)) from error
 
 
 def _kinds() -> list[str]:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from launcher.agent.binding import apply
 from launcher.agent.processes import (
     ProcessSpec,
     allow_core_dumps,
@@ -98,6 +99,8 @@ class WarmParent:
             send_line(ours, request)
             pid = int(receive_line(ours)["pid"])
             try:
+                if spec.cpus:
+                    apply(pid, spec.cpus)
                 ours.sendall(b"go")
             except OSError:
                 _end_child(pid)

@@ -292,3 +292,13 @@ def test_the_verdicts_of_many_hosts_are_reached_together() -> None:
     one_answers(s)
     assert lost(s) == late
     assert time.process_time() - began < 1.0  # with the invariants; 5 ms each one by one
+
+
+def test_a_host_whose_first_probe_gets_no_answer_is_named_once() -> None:
+    s = trains(probed=False)
+    for _ in range(2):
+        answer(s, "b", "silent", 2.0)
+    answer(s, "a")
+    (told,) = s.announced("probe_unanswered")
+    assert told.host == "b"
+    assert "no answer from b (10.0.0.2) at TCP port 7000" in told.reason

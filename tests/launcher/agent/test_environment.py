@@ -22,10 +22,12 @@ def born_with(
     job_env: dict[str, str] | None = None,
     size: int = 2,
     master: str = "127.0.0.1",
+    interface: str | None = None,
 ) -> dict[str, str]:
     order = StartWorkerOrder("localhost.3.7", place(1, size, slot=3), 4, 2, master, 29500)
     spec = dataclasses.replace(SPEC, env=job_env or {})
-    return worker_environment(inherited or {}, spec, order, MEETING)
+    meeting = MEETING if interface is None else dataclasses.replace(MEETING, interface=interface)
+    return worker_environment(inherited or {}, spec, order, meeting)
 
 
 def test_torchruns_names_have_torchruns_meaning() -> None:
@@ -158,6 +160,14 @@ def test_gloo_stays_on_loopback_only_for_a_loopback_master() -> None:
     assert born_with()["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in born_with(master="10.0.0.1")
     assert born_with(job_env={"GLOO_SOCKET_IFNAME": "eth7"})["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_of_several_interfaces_a_worker_has_the_one_that_its_host_has() -> None:
+    several = {"GLOO_SOCKET_IFNAME": "ib0,eth1", "NCCL_SOCKET_IFNAME": "ib0,eth1"}
+    env = born_with(job_env=several, interface="eth1")
+    assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "eth1"
+    own = born_with(job_env={**several, "NCCL_SOCKET_IFNAME": "^docker"}, interface="eth1")
+    assert own["NCCL_SOCKET_IFNAME"] == "^docker"
     assert [is_loopback(a) for a in ("::1", "127.8.8.8", "node1", "10.0.0.1")] == [
         True,
         True,

@@ -44,6 +44,23 @@ def test_an_agent_has_its_nodes_gpus_and_other_steps_beside_it_have_none() -> No
     assert shell.argv("n2", "end", "x")[:3] == ("srun", "--het-group=1", "--gres=none")
 
 
+def test_a_node_name_without_an_address_is_looked_up_in_slurm(tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        '#!/bin/sh\necho "$*" >> $0.asked\n'
+        'case $4 in gone.invalid) echo "Node gone.invalid not found"; exit 1 ;; esac\n'
+        'echo "NodeName=$4 Arch=x86_64 NodeAddr=10.0.0.7 NodeHostName=n Version=22.05"\n'
+    )
+    scontrol.chmod(0o755)
+    shell = SrunShell(job_id="17", variables={"PATH": f"{tmp_path}:/bin:/usr/bin"})
+    assert shell.look_up("gpu001.invalid") == "10.0.0.7"
+    assert shell.look_up("gone.invalid") == "gone.invalid"
+    assert shell.look_up("localhost") == "localhost"
+    asked = (tmp_path / "scontrol.asked").read_text().splitlines()
+    assert asked == [f"--oneliner show node {n}" for n in ("gpu001.invalid", "gone.invalid")]
+    assert SrunShell(job_id="17", variables={"PATH": ""}).look_up("x.invalid") == "x.invalid"
+
+
 @pytest.mark.parametrize("name", ["-x", "a b", "n1,n2", "n[1-2]", ""])
 def test_a_name_that_is_none_never_reaches_srun(name: str) -> None:
     with pytest.raises(ClusterError, match="cannot reach"):

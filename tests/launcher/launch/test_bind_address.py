@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import BackendJob
 from launcher import network
 from launcher.backends.addresses import endpoint_for
@@ -43,12 +43,21 @@ def test_a_host_that_there_is_no_way_to_does_not_keep_the_others_from_theirs(
     monkeypatch.setattr(network, "SOMEWHERE", "no-default-route.invalid")
     ssh = fake_ssh(tmp_path, {"a": "::1", "gone": "gone.invalid"})
     assert choose("127.0.0.1", ["gone", "a"], ssh) == "::1"
-    assert choose("127.0.0.1", ["gone"], ssh) == "127.0.0.1"
 
 
-def test_an_interface_that_is_not_here_is_told_with_those_that_are() -> None:
-    with pytest.raises(UsageError, match=r"none of nosuch0 has an address here; there are .*lo"):
-        choose("127.0.0.1", ["a"], interfaces=("nosuch0",))
+def test_a_rendezvous_on_loopback_for_other_hosts_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "SOMEWHERE", "no-default-route.invalid")
+    ssh = fake_ssh(tmp_path, {"gone": "gone.invalid", "far": "far.invalid"})
+    with pytest.raises(ClusterError, match=r"no way to gone, far: .*--rdzv-endpoint"):
+        choose("127.0.0.1", ["gone", "far"], ssh)
+
+
+def test_interfaces_are_those_of_the_hosts_and_need_not_be_here(tmp_path: Path) -> None:
+    ssh = fake_ssh(tmp_path, {"a": "127.0.0.5"})
+    assert choose("127.0.0.1", ["a"], ssh, interfaces=("nosuch0",)) == "127.0.0.1"
+    assert choose("127.0.0.1", ["a"], ssh, interfaces=("nosuch0", "lo")) == "127.0.0.1"
 
 
 def test_a_remote_host_cannot_use_a_rendezvous_on_loopback() -> None:

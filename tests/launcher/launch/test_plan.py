@@ -439,3 +439,28 @@ def test_other_hosts_get_useful_variables_and_those_that_were_named() -> None:
 
 def test_workers_on_this_machine_inherit_and_need_nothing_passed_on() -> None:
     assert plan(PATH="/bin").spec.env == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "expects"),
+    [
+        (["-np", "2", "-H", "a,b"], "-np 2 (command line) asks for them; --min-np N begins"),
+        (["--min-np", "2", "-H", "a,b"], "--min-np 2 (command line) asks for them; lower it"),
+        (["-H", "a,b"], "every slot of the hosts is waited for; --min-np N begins with fewer"),
+        (["--nnodes", "2", "-H", "a,b"], "--nnodes 2 (command line) asks for them: start the"),
+    ],
+)
+def test_the_plan_says_why_the_job_waits_for_so_many(argv: list[str], expects: str) -> None:
+    assert plan(*argv).settings.expects.startswith(expects)
+
+
+def test_ports_reach_the_driver_and_the_agents_and_are_shown() -> None:
+    made = plan("--ports", "29400-29463")
+    assert made.driver.ports == made.spec.ports == (29400, 29463)
+    assert made.driver.any_port[0] == 29463
+    assert "any free port of --ports 29400-29463" in made.render()
+    outside = plan("--ports", "29400-29463", "--rdzv-endpoint", "0.0.0.0:5000")
+    assert (
+        "port 5000 of the rendezvous is not in --ports 29400-29463: open it, too" in outside.notes
+    )
+    assert plan().driver.any_port == (0,)

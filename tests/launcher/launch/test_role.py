@@ -129,3 +129,23 @@ def test_world_size_is_the_number_of_nodes_where_nothing_else_sets_the_size() ->
 def test_contradictions(argv: list[str], environ: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         role(*argv, **environ)
+
+
+def test_a_node_that_joins_by_its_variables_says_which() -> None:
+    job = {"MASTER_ADDR": "x", "MASTER_PORT": "8", "WORLD_SIZE": "2"}
+    joined = role(**job, RANK="1")
+    assert isinstance(joined, Join)
+    assert joined.because == "RANK=1 MASTER_ADDR=x MASTER_PORT=8"
+    given = role("--nnodes", "2", "--node-rank", "1", **job)
+    assert isinstance(given, Join)
+    assert given.because == ""
+
+
+def test_the_last_port_of_a_range_is_taken_where_the_usual_one_is_not_in_it() -> None:
+    assert role("--serve", "--ports", "29400-29463") == Serve("0.0.0.0", 29400, own=False)  # noqa: S104
+    assert role("--serve", "--ports", "3000-3063") == Serve("0.0.0.0", 3063, own=False)  # noqa: S104
+    assert role("--join", "other", "--ports", "3000-3063") == Join("other", 3063)
+    assert role("--join", "other:7", "--ports", "3000-3063") == Join("other", 7)
+    node = ("--nnodes", "2", "--node-rank", "1", "--ports", "3000-3063")
+    assert role(*node) == Join("127.0.0.1", 3063)
+    assert role(*node, MASTER_PORT="29") == Join("127.0.0.1", 29)

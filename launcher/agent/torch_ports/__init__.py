@@ -1,0 +1,1 @@
+"""A folder that stands first in the PYTHONPATH of workers, with `--ports`."""
