@@ -92,6 +92,7 @@ class Settings:
         aliases=("--shutdown-timeout",))
     last_call: float = option(POLICY, o.SECONDS_OR_0, 0.02,
         "Changes that arrive within this time of each other become one round.")
+    notice_spread: float = 0.0  # between the first and the last notice to the parts of a job
     start_together: float = 0.0  # time to wait for more hosts and workers that start
     settle: float = 1.0  # before any step was finished: time to see whether every worker fails
     own_values: bool = False  # floats of a state may differ between ranks, as in Horovod's

@@ -35,6 +35,7 @@ from launcher.network import is_loopback
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 
+NOTICE_SPREAD_S = 5.0  # a signal to a whole job reaches its processes within this time
 START_TOGETHER_S = 5.0  # a first world of horovodrun has the slots of all hosts that answer
 
 
@@ -289,6 +290,7 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
         max_hosts=nodes[1] if nodes else None,
         fixed_hosts=isinstance(hosts, where.FixedHosts),
         tf_roles=tf_roles(line),
+        notice_spread=NOTICE_SPREAD_S,
         start_together=START_TOGETHER_S if line["horovod"] else 0.0,
         # Horovod's states have no checkpoints: its scripts read files of their own.
         own_values=line["horovod"],

@@ -24,6 +24,7 @@ from elastic_driver.core.decisions import PublishSave
 from elastic_driver.core.documents import SaveRequest, time_to_leave
 from elastic_driver.core.driver_events import JobLeaving
 from elastic_driver.core.rules.drain import Drains
+from elastic_driver.core.rules.notices import Notices
 from elastic_driver.core.rules.outcome import Departure
 from elastic_driver.core.rules.rounds import CLOSING, FORMING, Rule
 from elastic_driver.core.rules.workers import READY, RUNNING, Worker
@@ -152,12 +153,14 @@ class Preemption(Rule):
     """Ends the job in good order when it has to go."""
 
     final_checkpoint: FinalSaves
+    notices: Notices
 
     def on_job_leaving(self, event: JobLeaving, now: float) -> None:
         """Begin to end the job within the time that the event names."""
         if self.outcome.departure is not None:
             raise ev.StaleEvent(f"the job is ending already: {self.outcome.departure.reason}")
-        self._begin(event.reason or "the job has to go", now, now + time_to_leave(event.deadline))
+        end_by = self.notices.end_by(now + time_to_leave(event.deadline))
+        self._begin(event.reason or "the job has to go", now, max(now, end_by))
 
     def advance(self, now: float) -> None:
         """Begin to end the job if all hosts go away; end a leaving job when its time is over."""
@@ -202,7 +205,8 @@ class Preemption(Rule):
         drains = [drain for drain in map(self.hosts.drained, hosts) if drain is not None]
         notices = [(drain.leave_by, drain) for drain in drains if drain.leave_by is not None]
         if len(notices) == len(hosts):
-            end_by, last = max(notices, key=lambda notice: notice[0])
+            end_by, _ = min(notices, key=lambda notice: notice[0])
+            _, last = max(notices, key=lambda notice: notice[0])
             every = "every host goes away" if len(hosts) > 1 else "its only host goes away"
             self._begin(f"{every} ({last.reason})", now, max(now, end_by))
 
