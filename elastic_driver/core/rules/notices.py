@@ -70,9 +70,12 @@ class Notices(Rule):
         if not self._hosts and not self._workers:
             return
         told = all(name in self._hosts or self.hosts.drained(name) for name in self.hosts.known)
-        if told or not self.gathering or self.outcome.finishing:
-            self._hand_on(now)
-        elif self.effects.due_or_set_alarm(self._until, now, "a notice may be one of many"):
+        if (
+            told
+            or not self.gathering
+            or self.outcome.finishing
+            or self.effects.due_or_set_alarm(self._until, now, "a notice may be one of many")
+        ):
             self._hand_on(now)
 
     def _hand_on(self, now: float) -> None:
