@@ -24,8 +24,8 @@ from elastic_driver.errors import ExitCode
 from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, NoDriverError
 from launcher.agent.liveness import CutOffError
-from launcher.agent.processes import ANNOUNCING
 from launcher.agent.workers import Workers
+from launcher.edge import TO_LEAVE
 from rendezvous.errors import RendezvousError
 
 ORPHAN_GRACE_S = 5.0  # for workers whose driver is gone, or whose agent got a signal
@@ -76,14 +76,14 @@ class Lifetime:
         """Watch the reasons to end on the running loop."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_bug)
-        for number in (signal.SIGINT, signal.SIGHUP, *ANNOUNCING):
+        for number in (signal.SIGINT, signal.SIGHUP, *TO_LEAVE):
             loop.add_signal_handler(number, self._on_signal, number)
         if self._config.lifeline:
             loop.add_reader(0, self._on_lifeline)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """Leave in good order if the signal announces the end of the host; otherwise end."""
-        if number not in ANNOUNCING:
+        if number not in TO_LEAVE:
             self.end(f"got {number.name}", 128 + number, ORPHAN_GRACE_S)
         elif not self.is_over and self._leave_timer is None:
             if self.notice:

@@ -33,7 +33,6 @@ EXIT_NOT_EXECUTABLE = 126  # as the shells say it
 EXIT_NOT_FOUND = 127
 LEFTOVERS_S = 2.0  # for the kernel to end killed processes
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # Slurm sends them before it takes a machine away
-ANNOUNCING = (signal.SIGTERM, *NOTICES)  # the signals by which machines are taken away
 _LOOK_AGAIN_S = 0.005
 _STOP_MARK = signal.Signals[contract.STOP_MARK]
 _PR_SET_PDEATHSIG = 1

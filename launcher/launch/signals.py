@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from elastic_driver.core.driver_events import JobLeaving
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.runtime.driver import ElasticDriver
-from launcher.agent.processes import ANNOUNCING
-from launcher.edge import handled
+from launcher.edge import TO_LEAVE, handled
 
 _SIGNALS = {
     signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
@@ -49,7 +48,7 @@ def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
     def ask(number: int) -> None:
         nonlocal told
         reason, exit_code = _SIGNALS[signal.Signals(number)]
-        if number in ANNOUNCING:
+        if number in TO_LEAVE:
             if not told:
                 announce_end(driver, reason, notice)
             told = True
