@@ -82,7 +82,7 @@ class Settings:
     grace_period: float = option(POLICY, o.SECONDS_OR_0, 30.0,
         "Time for the other workers to finish after the first one has. Also the time to leave a "
         "host whose agent gets SIGTERM, SIGUSR1 or SIGUSR2 (preemption, Slurm's --signal), and the "
-        "time to leave and write a checkpoint when elasticrun gets SIGUSR1 or SIGUSR2.")
+        "time to leave and write a checkpoint when elasticrun gets one of them.")
     finish_timeout: float = option(POLICY, o.SECONDS_OR_0, 1800.0,
         "End a job of a plain script this long after a rank has ended with 0 and others have not; "
         "0: never. An elastic script is watched by --hang-timeout.")

@@ -6,8 +6,8 @@ incarnation, or leaves with the job's exit status. The agents are ordinary ones.
 parent and adopts what they leave behind, so that no process outlives it; workers' lines appear on
 its terminal.
 
-A first signal goes on to the agent as a notice, so that its workers leave at a step boundary. Ctrl-C
-after that ends everything at once; signals of service managers are about the same leaving. When the
+A first signal goes on to the agent as a notice, so that its workers leave at a step boundary.
+Ctrl-C after that ends everything at once; other signals are about the same leaving. When the
 driver has died, the node keeps its agent and its place for the next driver
 (`launcher.join.membership`). When its place is lost, it ends its agent, and waits for the server to
 come back. One thread. Times are seconds.

@@ -27,8 +27,8 @@ MANY = 100_000
 Times = Callable[[RunningJob], list[tuple[float, int]]]  # of the signals: seconds, pid
 
 
-def environment(folder: Path, steps: int, loaders: int) -> dict[str, str]:
-    return {"CHECKPOINTS": str(folder), "STEPS": str(steps), "LOADERS": str(loaders)}
+def environment(folder: Path, steps: int, loaders: int, **more: str) -> dict[str, str]:
+    return {"CHECKPOINTS": str(folder), "STEPS": str(steps), "LOADERS": str(loaders), **more}
 
 
 def roles(job: RunningJob) -> dict[str, list[int]]:
@@ -86,9 +86,10 @@ def weights(job: RunningJob) -> str:
     return found.pop()
 
 
-def assert_leaves_well(folder: Path, times: Times, loaders: int) -> None:
+def assert_leaves_well(folder: Path, times: Times, loaders: int, **more: str) -> None:
     checkpoints = folder / "checkpoints"
-    with elasticrun(*HOSTS, "--", JOB, env=environment(checkpoints, MANY, loaders)) as job:
+    env = environment(checkpoints, MANY, loaders, **more)
+    with elasticrun(*HOSTS, "--", JOB, env=env) as job:
         job.until_size(2)
         job.until(lambda: max(r.step for r in job.steps()) >= 20, "it trains")
         send(job, times(job))
@@ -130,6 +131,10 @@ def test_whoever_is_told_first(tmp_path: Path, first: tuple[str, ...], loaders: 
 
 def test_the_processes_of_loaders_may_be_told_first(tmp_path: Path) -> None:
     assert_leaves_well(tmp_path, in_order("loaders", apart=1.5), 2)
+
+
+def test_what_fails_after_the_notice_fails_because_of_it(tmp_path: Path) -> None:
+    assert_leaves_well(tmp_path, in_order("workers", apart=1.5), 0, HELPER="1")
 
 
 @pytest.mark.parametrize(("seed", "again"), [(1, False), (2, True), (3, True)])

@@ -1,13 +1,14 @@
 """An elastic job that reads its data with a DataLoader; knobs come from the environment.
 
 Trains to STEPS in steps of about STEP_MS milliseconds, with a checkpoint in the folder CHECKPOINTS
-only when all have to leave. LOADERS is the loader's `num_workers`. Its last line tells a
-fingerprint of the weights.
+only when all have to leave. LOADERS is the loader's `num_workers`. With HELPER each worker needs a
+program that it has started. Its last line tells a fingerprint of the weights.
 """
 
 import hashlib
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -75,12 +76,15 @@ def train(state):
     print(f"enters step={state.step} size={elastic.size()}", flush=True)
     name = os.environ["ELASTIC_WORKER_ID"]
     with Path(os.environ["STEP_RECORDS"], f"{name}.jsonl").open("a") as file:
+        helper = subprocess.Popen(["sleep", "600"]) if "HELPER" in os.environ else None
         while state.step < STEPS:
             sampler.set_epoch(state.epoch)
             for x in loader:
                 optimizer.zero_grad()
                 (ddp(x) - x.sum(1, keepdim=True)).pow(2).mean().backward()
                 time.sleep(STEP_S)
+                if helper is not None and helper.poll() is not None:
+                    raise RuntimeError("the helper has gone")
                 optimizer.step()
                 state.step += 1
                 note(file)

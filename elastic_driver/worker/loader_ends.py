@@ -85,7 +85,9 @@ def forget(error: BaseException) -> None:
     """Let a loader with `persistent_workers` begin anew; else it would fail again."""
     broken = list(_iterators(error.__traceback__))
     for found in gc.get_objects():
-        if isinstance(found, DataLoader) and any(found._iterator is each for each in broken):
+        # Not `isinstance`: proxies of other libraries act when their `__class__` is asked for.
+        is_loader = issubclass(type(found), DataLoader)
+        if is_loader and any(found._iterator is each for each in broken):
             found._iterator = None
 
 
