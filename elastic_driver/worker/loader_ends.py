@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -24,7 +25,8 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 _KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: ([^.]*)\.")
-_GONE = re.compile(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
+_OF_DATA_SET = re.compile(r"Caught \w+ in DataLoader worker process")
+ENDS_S = 1.0  # for a process to end whose connection has broken off
 _CHECK = "_error_if_any_worker_fails"  # torch's handler of SIGCHLD looks it up for each call
 _WAIT = _MultiProcessingDataLoaderIter._try_get_data.__code__
 _TERM = signal.strsignal(signal.SIGTERM)
@@ -64,21 +66,22 @@ def _waits_for_data(frame: FrameType | None) -> bool:
 
 
 def were_ended(error: BaseException) -> bool:
-    """Return whether a loop has failed because SIGTERM has ended processes of its loader."""
-    if not isinstance(error, RuntimeError):
-        return False
+    """Return whether a loop has failed because SIGTERM has ended processes of its loader.
+
+    The loop may see that only by a connection that breaks off, while the process is about to end.
+    An error of the data set, which torch raises again here, is the script's own.
+    """
     if _says_so(error):
         return True
-    if (gone := _GONE.match(str(error))) is None:
+    if _OF_DATA_SET.match(str(error)):
         return False
-    named = {int(pid) for pid in gone[1].split(",")}
-    statuses = [
-        process.exitcode
-        for iterator in _iterators(error.__traceback__)
-        for process in iterator._workers
-        if process.pid in named
-    ]
-    return bool(statuses) and set(statuses) == {-signal.SIGTERM}
+    ended = set[int | None]()
+    for iterator in _iterators(error.__traceback__):
+        by_sentinel = {process.sentinel: process for process in iterator._workers}
+        for sentinel in connection.wait(by_sentinel, ENDS_S):
+            by_sentinel[sentinel].join(ENDS_S)  # the sentinel comes a little before the status
+        ended |= {process.exitcode for process in iterator._workers}
+    return ended - {None, 0} == {-signal.SIGTERM}
 
 
 def forget(error: BaseException) -> None:

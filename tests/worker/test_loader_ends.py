@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -102,6 +103,40 @@ def test_a_loader_that_keeps_its_processes_begins_anew() -> None:
     again = iter(loader)
     assert again is not iterator
     assert int(next(again)) == 0
+
+
+class Broken(Slow):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise ConnectionResetError("the store of the data has gone")
+        return torch.tensor(index)
+
+
+def test_an_error_of_the_data_set_is_the_script_s_own() -> None:
+    with pytest.raises(ConnectionResetError) as caught:
+        list(DataLoader(Broken(), num_workers=2))
+    began = time.monotonic()
+    assert not loader_ends.were_ended(caught.value)
+    assert time.monotonic() - began < loader_ends.ENDS_S
+
+
+def test_a_connection_may_break_off_before_the_process_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _loader, iterator = loop()
+
+    def breaks(timeout: float) -> None:
+        del timeout
+        ends.start()
+        raise ConnectionResetError("Connection reset by peer")
+
+    ends = threading.Timer(0.2, end, (iterator, signal.SIGTERM))
+    monkeypatch.setattr(loader_ends, "ENDS_S", 20.0)  # on a busy machine
+    monkeypatch.setattr(iterator._data_queue, "get", breaks)
+    with pytest.raises(ConnectionResetError) as caught:
+        next(iterator)
+    assert loader_ends.were_ended(caught.value)
+    ends.join()
 
 
 def test_errors_of_the_script_are_its_own() -> None:
