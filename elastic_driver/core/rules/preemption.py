@@ -11,6 +11,7 @@ it; where a notice stops it, until then.
 other hosts can come. All workers leave after one common step, write the state to disk, and the job
 ends with a sentence that says how to go on. Half of the time is for reaching the common step; after
 that the workers leave at once and roll back to the last commit, so that something is written.
+The workers of a plain script did not ask to be told, and get SIGTERM at once.
 A job that other hosts may come to does not end because its present ones leave: it waits for hosts.
 Times are monotonic seconds.
 """
@@ -170,8 +171,7 @@ class Preemption(Rule):
         if departure is None:
             return
         if not self.outcome.elastic:
-            why = "its workers are told to stop; they did not ask to be told earlier"
-            self._end(departure, why)
+            self.outcome.finish(int(ExitCode.TERMINATED), departure.reason)
             return
         waiting = f"the job is ending: {departure.reason}"
         closing = self.rounds.current.state is CLOSING

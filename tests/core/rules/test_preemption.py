@@ -166,7 +166,7 @@ def test_a_plain_script_is_stopped_at_once(scenario: MakeScenario) -> None:
     s.hosts(a=1)
     s.wait(2.0)
     tell(s)
-    assert "did not ask to be told earlier" in ended(s)
+    assert ended(s) == "told by SIGUSR1"
 
 
 def test_a_job_whose_workers_finish_meanwhile_succeeds(scenario: MakeScenario) -> None:
