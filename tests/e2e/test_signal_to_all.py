@@ -140,3 +140,24 @@ def test_what_fails_after_the_notice_fails_because_of_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(("seed", "again"), [(1, False), (2, True), (3, True)])
 def test_in_any_order_and_twice(tmp_path: Path, seed: int, again: bool) -> None:
     assert_leaves_well(tmp_path, shuffled(seed, 4.0, again), 2)
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_elasticrun_may_be_killed_meanwhile(tmp_path: Path, loaders: int) -> None:
+    """Slurm kills what a batch script leaves behind, and bash dies of SIGTERM at once."""
+    checkpoints = tmp_path / "checkpoints"
+    env = environment(checkpoints, MANY, loaders)
+    args = (*HOSTS, "--grace-period", "20")
+    with elasticrun(*args, "--", JOB, env=env) as job:
+        job.until_size(2)
+        job.until(lambda: max(r.step for r in job.steps()) >= 20, "it trains")
+        found = roles(job)
+        times = [(0.0, pid) for role in ("loaders", "workers", "agents") for pid in found[role]]
+        job.process.kill()
+        job.process.wait(10)
+        send(job, times)
+        job.until_without_driver(lambda: not job.processes(), "all of its processes have ended")
+        (folder,) = checkpoints.glob("step-*")
+        step = int(folder.name.split("-")[1])
+        assert {r.step for r in job.live().values()} <= {step}, job.describe()
+        assert step == max(r.step for r in job.steps()), job.describe()
