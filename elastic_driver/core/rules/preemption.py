@@ -28,7 +28,7 @@ from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.notices import Notices
 from elastic_driver.core.rules.outcome import Departure
 from elastic_driver.core.rules.rounds import CLOSING, FORMING, Rule
-from elastic_driver.core.rules.workers import READY, RUNNING, Worker
+from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, Worker
 from elastic_driver.errors import ExitCode
 
 BOUNDARY_SHARE = 0.5  # of the time; the rest is for writing
@@ -172,6 +172,10 @@ class Preemption(Rule):
             return
         if not self.outcome.elastic:
             self.outcome.finish(int(ExitCode.TERMINATED), departure.reason)
+            return
+        if self.rounds.current.state is not FORMING and not self.workers.count(*ACTIVE):
+            if self.outcome.first_success is None:
+                self._end(departure, f"no worker is left; {_NEWEST}")
             return
         waiting = f"the job is ending: {departure.reason}"
         closing = self.rounds.current.state is CLOSING
