@@ -62,6 +62,8 @@ def run_command(name: str, act: Callable[[], int]) -> int:
         return int(ExitCode.UNAVAILABLE)
     except Exception:
         return _bug(name)
+    finally:
+        _Process.is_command = False
 
 
 def _bug(name: str) -> int:

@@ -109,6 +109,13 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     assert driver.requests == []
 
 
+def test_in_a_program_of_a_user_signals_are_the_program_s_again() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with handling(Asked(), notice=40.0):
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_second_interrupt_does_not_wait_for_a_stubborn_worker(tmp_path: Path) -> None:
     script = tmp_path / "stubborn.py"
     script.write_text(
