@@ -83,7 +83,7 @@ class Settings:
     grace_period: float = option(POLICY, o.SECONDS_OR_0, 30.0,
         "Time for the other workers to finish after the first one has. Also the time to leave a "
         "host whose agent gets SIGTERM, SIGUSR1 or SIGUSR2 (preemption, Slurm's --signal), and the "
-        "time to leave and write a checkpoint when elasticrun gets SIGUSR1 or SIGUSR2.")
+        "time to leave and write a checkpoint when elasticrun gets one of them.")
     finish_timeout: float = option(POLICY, o.SECONDS_OR_0, 1800.0,
         "End a job of a plain script this long after a rank has ended with 0 and others have not; "
         "0: never. An elastic script is watched by --hang-timeout.")
@@ -93,6 +93,7 @@ class Settings:
         aliases=("--shutdown-timeout",))
     last_call: float = option(POLICY, o.SECONDS_OR_0, 0.02,
         "Changes that arrive within this time of each other become one round.")
+    notice_spread: float = 0.0  # between the first and the last notice to the parts of a job
     start_together: float = 0.0  # time to wait for more hosts and workers that start
     settle: float = 1.0  # before any step was finished: time to see whether every worker fails
     own_values: bool = False  # floats of a state may differ between ranks, as in Horovod's

@@ -25,11 +25,19 @@ ROOT = Path(__file__).resolve().parent.parent
 _PR_SET_DUMPABLE = 4
 _M_MMAP_THRESHOLD, _LARGE = -3, 1 << 20
 NAMES = ("elastic_driver", "rendezvous")
+TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # sent to all processes, and again
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+class _Process:
+    """The mutable field of this module."""
+
+    is_command = False  # it ends with the command; it is no user's program that calls us
 
 
 def run_command(name: str, act: Callable[[], int]) -> int:
     """Call `act`, the body of the command `name`; return the exit status."""
+    _Process.is_command = True
     open_streams()
     _pin_packages()
     from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415 - now ours is found
@@ -55,6 +63,8 @@ def run_command(name: str, act: Callable[[], int]) -> int:
         return int(ExitCode.UNAVAILABLE)
     except Exception:
         return _bug(name)
+    finally:
+        _Process.is_command = False
 
 
 def _bug(name: str) -> int:
@@ -151,15 +161,24 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int], None]) -
     """Call `handler` with each of these signals, in the main thread, while the context is open.
 
     A signal that is ignored stays ignored: `nohup elasticrun …` must survive its terminal. In
-    another thread (`elasticrun()` in a program of a user's) signals are left to that program.
+    another thread (`elasticrun()` in a program of a user's) signals are left to that program. If a
+    command was told to leave, it ends with its status although it is told again meanwhile.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda got, _frame: handler(got)) for number in ours}
+    told = False
+
+    def act(number: int, _frame: object) -> None:
+        nonlocal told
+        told = told or number in TO_LEAVE
+        handler(number)
+
+    before = {number: signal.signal(number, act) for number in ours}
     try:
         yield
     finally:
         for number, former in before.items():
-            signal.signal(number, former)
+            ends = told and _Process.is_command and number in TO_LEAVE
+            signal.signal(number, signal.SIG_IGN if ends else former)

@@ -28,14 +28,14 @@ class DriverResumed(Event, frozen=True, tag="driver_resumed"):
 
 
 class StopRequested(Event, frozen=True, tag="stop_requested"):
-    """End the job now, with this exit status (Ctrl-C, SIGTERM, `elasticctl stop`)."""
+    """End the job now, with this exit status (Ctrl-C, `elasticctl stop`)."""
 
     reason: str
     exit_code: int
 
 
 class JobLeaving(Event, frozen=True, tag="job_leaving"):
-    """The whole job has to be gone in `deadline` seconds (SIGUSR1 or SIGUSR2 to `elasticrun`)."""
+    """The whole job has to be gone in `deadline` seconds (SIGTERM to `elasticrun`)."""
 
     reason: str
     deadline: float

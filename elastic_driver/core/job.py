@@ -36,6 +36,7 @@ RULES = (
     "stacks",  # a question to all workers is settled
     "memory",  # the job ends because no host has the memory for its workers
     "reports",  # the job ends because its workers have
+    "notices",  # notices that may be some of many are handed on
     "preemption",  # the job ends because it has to go
     "drains",  # a slow worker is replaced
     "placement",  # workers are marked to leave, agents start and stop
@@ -163,7 +164,7 @@ class Job(JobParts):
             case seen.AgentProbed():
                 self.suspicion.on_probed(event, now)
             case ev.HostLeaving():
-                self.drains.on_host_leaving(event, now)
+                self.notices.on_host_leaving(event, now)
             case ev.ConnectionUnanswered():
                 self.unanswered.on_unanswered(event, now)
             case _:
@@ -186,7 +187,7 @@ class Job(JobParts):
             case seen.HostsChecked():
                 self.rechecks.on_hosts_checked(event, now)
             case ev.WorkerLeaving():
-                self.drains.on_worker_leaving(event, now)
+                self.notices.on_worker_leaving(event, now)
             case ev.DrainRequested():
                 self.drains.on_requested(event, now)
             case ev.DrainCancelled():

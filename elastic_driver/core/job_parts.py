@@ -21,6 +21,7 @@ from elastic_driver.core.rules.host_limits import HostLimits
 from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.membership import Membership
 from elastic_driver.core.rules.memory import Memory
+from elastic_driver.core.rules.notices import Notices
 from elastic_driver.core.rules.outcome import Budget, JobOutcome
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.plain import Plain
@@ -64,6 +65,7 @@ class JobParts(Restorable):
         self.stacks = self._make(Stacks)
         self.hangs = self._make(Hangs)
         self.drains = self._make(Drains)
+        self.notices = self._make(Notices)
         self.placement = self._make(Placement)
         self.spares = self._make(Spares)
         self.unreachable = self._make(Unreachable)

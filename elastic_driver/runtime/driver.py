@@ -242,6 +242,11 @@ class ElasticDriver:
             self._stop_asked = True
             self._mailbox.put(StopRequested(reason, exit_code))
 
+    @property
+    def stop_asked(self) -> bool:
+        """Whether `request_stop` was called: the next call kills at once."""
+        return self._stop_asked
+
     # ---- for the HTTP routes -------------------------------------------------------------
 
     @property

@@ -2,8 +2,9 @@
 
 The decorated function is called again in each new world, with the state of the last commit. It
 ends in two ways: by `HostsUpdatedInterrupt` at a step boundary, when nothing is lost and nothing
-rolled back, or by a broken collective, after which the state goes back to the commit. Any other
-exception is the script's own and propagates.
+rolled back, or by a broken collective, after which the state goes back to the commit. So it does if
+SIGTERM has ended processes of the script: those of a loader, or any after this worker has got a
+notice itself. Any other exception is the script's own and propagates.
 """
 
 import functools
@@ -16,7 +17,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 from elastic_driver.core.state_version import StateVersion, source_of
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.peer_loss import in_short
-from elastic_driver.worker import current
+from elastic_driver.worker import current, loader_ends
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
 from elastic_driver.worker.state import (
     State,
@@ -96,6 +97,7 @@ def training_loop(
         if rejoined is None:
             return cast("R", None)  # the others have ended this function before
         member = session.start()
+        loader_ends.watch()
         breaks: deque[object] = deque(maxlen=MAX_EQUAL_BREAKS)
         while True:
             try:
@@ -148,9 +150,14 @@ def _change_of(
     if broken:
         members = member.world and [m.worker for m in member.world.members]
         breaks.append((members, state.version))
-        if not broke_the_world(error) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
+        ended = loader_ends.were_ended(error)
+        if member.has_notice and not broke_the_world(error):
+            say(f"the script failed after this worker was told to leave: {describe(error)}")
+        elif not (ended or broke_the_world(error)) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
             hint(error, member.progress)
             return None
+        if ended:
+            loader_ends.forget(error)
         companions.stop_all(broken=True)  # it may still write into the state
     return describe(error), broken
 

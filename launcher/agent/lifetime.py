@@ -6,7 +6,8 @@ more (no next one came in time, this host is cut off, the token is unknown, the 
 Batch systems and clouds send SIGTERM before they take a machine away, Slurm also what `--signal`
 names. The agent reports the first of these signals to the driver, which has the workers leave at a
 step boundary and then orders the agent to end. Shortly before the time is over, the agent stops the
-workers that are still here. Times are seconds.
+workers that are still here. More of these signals are about the same leaving: they come from Slurm,
+from the process that keeps the agent and passes them on, and again. Times are seconds.
 """
 
 import asyncio
@@ -23,12 +24,11 @@ from elastic_driver.errors import ExitCode
 from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, NoDriverError
 from launcher.agent.liveness import CutOffError
-from launcher.agent.processes import NOTICES
 from launcher.agent.workers import Workers
+from launcher.edge import TO_LEAVE
 from rendezvous.errors import RendezvousError
 
 ORPHAN_GRACE_S = 5.0  # for workers whose driver is gone, or whose agent got a signal
-ANNOUNCING = (signal.SIGTERM, *NOTICES)
 
 
 class Lifetime:
@@ -53,7 +53,6 @@ class Lifetime:
         self._config, self._say, self._on_driver_gone = config, say, on_driver_gone
         self._over = asyncio.Event()  # set with the reason, the status, and the driver's state
         self._tasks: list[asyncio.Task[None]] = []
-        self._signals = 0
         self._leave_timer: asyncio.TimerHandle | None = None  # runs after `_announce`
 
     @property
@@ -77,25 +76,20 @@ class Lifetime:
         """Watch the reasons to end on the running loop."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_bug)
-        for number in (signal.SIGINT, signal.SIGHUP, *ANNOUNCING):
+        for number in (signal.SIGINT, signal.SIGHUP, *TO_LEAVE):
             loop.add_signal_handler(number, self._on_signal, number)
         if self._config.lifeline:
             loop.add_reader(0, self._on_lifeline)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Leave in good order if the signal announces the end of the host; otherwise end.
-
-        A second signal to end kills the workers at once.
-        """
-        if self.notice and not self.is_over and number in ANNOUNCING:
-            if self._leave_timer is None:
+        """Leave in good order if the signal announces the end of the host; otherwise end."""
+        if number not in TO_LEAVE:
+            self.end(f"got {number.name}", 128 + number, ORPHAN_GRACE_S)
+        elif not self.is_over and self._leave_timer is None:
+            if self.notice:
                 self._announce(number)
-                return
-            if number != signal.SIGTERM:  # a SIGTERM after the announcement ends us
-                return
-        self._signals += 1
-        grace = ORPHAN_GRACE_S if self._signals == 1 else 0.0
-        self.end(f"got {number.name}", 128 + number, grace)
+            else:
+                self.end(f"got {number.name}", 128 + number, ORPHAN_GRACE_S)
 
     def _announce(self, number: signal.Signals) -> None:
         """Report that this host goes away, and end in time even if the driver does nothing.

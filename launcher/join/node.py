@@ -6,10 +6,11 @@ incarnation, or leaves with the job's exit status. The agents are ordinary ones.
 parent and adopts what they leave behind, so that no process outlives it; workers' lines appear on
 its terminal.
 
-A first signal goes on to the agent as a notice, so that its workers leave at a step boundary; a
-second one ends everything at once. When the driver has died, the node keeps its agent and its place
-for the next driver (`launcher.join.membership`). When its place is lost, it ends its agent, and
-waits for the server to come back. One thread. Times are seconds.
+A first signal goes on to the agent as a notice, so that its workers leave at a step boundary.
+Ctrl-C after that ends everything at once; other signals are about the same leaving. When the
+driver has died, the node keeps its agent and its place for the next driver
+(`launcher.join.membership`). When its place is lost, it ends its agent, and waits for the server to
+come back. One thread. Times are seconds.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from launcher.agent.folders import held_folder, sweep, sweep_scratch
 from launcher.agent.processes import become_subreaper, children, end_all
 from launcher.agent.remote import start_agent
 from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
-from launcher.edge import handled
+from launcher.edge import TO_LEAVE, handled
 from launcher.join.identity import claim_name, machine_id
 from launcher.join.membership import Membership
 from launcher.join.plan import JoinPlan
@@ -46,7 +47,7 @@ FOLDER_PREFIX = "elastic-join-"
 DRIVER_FILE = "driver"  # holds the address of a driver that has taken over
 ORPHANS_S = 5.0  # the time for the processes of a dead agent to end
 GOODBYE_S = 2.0  # the time to tell the server that we leave
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGHUP, *TO_LEAVE)
 
 
 @dataclass(eq=False)
@@ -196,12 +197,14 @@ class Node:
     def _told_to_leave(self, signals: list[int]) -> bool:
         """Pass a first signal on to the agent; return whether to leave now."""
         for number in signals:
-            if self._leaving:
+            if self._leaving and number == signal.SIGINT:
                 return True
+            if self._leaving:
+                continue
             self._leaving = number
             if self._job.agent is not None:
                 name = signal.Signals(number).name
-                self._plan.say(f"got {name}; a second signal makes this node leave at once")
+                self._plan.say(f"got {name}; Ctrl-C makes this node leave at once")
                 self._job.agent.send_signal(signal.SIGTERM)
         return bool(self._leaving) and self._job.agent is None
 

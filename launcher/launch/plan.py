@@ -38,6 +38,7 @@ from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
 
 SSH_PORT = 22
+NOTICE_SPREAD_S = 5.0  # a signal to a whole job reaches its processes within this time
 START_TOGETHER_S = 5.0  # a first world of horovodrun has the slots of all hosts that answer
 _BY_NAME = ("auto", "ssh", "mpi", "slurm", "local")  # backends whose hosts are machines with names
 
@@ -318,6 +319,7 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
         fixed_hosts=isinstance(hosts, where.FixedHosts),
         one_host_per_machine=_named_by_users(line, hosts),
         tf_roles=tf_roles(line),
+        notice_spread=NOTICE_SPREAD_S,
         start_together=START_TOGETHER_S if line["horovod"] else 0.0,
         # Horovod's states have no checkpoints: its scripts read files of their own.
         own_values=line["horovod"],

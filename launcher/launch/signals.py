@@ -1,7 +1,9 @@
 """Signals to `elasticrun`: they end a job in good order, or what comes before it.
 
-The first signal asks the driver for an orderly end, a second one kills at once; a notice asks for
-an end at a step boundary.
+Batch systems and service managers send SIGTERM, SIGUSR1 or SIGUSR2, often to every process of a job
+and more than once: the job leaves at a step boundary, and later ones of these signals are about the
+same leaving. Ctrl-C (SIGINT) and a closed terminal (SIGHUP) stop the job without that. Only SIGINT
+says "at once", when the job is being stopped already: a person sends it.
 """
 
 import contextlib
@@ -11,8 +13,7 @@ from collections.abc import Iterator
 from elastic_driver.core.driver_events import JobLeaving
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.runtime.driver import ElasticDriver
-from launcher.agent.processes import NOTICES
-from launcher.edge import handled
+from launcher.edge import TO_LEAVE, handled
 
 _SIGNALS = {
     signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
@@ -26,8 +27,11 @@ _SIGNALS = {
 def announce_end(driver: ElasticDriver, reason: str, notice: float) -> None:
     """Let the job leave at a step boundary, within `notice` seconds; stop it at once if that is 0.
 
-    Any thread may call it. A driver that takes no notice (any more) stops at once, too.
+    Any thread may call it, and more than once. A driver that takes no notice (any more) stops at
+    once, too.
     """
+    if driver.stop_asked:
+        return
     if not notice or not driver.post(JobLeaving(reason, notice)):
         driver.request_stop(reason, int(ExitCode.TERMINATED))
 
@@ -36,15 +40,19 @@ def announce_end(driver: ElasticDriver, reason: str, notice: float) -> None:
 def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
     """Let signals end the job, and not this process, while the context is open.
 
-    A signal that announces the end (Slurm's --signal) gives the job `notice` seconds to leave; if
-    `notice` is 0, the job stops at once.
+    A signal of a batch system or a service manager gives the job `notice` seconds to leave; if that
+    is 0, the job stops at once. It counts once.
     """
+    told = False
 
     def ask(number: int) -> None:
+        nonlocal told
         reason, exit_code = _SIGNALS[signal.Signals(number)]
-        if number in NOTICES:
-            announce_end(driver, reason, notice)
-        else:
+        if number in TO_LEAVE:
+            if not told:
+                announce_end(driver, reason, notice)
+            told = True
+        elif number == signal.SIGINT or not driver.stop_asked:
             driver.request_stop(reason, int(exit_code))
 
     with handled(_SIGNALS, ask):

@@ -92,7 +92,8 @@ def test_a_plain_script_gets_sigterm(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGUSR1)
         assert job.wait(90) == 143, job.describe()
         assert "saved" in job.stdout
-        assert "they did not ask to be told earlier" in job.stderr.splitlines()[-1]
+        told = "elasticrun: job stopped: told by SIGUSR1 that its time is over"
+        assert job.stderr.splitlines()[-1] == told
         job.assert_nothing_left()
 
 

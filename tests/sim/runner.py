@@ -110,6 +110,12 @@ def with_slow_replaced(settings: Settings, seed: int) -> Settings:
     )
 
 
+def with_spread(settings: Settings, seed: int) -> Settings:
+    """In two of three seeds a first notice waits for others, as in real jobs."""
+    random = Random(f"spread of {seed}")
+    return replace(settings, notice_spread=random.choice([0.0, 1.0, 5.0]))
+
+
 def with_spares(settings: Settings, seed: int) -> Settings:
     """Of every three seeds one keeps spares."""
     random = Random(f"spares of {seed}")
@@ -133,6 +139,7 @@ def run_seed(seed: int, *, mortal: bool = False) -> Outcome:
     random = Random(seed)
     hosts = {f"h{n}": random.randint(1, 4) for n in range(random.randint(1, 4))}
     settings = with_slow_replaced(settings_of(random, sum(hosts.values())), seed)
+    settings = with_spread(settings, seed)
     settings = with_hosts_bounded(settings, seed, len(hosts))
     settings = with_spares(settings, seed)
     settings = replace(settings, fixed_hosts=Random(f"fixed {seed}").random() < 0.5)

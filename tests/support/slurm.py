@@ -39,6 +39,7 @@ SlurmctldHost=head
 SlurmUser=root
 AuthType=auth/munge
 CryptoType=crypto/munge
+AuthInfo=cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none

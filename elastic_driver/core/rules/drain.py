@@ -53,7 +53,7 @@ class Replacement(NamedTuple):
 
 @dataclass(slots=True)
 class Drains(Rule):
-    """Records the hosts and workers that have to leave, and the reasons."""
+    """Records the hosts and workers that have to leave, and the reasons; see also `notices`."""
 
     replacement: Replacement | None = None
     notices: dict[str, Drain] = field(default_factory=dict)  # of single workers
@@ -64,23 +64,25 @@ class Drains(Rule):
 
     def on_requested(self, event: ev.DrainRequested, now: float) -> None:
         """Drain a host."""
-        self._drain(event.host, self._drain_for(event, now))
+        if not self.drain(event.host, self.drain_for(event, now)):
+            raise ev.StaleEvent(f"host {event.host} is not there, or is drained already")
 
-    def on_host_leaving(self, event: ev.HostLeaving, now: float) -> None:
-        """Drain a host that goes away."""
-        self.fleet.current(event)  # an earlier agent's notice is stale
-        self._drain(event.host, self._drain_for(event, now))
-
-    def on_worker_leaving(self, event: ev.WorkerLeaving, now: float) -> None:
-        """Drain a worker that has to leave; its host stays."""
+    def check_worker(self, event: ev.WorkerLeaving) -> None:
+        """Raise `StaleEvent` for the notice of a worker that is not to leave because of it."""
         worker = self.workers.workers.get(event.worker)
         if worker is None or worker.state not in ACTIVE or not self.outcome.elastic:
             raise ev.StaleEvent(f"{event.worker} is gone or going, or has not taken part yet")
         if worker.id in self.notices:
             raise ev.StaleEvent(f"{event.worker} has said before that it has to go")
-        drain = self.notices[worker.id] = self._drain_for(event, now)
-        self.capacity.note_change()
-        self.effects.announce("worker_leaving", drain.reason, worker, deadline=event.deadline)
+
+    def drain_worker(self, name: str, drain: Drain, deadline: float) -> None:
+        """Drain a worker that has to leave in `deadline` seconds; its host stays."""
+        worker = self.workers.workers.get(name)
+        if worker is not None and worker.state in ACTIVE:
+            self.notices[worker.id] = drain
+            self.capacity.note_change()
+            left = round(deadline, 3)
+            self.effects.announce("worker_leaving", drain.reason, worker, deadline=left)
 
     def on_cancelled(self, event: ev.DrainCancelled, now: float) -> None:
         """Let the host be used again; workers that have not left yet stay."""
@@ -90,7 +92,7 @@ class Drains(Rule):
         self.capacity.note_change()
         self.effects.announce("drain_cancelled", event.reason or NO_REASON, event.host)
 
-    def _drain_for(
+    def drain_for(
         self, event: ev.DrainRequested | ev.HostLeaving | ev.WorkerLeaving, now: float
     ) -> Drain:
         """Return the drain that an event asks for; only a notice stops the workers in the end."""
@@ -102,13 +104,15 @@ class Drains(Rule):
                 leave_by = now + time_to_leave(deadline)
         return Drain(event.reason or NO_REASON, now + patience, leave_by)
 
-    def _drain(self, host: str, drain: Drain) -> None:
+    def drain(self, host: str, drain: Drain) -> bool:
+        """Drain a host; return False if it is not there, or if that is nothing new."""
         if not self.hosts.drain(host, drain):
-            raise ev.StaleEvent(f"host {host} is not there, or is drained already")
+            return False
         self.capacity.note_change()
         self.effects.announce("drain_requested", drain.reason, host)
         if host not in self.fleet.agents:
             self.effects.announce("host_drained", f"nothing ran there: {drain.reason}", host)
+        return True
 
     # ---- questions -----------------------------------------------------------------------
 

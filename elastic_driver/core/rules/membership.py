@@ -11,6 +11,7 @@ from typing import NamedTuple
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.drain import Drains
+from elastic_driver.core.rules.notices import Notices
 from elastic_driver.core.rules.outcome import Loss
 from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.preemption import FinalSaves, Preemption
@@ -49,6 +50,7 @@ class Membership(Rule):
 
     reports: Reports
     drains: Drains
+    notices: Notices
     placement: Placement
     spares: Spares
     boundary: Boundary
@@ -65,15 +67,17 @@ class Membership(Rule):
             for worker in self.workers.having(STARTING, READY):
                 if worker.leaving and worker.admitted is None:  # it is in no round
                     self.effects.stop(worker, worker.leaving)
-        if self.rounds.current.state is COMPLETE and self.outcome.first_success is None:
+        stays = self.notices.gathering  # then the world is not to change
+        state = self.rounds.current.state
+        if state is COMPLETE and self.outcome.first_success is None and not stays:
             self._watch_changes(now)
         if self.rounds.current.state is CLOSING:
             self._watch_leaving(now)
         if self.workers.count(ENDING):
             self._watch_ending(now)
-        if self.outcome.end is None and not self.outcome.finishing:
+        if self.outcome.end is None and not self.outcome.finishing and not stays:
             self._fill_slots(now)
-        if self.outcome.end is None and self.rounds.current.state is FORMING:
+        if self.outcome.end is None and self.rounds.current.state is FORMING and not stays:
             self._watch_forming(now)
         self._tell_uneven_end()
 

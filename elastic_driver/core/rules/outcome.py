@@ -17,6 +17,7 @@ from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.settings import Settings
 from elastic_driver.words import counted
 
+TERMINATED = -15  # the status of a worker that has ended by SIGTERM
 KILLED = -9  # the status of a worker that ended with its agent, or is killed for hanging
 
 

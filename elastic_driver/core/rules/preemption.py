@@ -11,6 +11,7 @@ it; where a notice stops it, until then.
 other hosts can come. All workers leave after one common step, write the state to disk, and the job
 ends with a sentence that says how to go on. Half of the time is for reaching the common step; after
 that the workers leave at once and roll back to the last commit, so that something is written.
+The workers of a plain script did not ask to be told, and get SIGTERM at once.
 A job that other hosts may come to does not end because its present ones leave: it waits for hosts.
 Times are monotonic seconds.
 """
@@ -24,9 +25,10 @@ from elastic_driver.core.decisions import PublishSave
 from elastic_driver.core.documents import SaveRequest, time_to_leave
 from elastic_driver.core.driver_events import JobLeaving
 from elastic_driver.core.rules.drain import Drains
+from elastic_driver.core.rules.notices import Notices
 from elastic_driver.core.rules.outcome import Departure
 from elastic_driver.core.rules.rounds import CLOSING, FORMING, Rule
-from elastic_driver.core.rules.workers import READY, RUNNING, Worker
+from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, Worker
 from elastic_driver.errors import ExitCode
 
 BOUNDARY_SHARE = 0.5  # of the time; the rest is for writing
@@ -152,12 +154,14 @@ class Preemption(Rule):
     """Ends the job in good order when it has to go."""
 
     final_checkpoint: FinalSaves
+    notices: Notices
 
     def on_job_leaving(self, event: JobLeaving, now: float) -> None:
         """Begin to end the job within the time that the event names."""
         if self.outcome.departure is not None:
             raise ev.StaleEvent(f"the job is ending already: {self.outcome.departure.reason}")
-        self._begin(event.reason or "the job has to go", now, now + time_to_leave(event.deadline))
+        end_by = self.notices.end_by(now + time_to_leave(event.deadline))
+        self._begin(event.reason or "the job has to go", now, max(now, end_by))
 
     def advance(self, now: float) -> None:
         """Begin to end the job if all hosts go away; end a leaving job when its time is over."""
@@ -167,8 +171,11 @@ class Preemption(Rule):
         if departure is None:
             return
         if not self.outcome.elastic:
-            why = "its workers are told to stop; they did not ask to be told earlier"
-            self._end(departure, why)
+            self.outcome.finish(int(ExitCode.TERMINATED), departure.reason)
+            return
+        if self.rounds.current.state is not FORMING and not self.workers.count(*ACTIVE):
+            if self.outcome.first_success is None:
+                self._end(departure, f"no worker is left; {_NEWEST}")
             return
         waiting = f"the job is ending: {departure.reason}"
         closing = self.rounds.current.state is CLOSING
@@ -202,7 +209,8 @@ class Preemption(Rule):
         drains = [drain for drain in map(self.hosts.drained, hosts) if drain is not None]
         notices = [(drain.leave_by, drain) for drain in drains if drain.leave_by is not None]
         if len(notices) == len(hosts):
-            end_by, last = max(notices, key=lambda notice: notice[0])
+            end_by, _ = min(notices, key=lambda notice: notice[0])
+            _, last = max(notices, key=lambda notice: notice[0])
             every = "every host goes away" if len(hosts) > 1 else "its only host goes away"
             self._begin(f"{every} ({last.reason})", now, max(now, end_by))
 

@@ -12,7 +12,14 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import KillAgent
 from elastic_driver.core.documents import Failure
 from elastic_driver.core.driver_events import LeaseExpired
-from elastic_driver.core.rules.outcome import KILLED, Cause, Loss, ScriptKind, failed_by_itself
+from elastic_driver.core.rules.outcome import (
+    KILLED,
+    TERMINATED,
+    Cause,
+    Loss,
+    ScriptKind,
+    failed_by_itself,
+)
 from elastic_driver.core.rules.rounds import COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import (
     ACTIVE,
@@ -146,7 +153,7 @@ class Reports(Rule):
             self.outcome.declare(ScriptKind.PLAIN)
         self.capacity.note_change()
         running, leaving = worker.state is RUNNING, bool(worker.leaving)
-        done = worker.over and code == KILLED  # there was nothing left for it to do
+        done = worker.over and code in (KILLED, TERMINATED)  # there was nothing left for it to do
         finished = worker.is_member and (code == 0 or done)
         if leaving and finished:  # if all members leave, one that finishes has done its work
             leaving = not all(member.leaving for member in self.rounds.members())

@@ -3,8 +3,9 @@
 A scheduler that takes a machine away often announces it by SIGTERM, SIGUSR1 or SIGUSR2. A worker
 that gets one, and does not handle it itself, reports it to the driver, trains on until all leave at
 a step boundary, and is stopped then. After the deadline it ends by the signal, as it would have at
-once without us. So does a worker that cannot reach its driver, or that gets a SIGTERM after an
-announcement. The agent's own SIGTERM is not an announcement: it comes with `contract.STOP_MARK`.
+once without us. So does a worker that cannot reach its driver. More of these signals are about the
+same end: schedulers send them to all processes, and again. The agent's own SIGTERM is not an
+announcement: it comes with `contract.STOP_MARK`, and ends the worker.
 Where a job waits for its next driver, a worker leaves without one: at once if the wait is over
 (then all agents tell their workers), else when half of its time has passed.
 
@@ -67,6 +68,11 @@ class PreemptionWatch:
         self._deadline: float | None = None  # set by the first signal
         self._told = False  # the driver knows, or this worker leaves without one
         self._first = signal.SIGTERM
+
+    @property
+    def has_come(self) -> bool:
+        """Whether an announcing signal has come, as far as `check` knows; on any thread."""
+        return self._deadline is not None
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there is something to count."""
@@ -135,8 +141,7 @@ class PreemptionWatch:
         numbers = [number for number in ANNOUNCING if count[number]]
         if not numbers:
             return None
-        times = sum(count[number] for number in numbers)
-        if count[signal.SIGTERM] and (times > 1 or count[STOP_MARK]):
+        if count[signal.SIGTERM] and count[STOP_MARK]:
             self.end(signal.SIGTERM)
         now = time.monotonic()
         if self._deadline is None:

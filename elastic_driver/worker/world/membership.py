@@ -78,6 +78,11 @@ class JobMembership:
         """The group of the current round; None between two rounds."""
         return self._notices.group
 
+    @property
+    def has_notice(self) -> bool:
+        """Whether a signal has told this worker to leave."""
+        return self._driver is not None and self._driver.preemption.has_come
+
     def phase_of_others(self) -> int:
         """Return the furthest training function that the job's workers are in; 0: not known."""
         return 0 if self._driver is None or self._left else self._driver.phase_of_others()

@@ -161,12 +161,33 @@ def test_before_the_first_step_the_job_just_ends(scenario: MakeScenario) -> None
     assert "no worker held a state" in ended(s)
 
 
+def test_a_job_whose_workers_are_all_gone_ends_at_once(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2).training(a=1, b=1)
+    tell(s)
+    for worker in s.members:
+        s.exit(worker, -15)
+    assert "no worker is left; started again, the job goes on from the newest" in ended(s)
+
+
+def test_scripts_that_were_over_when_the_signal_came_have_done_their_work(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2).training(a=1, b=1)
+    for worker in s.members:
+        s.send(ev.WorkerEnding(worker, 1))
+    tell(s)
+    for worker in s.members:
+        s.exit(worker, -15)
+    assert s.end is not None
+    assert s.end.exit_code == 0
+
+
 def test_a_plain_script_is_stopped_at_once(scenario: MakeScenario) -> None:
     s = scenario(start_np=1, plain_after=1.0)
     s.hosts(a=1)
     s.wait(2.0)
     tell(s)
-    assert "did not ask to be told earlier" in ended(s)
+    assert ended(s) == "told by SIGUSR1"
 
 
 def test_a_job_whose_workers_finish_meanwhile_succeeds(scenario: MakeScenario) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from elastic_driver.core.events import WorkerExited, WorkerStarted
+from launcher.agent.lifetime import ORPHAN_GRACE_S
 from tests.launcher.agent.harness import (
     DAEMON,
     STUBBORN,
@@ -43,15 +45,17 @@ def test_sigterm_stops_the_workers_and_their_daemons_and_reports_them(driver: Dr
         assert "got SIGTERM" in agent.err
 
 
-def test_a_second_signal_does_not_wait_for_stubborn_workers(driver: Driver) -> None:
+def test_a_second_signal_leaves_workers_the_time_of_the_first(driver: Driver) -> None:
     driver.python(STUBBORN)
     with agent_of(driver) as agent:
         driver.start_worker()
         eventually(lambda: "up" in agent.out)
+        began = time.monotonic()
         agent.process.terminate()
         eventually(lambda: "not yet" in agent.out)
         agent.process.terminate()
-        assert agent.wait(3) == 143
+        assert agent.wait(15) == 143
+        assert time.monotonic() - began >= ORPHAN_GRACE_S
 
 
 def test_workers_die_with_an_agent_that_is_killed(driver: Driver) -> None:

@@ -51,17 +51,21 @@ def test_workers_that_have_not_left_when_the_time_is_over_are_stopped(driver: Dr
         assert "workers were still here" in agent.err
 
 
-def test_a_repeated_announcement_is_told_once_and_a_sigterm_behind_it_ends_the_agent(
-    driver: Driver,
-) -> None:
+def test_repeated_announcements_are_about_the_same_leaving(driver: Driver) -> None:
     driver.python(WAIT, grace_period=60.0)
     with agent_of(driver) as agent:
-        driver.wait(WorkerStarted, driver.start_worker())
-        agent.process.send_signal(signal.SIGUSR1)
-        driver.wait(HostLeaving)
-        agent.process.send_signal(signal.SIGUSR2)
-        agent.process.terminate()
-        assert agent.wait(8) == 143
+        worker = driver.start_worker()
+        pid = driver.wait(WorkerStarted, worker).pid
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2):
+            agent.process.send_signal(number)
+            driver.wait(HostLeaving)
+        # It has handled the last one when it answers to what comes after that.
+        driver.stop_worker(worker, 2.0)
+        driver.wait(WorkerExited, worker)
+        assert agent.process.poll() is None
+        assert not lives(pid)
+        driver.shutdown()
+        assert agent.wait() == 0
         assert len(driver.told(HostLeaving)) == 1
 
 

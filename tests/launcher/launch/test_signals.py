@@ -23,6 +23,10 @@ class Asked:
         self.requests: list[tuple[str, int]] = []
         self.takes = takes
 
+    @property
+    def stop_asked(self) -> bool:
+        return any(code in (130, 143) for _, code in self.requests)
+
     def request_stop(self, reason: str, exit_code: int) -> None:
         self.requests.append((reason, exit_code))
 
@@ -47,19 +51,40 @@ def test_a_signal_asks_for_the_end_with_its_status(number: signal.Signals, code:
     before = signal.getsignal(number)
     with handling(driver):
         signal.raise_signal(number)
-        signal.raise_signal(number)
-    assert [exit_code for _, exit_code in driver.requests] == [code, code]
+    assert [exit_code for _, exit_code in driver.requests] == [code]
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+ALL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("notice", [0.0, 40.0])
+@pytest.mark.parametrize("first", ALL)
+@pytest.mark.parametrize("then", ALL)
+def test_only_a_person_says_at_once(
+    first: signal.Signals, then: signal.Signals, notice: float
+) -> None:
+    driver = Asked()
+    with handling(driver, notice):
+        signal.raise_signal(first)
+        signal.raise_signal(then)
+        signal.raise_signal(then)
+        asked = len(driver.requests)
+        # A closed terminal stops what is leaving in good order; the others are about one leaving.
+        assert asked == 1 + (then is signal.SIGHUP and first is not then and notice > 0)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert [code for _, code in driver.requests[asked:]] == [130, 130]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_notice_gives_the_job_the_grace_period(number: signal.Signals) -> None:
     driver = Asked()
     with handling(driver, notice=40.0):
         signal.raise_signal(number)
-        signal.raise_signal(signal.SIGTERM)
-    told = f"told by {number.name} that its time is over"
-    assert driver.requests == [(told, 40), ("told to stop by SIGTERM", 143)]
+    [(told, seconds)] = driver.requests
+    assert number.name in told
+    assert seconds == 40
 
 
 @pytest.mark.parametrize(
@@ -84,6 +109,13 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
     assert driver.requests == []
 
 
+def test_in_a_program_of_a_user_signals_are_the_program_s_again() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with handling(Asked(), notice=40.0):
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_second_interrupt_does_not_wait_for_a_stubborn_worker(tmp_path: Path) -> None:
     script = tmp_path / "stubborn.py"
     script.write_text(
@@ -95,7 +127,7 @@ def test_a_second_interrupt_does_not_wait_for_a_stubborn_worker(tmp_path: Path) 
     with elasticrun("-np", "1", "--stop-grace", "500", str(script)) as job:
         job.until(lambda: "up" in job.stdout, "the worker ignores SIGTERM")
         job.process.send_signal(signal.SIGINT)
-        # Of another kind, for two equal signals that come together are one to the kernel.
-        job.process.send_signal(signal.SIGTERM)
+        job.until(lambda: job.events("job_failed") or "interrupted" in job.stderr, "it was heard")
+        job.process.send_signal(signal.SIGINT)
         assert job.wait() == 130
         job.assert_nothing_left()

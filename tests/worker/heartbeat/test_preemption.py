@@ -211,12 +211,15 @@ def test_the_mark_alone_means_nothing(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("first", [TERM, USR1])
-def test_a_sigterm_behind_a_notice_ends_at_once(worker: Worker, first: signal.Signals) -> None:
+def test_a_repeated_notice_is_about_the_same_end(worker: Worker, first: signal.Signals) -> None:
+    assert not worker.preemption.has_come
     send(first)
     assert worker.heed() is not None
-    send(TERM)
-    with pytest.raises(Ended):
-        worker.heed()
+    for number in (TERM, USR1, TERM):
+        send(number)
+        assert worker.heed() is not None
+    assert len(worker.told) == 1
+    assert worker.preemption.has_come
 
 
 def test_without_a_grace_period_signals_are_left_alone() -> None:

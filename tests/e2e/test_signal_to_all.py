@@ -1,0 +1,163 @@
+"""SIGTERM to every process of a job, as batch systems and service managers send it.
+
+In whatever order it comes, once or twice: one leaving, with a checkpoint of the last common step,
+from which the job goes on to the weights of a job that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.job import JOBS, RunningJob, elasticrun
+
+JOB = str(JOBS / "loader.py")
+HOSTS = ("-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1", "--debug")
+STEPS = 60  # of a job that is let alone
+MANY = 100_000
+
+Times = Callable[[RunningJob], list[tuple[float, int]]]  # of the signals: seconds, pid
+
+
+def environment(folder: Path, steps: int, loaders: int, **more: str) -> dict[str, str]:
+    return {"CHECKPOINTS": str(folder), "STEPS": str(steps), "LOADERS": str(loaders), **more}
+
+
+def roles(job: RunningJob) -> dict[str, list[int]]:
+    """The pids of the job's processes, by what they are."""
+    driver = psutil.Process(job.process.pid)
+    workers, agents = list(job.live()), job.agents()
+    loaders = [c.pid for w in workers for c in psutil.Process(w).children(recursive=True)]
+    known = {*workers, *agents, *loaders}
+    others = [c.pid for c in driver.children(recursive=True) if c.pid not in known]
+    return {
+        "driver": [driver.pid],
+        "agents": agents,
+        "workers": workers,
+        "loaders": loaders,
+        "others": others,
+    }
+
+
+def in_order(*first: str, apart: float) -> Times:
+    """These roles first, the others `apart` seconds later."""
+
+    def times(job: RunningJob) -> list[tuple[float, int]]:
+        found = roles(job)
+        return [(apart * (role not in first), pid) for role in found for pid in found[role]]
+
+    return times
+
+
+def shuffled(seed: int, spread: float, again: bool) -> Times:
+    """Each process at a time of its own, within `spread` seconds; `again`: twice."""
+
+    def times(job: RunningJob) -> list[tuple[float, int]]:
+        chance = random.Random(seed)
+        pids = [pid for found in roles(job).values() for pid in found]
+        return [(chance.uniform(0, spread), pid) for pid in pids for _ in range(1 + again)]
+
+    return times
+
+
+def send(job: RunningJob, times: list[tuple[float, int]]) -> None:
+    began = time.monotonic()
+    starts = {pid: psutil.Process(pid).create_time() for _, pid in times}
+    for at, pid in sorted(times):
+        time.sleep(max(0.0, began + at - time.monotonic()))  # it is the time that is tested
+        try:
+            if psutil.Process(pid).create_time() == starts[pid]:
+                os.kill(pid, signal.SIGTERM)
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            continue
+
+
+def weights(job: RunningJob) -> str:
+    found = set(re.findall(r"done step=\d+ weights=(\w+)", job.stdout))
+    assert len(found) == 1, job.describe()
+    return found.pop()
+
+
+def assert_leaves_well(folder: Path, times: Times, loaders: int, **more: str) -> None:
+    checkpoints = folder / "checkpoints"
+    env = environment(checkpoints, MANY, loaders, **more)
+    with elasticrun(*HOSTS, "--", JOB, env=env) as job:
+        job.until_size(2)
+        job.until(lambda: max(r.step for r in job.steps()) >= 20, "it trains")
+        send(job, times(job))
+        assert job.wait(60) == 143, job.describe()
+        job.assert_nothing_left()
+        last = job.stderr.splitlines()[-1]
+        found = re.search(r"the state of step (\d+) is in .*started again, the job goes on", last)
+        assert found, job.describe()
+        step = int(found[1])
+        sizes = {record.size for record in job.steps()}
+        assert sizes == {2}, f"no world of another size has trained: {sizes}\n{job.describe()}"
+        assert step == max(r.step for r in job.steps()), job.describe()
+        assert not job.events("worker_lost", "agent_lost", "worker_hung")
+    end = step + 20
+    with elasticrun(*HOSTS, "--", JOB, env=environment(checkpoints, end, loaders)) as job:
+        assert job.wait(60) == 0, job.describe()
+        assert f"enters step={step} size=2" in job.stdout
+        again = weights(job)
+    with elasticrun(*HOSTS, "--", JOB, env=environment(folder / "none", end, 0)) as job:
+        assert job.wait(60) == 0, job.describe()
+        assert weights(job) == again
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize(
+    "first",
+    [
+        ("driver",),
+        ("agents",),
+        ("workers",),
+        ("workers", "loaders"),
+        ("driver", "agents", "workers", "loaders", "others"),
+    ],
+    ids="-".join,
+)
+def test_whoever_is_told_first(tmp_path: Path, first: tuple[str, ...], loaders: int) -> None:
+    assert_leaves_well(tmp_path, in_order(*first, apart=1.5), loaders)
+
+
+def test_the_processes_of_loaders_may_be_told_first(tmp_path: Path) -> None:
+    assert_leaves_well(tmp_path, in_order("loaders", apart=1.5), 2)
+
+
+def test_what_fails_after_the_notice_fails_because_of_it(tmp_path: Path) -> None:
+    assert_leaves_well(tmp_path, in_order("workers", apart=1.5), 0, HELPER="1")
+
+
+@pytest.mark.parametrize(("seed", "again"), [(1, False), (2, True), (3, True)])
+def test_in_any_order_and_twice(tmp_path: Path, seed: int, again: bool) -> None:
+    assert_leaves_well(tmp_path, shuffled(seed, 4.0, again), 2)
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_elasticrun_may_be_killed_meanwhile(tmp_path: Path, loaders: int) -> None:
+    """Slurm kills what a batch script leaves behind, and bash dies of SIGTERM at once."""
+    checkpoints = tmp_path / "checkpoints"
+    env = environment(checkpoints, MANY, loaders)
+    args = (*HOSTS, "--grace-period", "20")
+    with elasticrun(*args, "--", JOB, env=env) as job:
+        job.until_size(2)
+        job.until(lambda: max(r.step for r in job.steps()) >= 20, "it trains")
+        found = roles(job)
+        times = [(0.0, pid) for role in ("loaders", "workers", "agents") for pid in found[role]]
+        job.process.kill()
+        job.process.wait(10)
+        send(job, times)
+        job.until_without_driver(lambda: not job.processes(), "all of its processes have ended")
+        (folder,) = checkpoints.glob("step-*")
+        step = int(folder.name.split("-")[1])
+        assert {r.step for r in job.live().values()} <= {step}, job.describe()
+        assert step == max(r.step for r in job.steps()), job.describe()
