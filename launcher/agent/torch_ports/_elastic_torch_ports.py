@@ -53,6 +53,8 @@ def install(environ: Mapping[str, str]) -> None:
         slots = jump_slots(_library(), b"bind")
         if not slots:
             raise UnsupportedError(f"{LIBRARY} has no entry for it")
+        if not all(map(is_writable, slots)):  # it was linked with `-z relro -z now`
+            raise UnsupportedError(f"the entry of {LIBRARY} for it cannot be changed")
     except (UnsupportedError, OSError, ValueError) as problem:
         _say(
             f"torch cannot be told to listen at the ports of --ports ({problem}): it takes those "
@@ -135,6 +137,17 @@ def jump_slots(library: int, name: bytes) -> list[int]:
         if info & 0xFFFFFFFF == kind and same:
             found.append(loaded.base + offset)
     return found
+
+
+def is_writable(address: int) -> bool:
+    """Return whether this process may write to its memory there; elsewhere it would be killed."""
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        for line in maps:
+            place, rights, *_ = line.split()
+            low, high = (int(end, 16) for end in place.split("-"))
+            if low <= address < high:
+                return "w" in rights
+    return False
 
 
 def _library() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.agent.environment import TORCH_PORTS
+from launcher.agent.torch_ports._elastic_torch_ports import is_writable
 from tests.support.ports import free_range
 
 LISTENING = """
@@ -103,3 +105,13 @@ def test_a_variable_that_makes_no_sense_is_said_and_torch_works(given: str, tmp_
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env, check=False)
     assert len(done.stdout.split()) == 2
     assert "torch cannot be told to listen at the ports of --ports" in done.stderr
+
+
+def test_memory_that_cannot_be_written_is_told_from_memory_that_can() -> None:
+    """A library that was linked with `-z relro -z now` has its table in such memory."""
+    buffer = ctypes.create_string_buffer(8)
+    assert is_writable(ctypes.addressof(buffer))
+    code = ctypes.cast(ctypes.CDLL(None).bind, ctypes.c_void_p).value
+    assert code
+    assert not is_writable(code)
+    assert not is_writable(0)
