@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parent.parent
 _PR_SET_DUMPABLE = 4
@@ -33,6 +34,7 @@ class _Process:
     """The mutable field of this module."""
 
     is_command = False  # it ends with the command; it is no user's program that calls us
+    over: ClassVar[set[int]] = set()  # signals that are ignored now, as the command ends
 
 
 def run_command(name: str, act: Callable[[], int]) -> int:
@@ -161,18 +163,18 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int], None]) -
     """Call `handler` with each of these signals, in the main thread, while the context is open.
 
     A signal that is ignored stays ignored: `nohup elasticrun …` must survive its terminal. In
-    another thread (`elasticrun()` in a program of a user's) signals are left to that program. If a
-    command was told to leave, it ends with its status although it is told again meanwhile.
+    another thread (`elasticrun()` in a program of a user's) signals are left to that program. A
+    command that ends does so with its own status, also if it is told to leave, or interrupted
+    again, at that moment.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    told = False
+    over, heard = _Process.over, set[int]()
+    ours = [n for n in numbers if n in over or signal.getsignal(n) is not signal.SIG_IGN]
 
     def act(number: int, _frame: object) -> None:
-        nonlocal told
-        told = told or number in TO_LEAVE
+        heard.add(number)
         handler(number)
 
     before = {number: signal.signal(number, act) for number in ours}
@@ -180,5 +182,7 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int], None]) -
         yield
     finally:
         for number, former in before.items():
-            ends = told and _Process.is_command and number in TO_LEAVE
+            again = number in TO_LEAVE or number in heard
+            ends = again and _Process.is_command
             signal.signal(number, signal.SIG_IGN if ends else former)
+            over.update([number] if ends else ())

@@ -28,6 +28,7 @@ _KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: ([^.]*
 _OF_DATA_SET = re.compile(r"Caught \w+ in DataLoader worker process")
 ENDS_S = 1.0  # for a process to end whose connection has broken off
 _CHECK = "_error_if_any_worker_fails"  # torch's handler of SIGCHLD looks it up for each call
+_LOADERS = _MultiProcessingDataLoaderIter.__module__
 _WAIT = _MultiProcessingDataLoaderIter._try_get_data.__code__
 _TERM = signal.strsignal(signal.SIGTERM)
 
@@ -96,7 +97,9 @@ def forget(error: BaseException) -> None:
 
 def _iterators(trace: TracebackType | None) -> Iterator[Any]:
     while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, _MultiProcessingDataLoaderIter):
-            yield owner
+        # Of torch's frames alone: the dictionary that is asked for would keep what a script holds.
+        if trace.tb_frame.f_globals.get("__name__") == _LOADERS:
+            owner = trace.tb_frame.f_locals.get("self")
+            if isinstance(owner, _MultiProcessingDataLoaderIter):
+                yield owner
         trace = trace.tb_next

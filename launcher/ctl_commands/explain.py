@@ -33,6 +33,7 @@ _EVENTS: dict[type, str] = {
     ev.WorkerEnding: "the script of {e.worker} is over; its process is about to end",
     ev.WorkerStack: "{e.worker} was asked for its stack: {e.where}",
     ev.WorkerExited: "{e.worker} has ended with status {e.exit_code}",
+    ev.ConnectionUnanswered: "{e.worker} on {e.host} gets no answer from {e.address}:{e.port}",
     ev.HostLeaving: "host {e.host} goes away in {e.deadline:g} s: {e.reason}",
     ev.WorkerLeaving: "{e.worker} has to leave in {e.deadline:g} s: {e.reason}",
     ev.DrainRequested: "a drain of {e.host} was requested: {e.reason}",

@@ -97,7 +97,7 @@ def test_a_disk_that_becomes_read_only_costs_the_journal_and_not_the_job(tmp_pat
         job.kill(next(iter(pids)))
         failed = "Read-only file system; the job goes on without a journal"
         job.until(lambda: failed in job.stderr, "the user is told of the journal")
-        log_failed = "Read-only file system; the job goes on, and later events"
+        log_failed = "Read-only file system; the job goes on, and events wait in memory"
         job.until(lambda: log_failed in job.stderr, "the user is told of the event log")
         grown = " complete: 2 workers"
         job.until(lambda: job.stderr.count(grown) == 2, "the job serves changes", 90)

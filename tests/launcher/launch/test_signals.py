@@ -121,11 +121,12 @@ def test_a_second_interrupt_does_not_wait_for_a_stubborn_worker(tmp_path: Path) 
     script.write_text(
         "import signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"
     )
     with elasticrun("-np", "1", "--stop-grace", "500", str(script)) as job:
-        job.until(lambda: "up" in job.stdout, "the worker ignores SIGTERM")
+        job.until(lambda: "up" in job.stdout, "the worker ignores both signals")
         job.process.send_signal(signal.SIGINT)
         job.until(lambda: job.events("job_failed") or "interrupted" in job.stderr, "it was heard")
         job.process.send_signal(signal.SIGINT)
