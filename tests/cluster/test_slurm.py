@@ -11,14 +11,12 @@ import psutil
 import pytest
 
 from tests.support import slurm as real
-from tests.support.cluster import Cluster
 from tests.support.cluster_job import ClusterJob, elasticrun_on
 from tests.support.job import eventually
 from tests.support.slurm import Slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-_REASON = real.why_not()
 # As in a script for sbatch: if the driver is killed, the next one goes on with its job.
 AND_AGAIN = '"$@"; exec "$1" -m launcher.cli --resume --run-id "$5" --state-dir "$7"'
 ALLOCATION = ("salloc", "--quiet", "--no-kill", "--nodes=2", "--ntasks-per-node=1")
@@ -27,11 +25,7 @@ ALLOCATION = ("salloc", "--quiet", "--no-kill", "--nodes=2", "--ntasks-per-node=
 @pytest.fixture
 def slurm() -> Iterator[Slurm]:
     """Slurm on head, node0 and node1."""
-    if _REASON is not None:
-        pytest.skip(_REASON)
-    with Cluster(2) as cluster:
-        slurm = Slurm(cluster)
-        slurm.start()
+    with real.running(2) as slurm:
         yield slurm
 
 
@@ -69,14 +63,13 @@ def test_a_killed_agent_is_started_again_and_scancel_leaves_nothing(slurm: Slurm
 
 
 def test_nodes_whose_names_have_no_address_are_found_by_slurm_s() -> None:
-    if _REASON is not None:
-        pytest.skip(_REASON)
-    with Cluster(2) as cluster:  # its nodes have no default route
-        slurm = Slurm(cluster, {"node0": "gpu001", "node1": "gpu002"})
-        slurm.start()
-        with elasticrun_on(cluster, inside=ALLOCATION, env=slurm.environ) as job:
-            first = job.together(2)
-            assert {r.worker for r in first} == {"gpu001.0.1", "gpu002.0.1"}
+    names = {"node0": "gpu001", "node1": "gpu002"}
+    with (
+        real.running(2, names) as slurm,  # its nodes have no default route
+        elasticrun_on(slurm.cluster, inside=ALLOCATION, env=slurm.environ) as job,
+    ):
+        first = job.together(2)
+        assert {r.worker for r in first} == {"gpu001.0.1", "gpu002.0.1"}
 
 
 def test_a_notice_to_all_steps_is_left_with_at_a_step_boundary(slurm: Slurm) -> None:

@@ -17,14 +17,12 @@ from pathlib import Path
 import pytest
 
 from tests.support import slurm as real
-from tests.support.cluster import Cluster
 from tests.support.job import JOBS, ROOT, eventually
 from tests.support.json_lines import JsonLines
 from tests.support.slurm import Slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-_REASON = real.why_not()
 STEPS = 150
 TURN_S = 150.0  # for a turn on two processors that several machines share
 
@@ -39,11 +37,7 @@ runpy.run_path({job!r}, run_name="__main__")
 @pytest.fixture
 def slurm() -> Iterator[Slurm]:
     """Slurm on head, node0 and node1."""
-    if _REASON is not None:
-        pytest.skip(_REASON)
-    with Cluster(2) as cluster:
-        slurm = Slurm(cluster)
-        slurm.start()
+    with real.running(2) as slurm:
         yield slurm
 
 

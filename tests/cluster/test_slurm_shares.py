@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import slurm as real
-from tests.support.cluster import Cluster
 from tests.support.slurm import Slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-_REASON = real.why_not()
 ELASTICRUN = f"{Path(sys.executable).parent}/elasticrun"
 TASK = 'echo "$SLURMD_NODENAME $SLURM_PROCID $SLURM_LOCALID ${CUDA_VISIBLE_DEVICES:-none}"'
 WORKER = f'{TASK} >"$0.$RANK"'
@@ -23,11 +21,7 @@ WORKER = f'{TASK} >"$0.$RANK"'
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
     """Slurm on head, node0 and node1, each node with four GPUs."""
-    if _REASON is not None:
-        pytest.skip(_REASON)
-    with Cluster(2) as cluster:
-        slurm = Slurm(cluster)
-        slurm.start()
+    with real.running(2) as slurm:
         yield slurm
 
 

@@ -16,10 +16,11 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support import cluster as namespaces
 from tests.support.cluster import Cluster
@@ -181,3 +182,17 @@ def left_behind(cluster: Cluster) -> list[str]:
                 if "launcher." in words or "train.py" in words:
                     found.append(f"{node.name}: {words}")
     return found
+
+
+@contextlib.contextmanager
+def running(nodes: int, names: Mapping[str, str] | None = None) -> Iterator[Slurm]:
+    """Slurm on head and so many nodes; the test is left out where there can be none.
+
+    `names`: see `Slurm`.
+    """
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Cluster(nodes) as cluster:
+        slurm = Slurm(cluster, names or {})
+        slurm.start()
+        yield slurm

@@ -86,7 +86,7 @@ CHANGED = """\
 @@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@
 @    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @
 @@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@@
-Offending ED25519 key in /root/.ssh/known_hosts:3
+Offending ED25519 key in /home/user/.ssh/known_hosts:3
 Host key for n has changed and you have requested strict checking.
 Host key verification failed.
 """
