@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run(sys.argv[1:] if argv is None else argv)
 
-    return run_command("elasticrun", act)
+    return run_command("elasticrun", act, ends=argv is None)
 
 
 def elasticrun(*argv: str) -> "JobResult":

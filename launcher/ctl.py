@@ -72,7 +72,7 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `elasticctl` with these arguments (default: the process's); return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return run_command("elasticctl", lambda: _dispatch(words))
+    return run_command("elasticctl", lambda: _dispatch(words), ends=argv is None)
 
 
 def _dispatch(words: list[str]) -> int:

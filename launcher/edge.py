@@ -33,13 +33,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 class _Process:
     """The mutable field of this module."""
 
-    is_command = False  # it ends with the command; it is no user's program that calls us
+    is_command = False  # it ends with the command; it is no program that calls us
     over: ClassVar[set[int]] = set()  # signals that are ignored now, as the command ends
 
 
-def run_command(name: str, act: Callable[[], int]) -> int:
-    """Call `act`, the body of the command `name`; return the exit status."""
-    _Process.is_command = True
+def run_command(name: str, act: Callable[[], int], *, ends: bool = False) -> int:
+    """Call `act`, the body of the command `name`; return the exit status.
+
+    `ends`: this process does nothing after the command but end with that status.
+    """
+    _Process.is_command = ends
     open_streams()
     _pin_packages()
     from elastic_driver.errors import ElasticError, ExitCode  # noqa: PLC0415 - now ours is found
@@ -164,8 +167,8 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int], None]) -
 
     A signal that is ignored stays ignored: `nohup elasticrun …` must survive its terminal. In
     another thread (`elasticrun()` in a program of a user's) signals are left to that program. A
-    command that ends does so with its own status, also if it is told to leave, or interrupted
-    again, at that moment.
+    process that ends with its command does so with the command's status, also if it is told to
+    leave, or interrupted again, at that moment.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return install(Path(sys.executable).parent)
         return run(["--horovod", *given])
 
-    return run_command("horovodrun", act)
+    return run_command("horovodrun", act, ends=argv is None)
 
 
 def install(folder: Path) -> int:

@@ -42,7 +42,16 @@ def done_in(line: bytes, name: str) -> tuple[bytes, int] | None:
     return None if found is None else (line[: found.start()], int(found[1]))
 
 
+def say(mark: str, *words: object) -> None:
+    """Print a mark and its words in one write; raises OSError if nobody is there to read it.
+
+    `print` writes word by word with PYTHONUNBUFFERED, and a process that a login file has left
+    could print between them.
+    """
+    os.write(1, (" ".join([mark, *map(str, words)]) + "\n").encode())
+
+
 def say_done(name: str, status: int) -> None:
     """Print the mark of our command's end; nobody may be there to read it."""
     with contextlib.suppress(OSError):
-        os.write(1, f"{DONE} {name} {status}\n".encode())
+        say(DONE, name, status)

@@ -47,7 +47,7 @@ from launcher.agent.folders import (
     sweep_scratch,
     wait_for_holder,
 )
-from launcher.agent.marks import LOOKED, NO_STDOUT, UP, say_done
+from launcher.agent.marks import LOOKED, NO_STDOUT, UP, say, say_done
 from launcher.agent.processes import become_subreaper, children, end_all, send_signal
 from launcher.agent.stacks import state_of
 from launcher.edge import keep_memory_private
@@ -102,7 +102,7 @@ def keep(name: str, arguments: Sequence[str]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda received, _frame: agent.send_signal(received))
         try:
-            print(UP, name, empty, flush=True)
+            say(UP, name, empty)
         except OSError:  # the driver's program has gone, and will be started again
             agent.kill()
         code = agent.wait()
@@ -170,7 +170,7 @@ def wait(name: str) -> int:
         os._exit(int(ExitCode.UNAVAILABLE))
 
     if holder_of(folder_of(name)) is not None:
-        print(UP, name, flush=True)
+        say(UP, name)
     threading.Thread(target=leave_with_stdin, daemon=True).start()
     wait_for_holder(folder_of(name))
     return 0
@@ -227,7 +227,7 @@ def look(folder: str) -> int:
         "temporary": os.access(tempfile.gettempdir(), os.W_OK),
         "empty": given.count(b"\n"),
     }
-    print(LOOKED, json.dumps(found), flush=True)
+    say(LOOKED, json.dumps(found))
     return 0
 
 

@@ -31,7 +31,7 @@ _EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `elasticbrain` with these arguments (default: the process's); return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return run_command("elasticbrain", lambda: _dispatch(words))
+    return run_command("elasticbrain", lambda: _dispatch(words), ends=argv is None)
 
 
 def _dispatch(words: list[str]) -> int:

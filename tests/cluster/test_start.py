@@ -66,7 +66,8 @@ def test_two_names_of_a_machine_are_one_host_and_machines_that_share_a_kernel_ar
         assert job.stdout.count("done step=30") == 4
         removed = {event["host"]: event["reason"] for event in job.events("host_removed")}
         assert sorted(removed) == sorted({"NODE0", cluster.node("node0").address})
-        assert all("the same machine as node0" in reason for reason in removed.values())
+        # The agent of NODE0 may be up before that of node0: then it is the first name, for a while.
+        assert all("is the same machine as " in reason for reason in removed.values())
         (round_,) = job.events("round_completed")
         assert (round_["size"], round_["hosts"]) == (4, 2)
         assert "host NODE0 removed (it is the same machine as node0" in job.stderr

@@ -60,6 +60,28 @@ def test_signals_are_ours_for_a_while_but_for_those_that_are_ignored() -> None:
         signal.signal(second, before[1])
 
 
+LEAVING = """
+import signal, sys
+from launcher.edge import handled, run_command
+
+def act():
+    with handled([signal.SIGTERM], print):
+        return 3
+
+status = run_command("elasticrun", act, ends=sys.argv[1] == "ends")
+signal.raise_signal(signal.SIGTERM)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(("given", "status"), [("ends", 3), ("goes on", -signal.SIGTERM)])
+def test_a_process_that_ends_with_its_command_has_its_status_and_a_program_its_signals(
+    given: str, status: int
+) -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVING, given], cwd=ROOT, check=False)
+    assert done.returncode == status
+
+
 def test_an_output_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "launcher.ctl", "--help"],
