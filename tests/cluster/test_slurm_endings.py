@@ -34,11 +34,28 @@ runpy.run_path({job!r}, run_name="__main__")
 """
 
 
-@pytest.fixture
-def slurm() -> Iterator[Slurm]:
+@pytest.fixture(scope="module")
+def running_slurm() -> Iterator[Slurm]:
     """Slurm on head, node0 and node1."""
     with real.running(2) as slurm:
         yield slurm
+
+
+@pytest.fixture
+def slurm(running_slurm: Slurm) -> Iterator[Slurm]:
+    """The same without a job, also after a test that has failed."""
+    yield running_slurm
+    running_slurm.run("head", "scancel", "--signal=KILL", "--full", "--user=root")
+    running_slurm.run("head", "scancel", "--user=root")
+    running_slurm.until_idle(2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running_slurm: Slurm) -> str:
+    """The weights of a job that nobody disturbs, and that reads its data by itself."""
+    batch = submit(running_slurm, loaders=0)
+    batch.until(batch.is_gone, "the job is over")
+    return weights(batch)
 
 
 @dataclass
@@ -105,12 +122,6 @@ def weights(batch: Batch) -> str:
     return str(found[0])
 
 
-def undisturbed(slurm: Slurm) -> str:
-    batch = submit(slurm, loaders=0)
-    batch.until(batch.is_gone, "the job is over")
-    return weights(batch)
-
-
 def assert_each_step_once(batch: Batch) -> None:
     steps = batch.steps()
     assert sorted(steps) == sorted([*range(1, max(steps) + 1)] * 2), batch.output
@@ -141,7 +152,7 @@ def test_a_cancelled_job_has_its_last_step_on_disk_and_stays_cancelled(
     ids=" ".join,
 )
 def test_a_requeued_job_goes_on_as_if_nothing_had_happened(
-    slurm: Slurm, words: tuple[str, ...]
+    slurm: Slurm, undisturbed: str, words: tuple[str, ...]
 ) -> None:
     batch = submit(slurm)
     batch.trains()
@@ -151,4 +162,4 @@ def test_a_requeued_job_goes_on_as_if_nothing_had_happened(
     assert_each_step_once(batch)
     (step,) = batch.checkpoints()
     assert batch.output.count(f"enters step={step} size=2") == 2, batch.output
-    assert weights(batch) == undisturbed(slurm)
+    assert weights(batch) == undisturbed
