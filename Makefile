@@ -34,7 +34,7 @@ demo: $(TRAINS) ## train on three workers, kill one on the way, show what happen
 
 # In the order of their names: the longest tests, of clusters and whole jobs, are begun first.
 test: $(READY) ## run the tests, three files at a time (TESTS=tests/launcher for some of them)
-	$(BIN)/python -m pytest $(TESTS) -q -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(TESTS) -m "not night" -q -n 3 --dist loadfile --no-loadscope-reorder
 
 # On a machine with a torch of its own: make test-gpu GPU_PYTHON=python3
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## the tests that need an NVIDIA GPU, with a table of figures (docs/nccl.md)

@@ -41,7 +41,7 @@ def seconds_to_end(node: Node, within: float) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize("driver_timeout", ["0", "300"])
+@pytest.mark.parametrize("driver_timeout", ["0", pytest.param("300", marks=pytest.mark.night)])
 def test_the_driver_s_cable_is_out_for_ten_seconds_and_nobody_is_lost(
     cluster: Cluster, driver_timeout: str
 ) -> None:

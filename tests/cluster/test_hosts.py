@@ -179,6 +179,7 @@ def test_a_driver_that_is_stopped_for_a_while_takes_no_host_for_lost(cluster: Cl
         assert_clean_end(job)
 
 
+@pytest.mark.night
 def test_links_that_lose_and_delay_packets_cost_no_host(cluster: Cluster) -> None:
     with elasticrun_on(cluster, *FOUR, defaults=True) as job:
         before = job.together(4, within=150)[0].round

@@ -15,6 +15,7 @@ WIDTH = 25_000  # 2 MB of gradients a step
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.night
 def test_the_host_with_the_slow_link_is_named_and_nobody_else(cluster: Cluster) -> None:
     with elasticrun_on(cluster, "-np", "4", "-H", "node[0-3]:1", width=WIDTH) as job:
 

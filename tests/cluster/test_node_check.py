@@ -47,6 +47,7 @@ def test_a_job_starts_without_the_host_that_has_a_quarter_of_a_processor(cluster
         assert trained_on == {"node0", "node1"}
 
 
+@pytest.mark.night
 def test_the_host_behind_a_narrow_link_is_named(cluster: Cluster) -> None:
     with narrow(cluster.node("node1"), "100mbit"):
         found = check(cluster, "--straggler-detection")

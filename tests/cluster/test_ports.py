@@ -67,7 +67,7 @@ hvd.shutdown()
 TWO = ("-np", "4", "-H", "node[0-1]:2")
 
 
-@pytest.mark.parametrize("warm", ["1", "0"])
+@pytest.mark.parametrize("warm", ["1", pytest.param("0", marks=pytest.mark.night)])
 def test_plain_scripts_meet_over_ssh(warm: str) -> None:
     with site(2) as cluster:
         done = run(cluster, "--ports", PORTS, "--warm", warm, *TWO, *plain(cluster))
@@ -83,6 +83,7 @@ def test_elastic_scripts_meet_after_a_node_check() -> None:
         assert "excluded" not in done.stderr
 
 
+@pytest.mark.night
 def test_a_node_check_listens_at_the_ports_of_the_job() -> None:
     with Cluster(2) as cluster:
         (cluster.folder / "steps").mkdir()

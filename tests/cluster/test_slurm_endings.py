@@ -144,10 +144,10 @@ def test_a_cancelled_job_has_its_last_step_on_disk_and_stays_cancelled(
     "words",
     [
         ("scontrol", "requeue"),
-        ("scancel", "--signal=TERM"),
-        ("scancel", "--signal=TERM", "--batch"),
+        pytest.param(("scancel", "--signal=TERM"), marks=pytest.mark.night),
+        pytest.param(("scancel", "--signal=TERM", "--batch"), marks=pytest.mark.night),
         ("scancel", "--signal=TERM", "--full"),
-        ("scancel", "--signal=USR1"),
+        pytest.param(("scancel", "--signal=USR1"), marks=pytest.mark.night),
     ],
     ids=" ".join,
 )
