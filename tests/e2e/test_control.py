@@ -227,36 +227,3 @@ def test_a_driver_that_was_killed_is_recognised(tmp_path: Path) -> None:
         (job.run_dir / "endpoint.json").write_bytes(left)  # as when its agents died with it
         told = ctl("status", "--run-id", job.run_id, *here(job), code=75)
         assert f"its driver (process {job.process.pid}" in told
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nonsense"], "is no command"),
-        (["scale", "many"], "argument N: needs a whole number of at least 1 or auto, got 'many'"),
-        (["scale", "0"], "argument N: needs a whole number of at least 1 or auto, got '0'"),
-        (["drain"], "required: HOST"),
-        (["status", "--nonsense"], "--nonsense"),
-        (["events", "--since", "-1"], "--since"),
-        (["config"], "config show"),
-    ],
-)
-def test_wrong_words_are_one_line_and_64(words: list[str], said: str) -> None:
-    told = ctl(*words, code=64)
-    assert said in told
-    assert len(told.splitlines()) == 1
-
-
-def test_every_command_explains_itself() -> None:
-    commands = re.findall(r"^  ([a-z]+) ", ctl("--help"), re.MULTILINE)
-    assert {"status", "events", "hosts", "scale", "drain", "stop", "check", "config"} <= set(
-        commands
-    )
-    for command in commands:
-        assert "usage: elasticctl" in ctl(command, "--help")
-
-
-def test_config_show_says_who_said_so() -> None:
-    lines = ctl("config", "show", "-np", "2").splitlines()
-    assert lines[1].split() == ["--num-proc", "2", "command", "line"]
-    assert any(line.split() == ["--stop-grace", "30", "default"] for line in lines)
