@@ -1,7 +1,8 @@
 """TLS around the connections of the server: asyncio's own, with less memory for each.
 
 On loopback a server also answers plain HTTP, for browsers and scripts: the first byte of a
-connection tells which one its client speaks (`EitherConnection`). Times are seconds. Everything runs on the server's loop.
+connection tells which one its client speaks (`EitherConnection`). Times are seconds. Everything
+runs on the server's loop.
 """
 
 import asyncio
