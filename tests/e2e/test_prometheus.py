@@ -121,30 +121,28 @@ def assert_dashboard_and_alerts_find_their_metrics(job: RunningJob, address: str
 
 def test_the_histograms_have_what_has_happened(tmp_path: Path) -> None:
     environ = {"STEPS": "1000000", "STEP_MS": "20"}
-    with elasticrun("-np", "2", "--", str(JOBS / "train.py"), env=environ) as job:
-        with prometheus(tmp_path / "server", job, reader_of(job)) as address:
-            victim = next(iter(job.until_size(2)))
-            job.kill(victim)
-            job.until_size(2)
-            of_steps = "elastic_step_duration_seconds"
-            job.until(
-                lambda: (value(address, f"{of_steps}_count") or 0) > 20, "steps have their times"
-            )
-            mean = job.until(
-                lambda: value(address, f"{of_steps}_sum / {of_steps}_count"), "and a mean"
-            )
-            assert mean >= 0.02
-            recovered = job.until(
-                lambda: value(address, "elastic_recovery_duration_seconds_sum"),
-                "the recovery has a time",
-            )
-            assert recovered < time.time() - job.killed[victim]
-            rounds = "elastic_round_duration_seconds_count"
-            job.until(lambda: (value(address, rounds) or 0) >= 2, "rounds have their times")
-            batches = 'elastic_request_duration_seconds_count{route="%s"}'
-            for route in ("kv:batch", "waits", "events", "metrics"):  # of an earlier scrape
-                job.until(partial(value, address, batches % route), f"{route} has its times")
-            assert_dashboard_and_alerts_find_their_metrics(job, address)
+    with (
+        elasticrun("-np", "2", "--", str(JOBS / "train.py"), env=environ) as job,
+        prometheus(tmp_path / "server", job, reader_of(job)) as address,
+    ):
+        victim = next(iter(job.until_size(2)))
+        job.kill(victim)
+        job.until_size(2)
+        of_steps = "elastic_step_duration_seconds"
+        job.until(lambda: (value(address, f"{of_steps}_count") or 0) > 20, "steps have their times")
+        mean = job.until(lambda: value(address, f"{of_steps}_sum / {of_steps}_count"), "and a mean")
+        assert mean >= 0.02
+        recovered = job.until(
+            lambda: value(address, "elastic_recovery_duration_seconds_sum"),
+            "the recovery has a time",
+        )
+        assert recovered < time.time() - job.killed[victim]
+        rounds = "elastic_round_duration_seconds_count"
+        job.until(lambda: (value(address, rounds) or 0) >= 2, "rounds have their times")
+        batches = 'elastic_request_duration_seconds_count{route="%s"}'
+        for route in ("kv:batch", "waits", "events", "metrics"):  # of an earlier scrape
+            job.until(partial(value, address, batches % route), f"{route} has its times")
+        assert_dashboard_and_alerts_find_their_metrics(job, address)
 
 
 def test_prometheus_reads_the_figures_with_the_jobs_token_alone(tmp_path: Path) -> None:
