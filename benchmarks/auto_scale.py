@@ -26,7 +26,7 @@ from benchmarks.common import OURS, Figure, report
 from benchmarks.systems import System, running
 from elastic_driver import contract
 from elastic_driver.runtime.run_dir import read_endpoint
-from rendezvous.auth import read_token_file
+from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 
 READY_S = 120.0
@@ -118,9 +118,9 @@ def measure(slots: int, seconds: float) -> list[Figure]:
         moves = len(events(system, "size_proposed"))
         endpoint = read_endpoint(system.records_dir / RUN)
         assert endpoint is not None
-        token = read_token_file(system.records_dir / RUN / "token-operator")
+        token, known_by = read_credentials(system.records_dir / RUN / "token-operator")
         speeds = {}
-        with RendezvousClient(endpoint.url, token) as client:
+        with RendezvousClient(endpoint.url, token, fingerprint=known_by) as client:
             for size in range(1, slots + 1):
                 client.post_json(contract.SCALE_PATH, json.dumps({"num_proc": size}).encode())
                 time.sleep(seconds)

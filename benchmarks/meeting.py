@@ -3,9 +3,9 @@
 A whole driver (mailbox, core, rendezvous, event log) runs in a process of its own; members are
 clients, a thread or more each, in two more processes (one process each would measure the machine).
 Ours are the connections of real workers, with their heartbeats, which report READY and wait for the
-world, in turns over plain HTTP and over TLS. One peer is torch's TCPStore, where as many of its C++
-clients set their record and read everybody's; the other is torchrun's rendezvous. All of them are
-connected before the clock starts.
+world, in turns over TLS and, with --insecure, over plain HTTP. One peer is torch's TCPStore, where
+as many of its C++ clients set their record and read everybody's; the other is torchrun's
+rendezvous. All of them are connected before the clock starts.
 Then 1,000 workers and the agents of their 125 hosts send heartbeats, while the workers are idle and
 while they train, and the driver's processor time and memory are measured. Last, very many simulated
 members meet, and the driver's cost for each is compared between their numbers.
@@ -53,16 +53,16 @@ PROCESSES = 2  # that members are spread over; more than cores would only measur
 HEARTBEAT_S = 30.0
 SETTLE_S, WATCH_S = 3.0, 20.0
 CONTEXT = multiprocessing.get_context("fork")
-OVER_TLS = "ours over TLS"
+IN_PLAIN = "ours, --insecure"
 MEET = "n members know ranks and peers"
 
 
 @contextlib.contextmanager
-def driver_for(members: int, *, tls: bool = False) -> Iterator[tuple[int, Place]]:
+def driver_for(members: int, *, insecure: bool = False) -> Iterator[tuple[int, Place]]:
     """Run a driver that expects so many workers; gives its process's number and its place."""
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
         argv = [sys.executable, "-m", "benchmarks.peers.driver", str(members), folder]
-        argv += ["--tls"] if tls else []
+        argv += ["--insecure"] if insecure else []
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -138,12 +138,15 @@ def processes(
 
 @contextlib.contextmanager
 def meeting(
-    members: int, host: Callable[..., None] = host_workers, *, tls: bool = False
+    members: int, host: Callable[..., None] = host_workers, *, insecure: bool = False
 ) -> Iterator[Met]:
     """Have so many members meet, in processes that run `host`; gives the result."""
     everybody, count = names(members), min(PROCESSES, members)
     shares = [everybody[index::count] for index in range(count)]
-    with driver_for(members, tls=tls) as (pid, place), processes(host, shares, place) as pipes:
+    with (
+        driver_for(members, insecure=insecure) as (pid, place),
+        processes(host, shares, place) as pipes,
+    ):
         for pipe in pipes:
             pipe.recv()
         driver = psutil.Process(pid)
@@ -233,8 +236,8 @@ def meetings(sizes: list[int], turns: int, peers_most: int, agents_most: int) ->
         for turn in range(turns):
             with meeting(size) as met:
                 samples.append((OURS, f"{MEET}, n = {size}", turn, met.took))
-            with meeting(size, tls=True) as met:
-                samples.append((OVER_TLS, f"{MEET}, n = {size}", turn, met.took))
+            with meeting(size, insecure=True) as met:
+                samples.append((IN_PLAIN, f"{MEET}, n = {size}", turn, met.took))
             for name, most, host in (
                 ("TCPStore", peers_most, host_tcp_clients),
                 ("torchrun", agents_most, host_agents),
@@ -254,7 +257,7 @@ def costs_of_many(sizes: list[int], turns: int) -> list[Figure]:
     memory: dict[int, float] = {}
     for _ in range(turns):
         for size in sizes:
-            with meeting(size, host_simulated) as met:
+            with meeting(size, host_simulated, insecure=True) as met:
                 for what, seconds in (("time", met.took), ("driver's processor", met.spent)):
                     found[what].setdefault(size, []).append(seconds / size * 1e3)
                 memory[size] = met.driver.memory_info().rss / 2**20

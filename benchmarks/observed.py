@@ -31,7 +31,7 @@ from benchmarks.common import OURS, Figure, report
 from benchmarks.systems import System, cpu_of, running
 from elastic_driver import contract
 from elastic_driver.runtime.run_dir import read_endpoint
-from rendezvous.auth import read_token_file
+from rendezvous.auth import Credentials, read_credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 
@@ -85,16 +85,19 @@ def work() -> None:
 # ---- viewers -----------------------------------------------------------------------------
 
 
-def view(url: str, token: str) -> None:
+def view(url: str, found: Credentials) -> None:
     """Follow the page's stream, and read the metrics now and then, until this process is killed."""
 
+    def connect() -> RendezvousClient:
+        return RendezvousClient(url, found.token, fingerprint=found.fingerprint)
+
     def follow() -> None:
-        with RendezvousClient(url, token) as client, contextlib.suppress(RendezvousError):
+        with connect() as client, contextlib.suppress(RendezvousError):
             for _ in client.follow(contract.LIVE_PATH, SILENCE_S):
                 pass
 
     threading.Thread(target=follow, daemon=True).start()
-    with RendezvousClient(url, token) as client:
+    with connect() as client:
         while True:
             client.get_bytes(contract.METRICS_PATH)
             time.sleep(SCRAPE_S)
@@ -170,7 +173,7 @@ def main() -> None:
     if given.view:
         endpoint = read_endpoint(Path(given.view))
         assert endpoint is not None
-        view(endpoint.url, read_token_file(Path(given.view) / "token-reader"))
+        view(endpoint.url, read_credentials(Path(given.view) / "token-reader"))
     report("observed", measure(given.pairs, given.seconds))
 
 

@@ -19,14 +19,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 from benchmarks.common import OURS, gather, report
 from benchmarks.systems import System, elasticrun, floor, kill, torchrun, torchrun_nodes
-from rendezvous.tls import certificate_in, make_certificate
 
 STEP_MS = 15.0
 NEXT, FULL = "kill → survivors' next step", "kill → full size"
@@ -45,24 +42,15 @@ class Plan(NamedTuple):
     spares: bool = False  # a spare is ready before each kill
 
 
-@contextlib.contextmanager
-def over_tls() -> Iterator[System]:
-    """Run ours with a certificate, so that its rendezvous speaks TLS on loopback, too."""
-    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as folder:
-        files = certificate_in(Path(folder))
-        make_certificate(files)
-        flags = ("--tls-cert", str(files.cert), "--tls-key", str(files.key))
-        with elasticrun(3, flags=flags, env=ENV) as system:
-            yield system
-
-
 THREE, FOUR, HEAVY = "3 workers", "4 workers on 2 nodes", "3 workers, 100 MB of state"
 SPARES = "3 workers, --spares 1"
 TWO_HOSTS = ("-H", "localhost:2,127.0.0.2:2")
 PLANS = (
     Plan("floor", THREE, 3, False, lambda: floor(3, STEP_MS)),
     Plan(OURS, THREE, 3, False, lambda: elasticrun(3, env=ENV)),
-    Plan("ours over TLS", THREE, 3, False, over_tls),
+    Plan(
+        "ours, --insecure", THREE, 3, False, lambda: elasticrun(3, flags=("--insecure",), env=ENV)
+    ),
     Plan(OURS, SPARES, 3, False, lambda: elasticrun(3, flags=("--spares", "1"), env=ENV), True),
     Plan("torchrun", THREE, 3, True, lambda: torchrun(3, ENV)),
     Plan(OURS, FOUR, 4, False, lambda: elasticrun(4, flags=TWO_HOSTS, env=ENV)),

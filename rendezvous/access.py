@@ -1,10 +1,12 @@
 """The rights of tokens: the routes that each role may use, and the keys it may read and write.
 
-`ROUTES` and `KEYS` are the whole of it; docs/security.md shows them. The driver may do everything.
-A route that is not in the table is the driver's alone. The first row of `KEYS` that a key begins
-with counts; a key of no row is a user's (`USERS`). `{own}` stands for one name: of the caller if it
-is a worker, a node or a job, and of an agent of the caller's host (`<host>.<incarnation>`) if it is
-an agent; `{joined}` for a round that the caller is a member of (`RoundMembers`).
+`ROUTES` and `KEYS` are the whole of it; docs/security.md shows them. The driver may do everything,
+but keys that nobody may write it writes in its own process alone: requests do not, whatever their
+token. A route that is not in the table is the driver's alone. The first row of `KEYS` that a key
+begins with counts; a key of no row is a user's (`USERS`). `{own}` stands for one name: of the
+caller if it is a worker, a node or a job, and of an agent of the caller's host
+(`<host>.<incarnation>`) if it is an agent; `{joined}` for a round that the caller is a member of
+(`RoundMembers`). To the driver both stand for any.
 
 The server checks with `may_call` and `refused`. Pure.
 """
@@ -21,7 +23,8 @@ _OWN, _JOINED, _ROUNDS = "{own}/", "{joined}/", "rounds/"
 _FEW = 8
 _READ, _WRITE = 0, 1
 _MANY = (wire.Get, wire.Watch)
-NOBODY: Roles = frozenset()  # but the driver
+_ITSELF = ": the driver does that itself"
+NOBODY: Roles = frozenset()  # but the driver; of keys: but the driver itself, without a request
 MEMBERS = frozenset({Role.AGENT, Role.WORKER})
 WATCHERS = frozenset({Role.OPERATOR, Role.READER, Role.WORKER})
 PEOPLE = frozenset({Role.OPERATOR, Role.READER})
@@ -129,7 +132,7 @@ def refused(
     """Return a sentence about the first operation that the caller may not carry out, or None."""
     rights = _RIGHTS[caller.role]
     if rights is None:
-        return None
+        return _refused_to_driver(operations)
     for operation in operations:
         if isinstance(operation, _MANY):
             wrong = rights.not_readable(caller.subject, operation.keys)
@@ -144,6 +147,32 @@ def refused(
         elif not rights.allow(caller.subject, operation.key, _WRITE, rounds):
             return _sentence(caller, "write", operation.key)
     return None
+
+
+def _refused_to_driver(operations: Sequence[wire.Operation]) -> str | None:
+    """Return a sentence about the first write of a key that no request may write, or None."""
+    for operation in operations:
+        if isinstance(operation, wire.DeletePrefix):
+            if _is_nobodys(operation.prefix, and_below=True):
+                return f"no request may delete what is below {operation.prefix[:200]!r}{_ITSELF}"
+        elif not isinstance(operation, (*_MANY, wire.Count)) and _is_nobodys(operation.key):
+            return f"no request may write {operation.key[:200]!r}{_ITSELF}"
+    return None
+
+
+def _is_nobodys(key: str, *, and_below: bool = False) -> bool:
+    """Return whether no request may write a key, or, with `and_below`, one that begins with it."""
+    for row in KEYS:
+        head, brace, rest = row.prefix.partition("{")
+        tail = rest.partition("/")[2]
+        _owner, slash, under = key[len(head) :].partition("/")
+        begins = key.startswith(head)
+        if begins and (not brace or (slash and under.startswith(tail))):
+            return not row.writers
+        may_be_below = (not slash or tail.startswith(under)) if begins else head.startswith(key)
+        if and_below and not row.writers and may_be_below:
+            return True
+    return False
 
 
 def _sentence(caller: Caller, act: str, key: str) -> str:

@@ -45,7 +45,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
     `timeout` is the time for a call, without the waits that it contains; with `repeats=False` a
     call is tried once. `url_file` holds the address of a driver that took over, once there is one.
     `fingerprint` tells how the server's certificate is known (`rendezvous.tls`); with one, the
-    client speaks TLS only, and sends nothing before it has seen that certificate. `max_answer` is
+    client speaks TLS only, also to `http:` on loopback, and sends nothing before it has seen that
+    certificate. `max_answer` is
     for a server that is not trusted: an answer of more bytes counts as none. Raises ValueError for
     an address that is none, TokenError for one that does not go with the fingerprint.
     Every call may raise UnreachableError (no answer before the deadline),
@@ -197,7 +198,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
     def move(self, url: str) -> None:
         """Use the driver at this address from now on, also for the calls that are pending.
 
-        Raises ValueError if it is no address, or is not one of TLS as the one before was.
+        Raises ValueError if it is no address, or one of plain HTTP beyond this machine where TLS
+        is spoken, or the other way round.
         """
         self._connections.move(url)
 

@@ -7,6 +7,7 @@ Times are seconds.
 
 import contextlib
 import errno
+import ipaddress
 import math
 import os
 import select
@@ -67,10 +68,11 @@ class ClientConnections:
     def move(self, url: str) -> None:
         """Use the driver at this address from now on, also for the calls that are pending.
 
-        Raises ValueError if it is no address, or is not one of TLS as the one before was.
+        Raises ValueError if it is no address, or one of plain HTTP beyond this machine where TLS
+        is spoken, or the other way round.
         """
         parts = parse_url(url)
-        if (parts.scheme == "https") != (self.identity is not None):
+        if not _fits(parts, tls=self.identity is not None):
             raise ValueError(f"{url!r} is not {self.url.partition(':')[0]}")
         with self._lock:
             if url.rstrip("/") == self.url:
@@ -193,7 +195,7 @@ def parse_url(url: str) -> SplitResult:
 
 def _identity(url: str, parts: SplitResult, fingerprint: str) -> ServerIdentity | None:
     """Return how the server at an address is known, None for plain HTTP; or raise TokenError."""
-    if (parts.scheme == "https") != bool(fingerprint):
+    if not _fits(parts, tls=bool(fingerprint)):
         if fingerprint:
             raise errors.TokenError(f"{url} is plain, and by its token file the job speaks TLS")
         raise errors.TokenError(
@@ -204,6 +206,23 @@ def _identity(url: str, parts: SplitResult, fingerprint: str) -> ServerIdentity 
         return ServerIdentity(fingerprint) if fingerprint else None
     except (ValueError, SSLError) as error:
         raise errors.TokenError(f"the token file is damaged: {error}") from None
+
+
+def _fits(parts: SplitResult, *, tls: bool) -> bool:
+    """Return whether an address can be that of a server that speaks TLS, or plain HTTP.
+
+    One that listens on loopback is published as `http:`, as it answers plain requests, too.
+    """
+    if not tls:
+        return parts.scheme == "http"
+    return parts.scheme == "https" or is_loopback(str(parts.hostname))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether this is `localhost` or a numeric address of loopback; no name is looked up."""
+    with contextlib.suppress(ValueError):  # a name
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def readable(seconds: float, *descriptors: int) -> list[int]:

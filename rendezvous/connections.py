@@ -59,7 +59,10 @@ class Connections:
         self._most = max(1, self._highest - used)
         self._most_unproven = min(limits.unproven, max(1, self._most // 4))
         self._handshake = handshake
-        self._unproven: dict[Client, float] = {}  # since when; the oldest first
+        # Since when; the oldest first. The second has those that shake hands on a server that is
+        # not for TLS alone.
+        self._unproven: dict[Client, float] = {}
+        self._shaking: dict[Client, float] = {}
         self._proven: dict[Client, None] = {}  # about in the order of their last requests
         self._of_caller: Counter[Caller] = Counter()
         self._arriving = 0  # bytes
@@ -80,9 +83,14 @@ class Connections:
         self._unproven[client] = now + self._handshake
         return client
 
+    def shakes_hands(self, client: Client, patience: float) -> None:
+        """Record that a handshake has begun: the connection has this much more time."""
+        if self._unproven.pop(client, None) is not None:
+            self._shaking[client] = self.loop.time() + patience
+
     def closed(self, client: Client) -> None:
         """Record that a connection has ended; may be called again."""
-        self._unproven.pop(client, None)
+        self._forget_unproven(client)
         if client in self._proven:
             del self._proven[client]
             self._release(client)
@@ -97,7 +105,7 @@ class Connections:
                     return False
                 self._of_caller[caller] += 1
             client.caller = caller
-            self._unproven.pop(client, None)
+            self._forget_unproven(client)
             self._proven[client] = None
         return True
 
@@ -108,9 +116,13 @@ class Connections:
             if not self._of_caller[caller]:
                 del self._of_caller[caller]
 
+    def _forget_unproven(self, client: Client) -> None:
+        self._unproven.pop(client, None)
+        self._shaking.pop(client, None)
+
     def may_open(self) -> bool:
         """Return whether one more client may connect; close an older one for it if need be."""
-        if len(self._unproven) < self._most_unproven:
+        if len(self._unproven) + len(self._shaking) < self._most_unproven:
             return True
         if self._oldest_unproven() is None:
             return False  # try again in a moment
@@ -122,7 +134,7 @@ class Connections:
 
         The system gives the lowest number that is free, so the number says how many are in use.
         """
-        many = len(self._unproven) + len(self._proven)
+        many = len(self._unproven) + len(self._shaking) + len(self._proven)
         return many < self._most and descriptor < self._highest
 
     def make_room(self) -> bool:
@@ -132,13 +144,16 @@ class Connections:
 
     def _oldest_unproven(self) -> Client | None:
         """Return the oldest unproven connection, unless all are young."""
-        client, since = next(iter(self._unproven.items()), (None, 0.0))
-        return client if self.loop.time() - since >= YOUNG_S else None
+        for clients in (self._unproven, self._shaking):
+            client, since = next(iter(clients.items()), (None, 0.0))
+            if client is not None and self.loop.time() - since >= YOUNG_S:
+                return client
+        return None
 
     def _close_oldest_unproven(self) -> bool:
         client = self._oldest_unproven()
         if client is not None:
-            del self._unproven[client]
+            self._forget_unproven(client)
             client.abort()
         return client is not None
 
@@ -204,14 +219,15 @@ class Connections:
     def _end_late(self) -> None:
         """Cut off clients that take too long, and close idle connections."""
         now = self.loop.time()
-        while self._unproven:
-            client, since = next(iter(self._unproven.items()))
-            if now - since <= self.limits.unproven_s:
-                break
-            del self._unproven[client]
-            self.hits.count("unproven_time")
-            client.abort()
-        for client in (*self._unproven, *self._proven):
+        for clients in (self._unproven, self._shaking):
+            while clients:
+                client, since = next(iter(clients.items()))
+                if now - since <= self.limits.unproven_s:
+                    break
+                del clients[client]
+                self.hits.count("unproven_time")
+                client.abort()
+        for client in (*self._unproven, *self._shaking, *self._proven):
             self._end_if_late(client, now)
         self._sweep = self.loop.call_later(SWEEP_S, self._end_late)
 

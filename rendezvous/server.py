@@ -27,6 +27,7 @@ from aiohttp.typedefs import Middleware
 from rendezvous import access
 from rendezvous.accept import Acceptor
 from rendezvous.auth import Role, Tokens
+from rendezvous.client_connections import is_loopback
 from rendezvous.connections import Client, Connections
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.fast_path import FastConnection, FastPath, Post
@@ -38,7 +39,7 @@ from rendezvous.round_members import RoundMembers
 from rendezvous.service import Done, OnChanges, Results, StoreService
 from rendezvous.sessions import Sessions
 from rendezvous.tls import ServerCertificate
-from rendezvous.tls_connections import HANDSHAKE_WAIT_S, TlsConnections
+from rendezvous.tls_connections import HANDSHAKE_WAIT_S, EitherConnection, TlsConnections
 from rendezvous.turns import Turns
 from rendezvous.web import (
     HITS,
@@ -84,6 +85,7 @@ class RendezvousServer:
     `host` is a numeric address; `port` 0 means any free port; of several
     ports the first free one is taken. With a `certificate` the server
     speaks TLS; `known_by` is what its clients are told of it (default: its fingerprint, see `tls`).
+    With `also_plain` and an address of loopback it answers plain requests at the same port, too.
     `others` are secrets that are taken beside the token and those derived from it, each with the
     role that it gives.
     `on_lease_expired(key)` and `on_client_left(key)` are called on the server's thread and must not
@@ -113,6 +115,7 @@ class RendezvousServer:
         passing: tuple[str, ...] = (),
         certificate: ServerCertificate | None = None,
         known_by: str = "",
+        also_plain: bool = False,
         limits: Limits | None = None,
         rounds: RoundMembers | None = None,
         on_failed: Callable[[Exception], None] = lambda _error: None,
@@ -126,6 +129,7 @@ class RendezvousServer:
         self._tls = None if certificate is None else certificate.context()
         self.fingerprint = "" if certificate is None else certificate.fingerprint()
         self.known_by = known_by or self.fingerprint  # the second line of token files
+        self._also_plain = also_plain and self._tls is not None and is_loopback(host)
         self._routes, self._posts, self._on_failed = routes, posts or {}, on_failed
         self.limits, self.hits = Limits() if limits is None else limits, Hits()
         self.refusals, self.request_times = Refusals(), RequestTimes()
@@ -184,9 +188,12 @@ class RendezvousServer:
 
     @property
     def url(self) -> str:
-        """Its `http(s)://host:port`, with loopback in place of a wildcard address."""
+        """Its `http(s)://host:port`, with loopback in place of a wildcard address.
+
+        It is `http` also for TLS if plain requests are answered, too.
+        """
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)  # noqa: S104
-        scheme = "http" if self._tls is None else "https"
+        scheme = "http" if self._tls is None or self._also_plain else "https"
         return (
             f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
         )
@@ -268,7 +275,7 @@ class RendezvousServer:
             self.hits,
             self._files,
             len(os.listdir("/proc/self/fd")),
-            handshake=0.0 if self._tls is None else HANDSHAKE_WAIT_S,
+            handshake=0.0 if self._tls is None or self._also_plain else HANDSHAKE_WAIT_S,
         )
         runner = await self._aiohttp(service, posts_once, within(connections, turns))
         assert runner.server is not None  # noqa: S101 - it is set up
@@ -286,8 +293,20 @@ class RendezvousServer:
         tls = None if self._tls is None else TlsConnections(self._tls)
 
         def serve(client: Client) -> asyncio.BaseProtocol:
-            inner = FastConnection(fast_path, client)
-            return inner if tls is None else tls.around(inner, partial(connections.closed, client))
+            plain, end = (
+                partial(FastConnection, fast_path, client),
+                partial(connections.closed, client),
+            )
+            if tls is None:
+                return plain()
+            if not self._also_plain:
+                return tls.around(plain(), end)
+
+            def secured() -> asyncio.BaseProtocol:
+                connections.shakes_hands(client, HANDSHAKE_WAIT_S)
+                return tls.around(plain(), end)
+
+            return EitherConnection(secured, plain, end)
 
         acceptor = Acceptor(listener, connections, serve, _REFUSAL if tls is None else b"")
         try:

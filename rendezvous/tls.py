@@ -247,6 +247,9 @@ class ServerIdentity:
             if isinstance(error, ssl.SSLCertVerificationError):
                 problem = f"its certificate is refused: {_reason(error)}"
                 raise WrongServerError(problem) from error
+            if isinstance(error, ssl.SSLEOFError):
+                ended = "it ended the handshake; another program may listen there"
+                raise ConnectionResetError(ended) from error
             raise
         shown = fingerprint(connection.getpeercert(binary_form=True) or b"")
         self.seen = shown

@@ -180,7 +180,7 @@ def owner_of(caller: Caller) -> Owner:
 
 def forbidden(sentence: str) -> Problem:
     """Return the problem of a request to which its token gives no right."""
-    hint = "docs/security.md lists what each token may do; the file `token` of the run may do all"
+    hint = "docs/security.md lists what each token may do"
     return Problem(403, FORBIDDEN, sentence, hint)
 
 

@@ -4,7 +4,7 @@ The agents of its hosts report that they are up and nothing else, so that the dr
 workers, h0.0.1 to h<k>.7.1, eight a host. It then prints a JSON line with the endpoint and the
 token's file, and runs until its stdin closes.
 
-    python -m benchmarks.peers.driver N FOLDER [--tls]
+    python -m benchmarks.peers.driver N FOLDER [--insecure]
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
-from rendezvous.tls import certificate_in, make_certificate
 
 SLOTS = 8  # of each host
 
@@ -51,15 +50,6 @@ class SilentAgents(Backend):
         """Do nothing: there is no connection."""
 
 
-def options_for(folder: Path, *, tls: bool) -> DriverOptions:
-    """Return the options of a driver on loopback, which speaks TLS only if it is told to."""
-    if not tls:
-        return DriverOptions()
-    files = certificate_in(folder)
-    make_certificate(files)
-    return DriverOptions(tls_cert=str(files.cert), tls_key=str(files.key))
-
-
 def main() -> None:
     """Run the driver until it waits for its workers' READY, report that, and stay."""
     count, folder = int(sys.argv[1]), Path(sys.argv[2])
@@ -72,7 +62,7 @@ def main() -> None:
             discovery=FixedDiscovery(hosts),
             starter=agents,
             run_dir=RunDir(folder, "bench"),
-            options=options_for(folder, tls="--tls" in sys.argv),
+            options=DriverOptions(insecure="--insecure" in sys.argv),
             reporter=Reporter(io.StringIO(), level=Level.QUIET),
         )
     )

@@ -1,11 +1,11 @@
 """The certificate with which a driver's server speaks TLS, and how its clients know it.
 
-The server of a job that listens beyond this machine speaks TLS, unless the user says --insecure. A
-certificate is made once for each run and kept in its folder; the drivers that go on with the run
-use it again, because agents and workers know no other (docs/security.md).
+The server of a job speaks TLS, unless the user says --insecure: other users of this machine may
+take its port when it has died. A certificate is made once for each run and kept in its folder; the
+drivers that go on with the run use it again, because agents and workers know no other. With it, a
+server on loopback answers plain requests, too (docs/security.md).
 """
 
-import ipaddress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ class Identity(NamedTuple):
 
     certificate: ServerCertificate | None = None
     known_by: str = ""
+    also_plain: bool = False  # on loopback, plain requests are answered, too
 
 
 def choose_identity(
@@ -34,12 +35,13 @@ def choose_identity(
     """
     if former is not None and not former.fingerprint:
         return Identity()  # they speak plain HTTP
-    if former is None and not speaks_tls(options):
+    identity = of_site(options)
+    if former is None and options.insecure:
         return Identity()
-    if (identity := of_site(options)) is None:
+    if identity is None:
         if former is None:
             tls.make_certificate(made)
-        identity = Identity(made, made.fingerprint())
+        identity = Identity(made, made.fingerprint(), also_plain=True)
     known = [identity.known_by] if former is None else [identity.known_by, former.fingerprint]
     if len(set(known)) > 1 and not all(word.startswith(tls.CA) for word in known):
         raise UsageError(
@@ -47,13 +49,6 @@ def choose_identity(
             "give the --tls-cert, --tls-key and --tls-ca with which the run began"
         )
     return identity
-
-
-def speaks_tls(options: DriverOptions) -> bool:
-    """Return whether the server of a new run speaks TLS."""
-    if options.tls_cert is not None:
-        return True
-    return not options.insecure and not ipaddress.ip_address(options.bind_host).is_loopback
 
 
 def of_site(options: DriverOptions) -> Identity | None:

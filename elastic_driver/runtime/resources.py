@@ -220,6 +220,7 @@ class DriverResources:
             token=token,
             certificate=identity.certificate,
             known_by=identity.known_by,
+            also_plain=identity.also_plain,
             others=dict.fromkeys(setup.secrets, Role.OPERATOR),
             on_lease_expired=self._lease_expired,
             on_client_left=self._suspects.client_left,

@@ -6,7 +6,7 @@
     state         the Brain's machine as it was last written down (0600)
     events.jsonl  what has happened, a line of JSON each
     tls-cert.pem  the certificate and
-    tls-key.pem   the key, made if the Brain listens beyond this machine
+    tls-key.pem   the key, made when the folder is first used
     endpoint      its address, for `elasticbrain status`
     lock          held while a Brain uses the folder
 

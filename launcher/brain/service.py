@@ -177,6 +177,7 @@ class BrainService:
             token=setup.token,
             certificate=setup.identity.certificate,
             known_by=setup.identity.known_by,
+            also_plain=setup.identity.also_plain,
             on_lease_expired=self._lease_expired,
             routes=routes.add_to,
             posts={EVENTS_PATH: routes.take_event},

@@ -1,7 +1,7 @@
 """`elasticbrain status` and `forget`: they ask the Brain of a folder, and show what it says."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -10,7 +10,7 @@ from elastic_driver.errors import ClusterError, UsageError
 from launcher.brain.folder import BrainFolder
 from launcher.brain.routes import FORGET_PATH
 from launcher.ctl_commands.show import table
-from rendezvous.auth import read_credentials
+from rendezvous.auth import read_credentials, reader_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError
 
@@ -19,13 +19,13 @@ ANSWER_S = 5.0
 
 def ask(folder: BrainFolder) -> bytes:
     """Return the status document of the Brain; raises ClusterError if none runs there."""
-    with _client(folder) as client:
+    with _client(folder, reader_token) as client:
         return client.get_bytes(STATUS_PATH)
 
 
 def forget(folder: BrainFolder, job: str) -> None:
     """Have the Brain free the slots of a silent job; raises UsageError if it has no such job."""
-    with _client(folder) as client:
+    with _client(folder, str) as client:
         try:
             client.post_json(FORGET_PATH.format(job=quote(job, safe="")), b"{}")
         except RequestError as error:
@@ -35,14 +35,18 @@ def forget(folder: BrainFolder, job: str) -> None:
 
 
 @contextlib.contextmanager
-def _client(folder: BrainFolder) -> Iterator[RendezvousClient]:
-    """Return a client of the Brain of a folder; raises ClusterError if it does not answer."""
+def _client(folder: BrainFolder, derived: Callable[[str], str]) -> Iterator[RendezvousClient]:
+    """Return a client of the Brain of a folder, with a token derived from the administrator's.
+
+    Raises ClusterError if it does not answer.
+    """
     if (url := folder.read_endpoint()) is None:
         raise ClusterError(
             f"no Brain runs in {folder.path}; start it (elasticbrain serve), or give its "
             "--state-dir"
         )
-    token, known_by = read_credentials(folder.admin_token_file)
+    found = read_credentials(folder.admin_token_file)
+    token, known_by = derived(found.token), found.fingerprint
     with RendezvousClient(url, token, ANSWER_S, repeats=False, fingerprint=known_by) as client:
         try:
             yield client

@@ -1,6 +1,7 @@
-"""Finds the running job that `elasticctl` talks to, and its token.
+"""Finds the running job that `elasticctl` talks to, and the least token that does.
 
-A driver writes its address to its run's folder; while that address answers, the job runs. The job
+A driver writes its address to its run's folder; while that address answers, the job runs. Another
+program may have its port by now: it is known by its certificate, and gets no token. The job
 is found by `--run-id`, by `--endpoint`, or as the only one that runs below the state directory. If
 its journal is in etcd, a driver on another host may have the job, and etcd says which. Nothing is
 started, changed or removed.
@@ -12,7 +13,8 @@ import shlex
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from ssl import SSLSocket
+from typing import Literal, NamedTuple
 
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.run_dir import (
@@ -23,10 +25,13 @@ from elastic_driver.runtime.run_dir import (
     default_state_dir,
     read_endpoint,
 )
-from rendezvous.auth import read_credentials
+from rendezvous.auth import Role, operator_token, read_credentials, reader_token
+from rendezvous.client import RendezvousClient
 from rendezvous.client_connections import parse_url
+from rendezvous.errors import TokenError
+from rendezvous.tls import ServerIdentity, WrongServerError
 
-PROBE_S = 2.0  # for a driver to accept a connection
+PROBE_S = 2.0  # for a driver to accept a connection, and to end a handshake
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Where:
     endpoint: str | None = None
     token_file: Path | None = None
     journal: str | None = None  # etcd://HOST:PORT…
+    role: Role = Role.READER  # that the token needs, or OPERATOR
 
 
 class Target(NamedTuple):
@@ -47,6 +53,11 @@ class Target(NamedTuple):
     url: str
     token: str
     fingerprint: str = ""  # see `auth.Credentials`
+
+    def client(self, timeout: float) -> RendezvousClient:
+        """Return a client of the job's driver that tries each call once, for `timeout` seconds."""
+        known_by = self.fingerprint
+        return RendezvousClient(self.url, self.token, timeout, repeats=False, fingerprint=known_by)
 
 
 def find(where: Where) -> Target:
@@ -62,14 +73,29 @@ def find(where: Where) -> Target:
     if where.journal is not None and where.run_id is not None:
         from launcher.ctl_commands.elsewhere import driver_in  # noqa: PLC0415 - see `_moved`
 
-        return Target(where.run_id, *driver_in(where.journal, where.run_id))
+        return _least(Target(where.run_id, *driver_in(where.journal, where.run_id)), where.role)
     if where.run_id is not None and (moved := _moved(where.state_dir, where.run_id)) is not None:
-        return moved
+        return _least(moved, where.role)
     chosen = _only_one(where.state_dir) if where.run_id is None else _named(where, where.run_id)
     if isinstance(chosen, Target):
-        return chosen
-    token_file = where.token_file or where.state_dir / chosen.run_id / "token"
-    return Target(chosen.run_id, chosen.url, *read_credentials(token_file))
+        return _least(chosen, where.role)
+    return _with_token(where, chosen, chosen.url)
+
+
+def _with_token(where: Where, run: Endpoint, url: str) -> Target:
+    """Return a run of the state directory with the token given, or the least one of its folder."""
+    if where.token_file is not None:
+        return Target(run.run_id, url, *read_credentials(where.token_file))
+    folder = where.state_dir / run.run_id
+    with contextlib.suppress(TokenError):  # of an older version: made of the driver's, below
+        return Target(run.run_id, url, *read_credentials(folder / f"token-{where.role.value}"))
+    return _least(Target(run.run_id, url, *read_credentials(folder / "token")), where.role)
+
+
+def _least(target: Target, role: Role) -> Target:
+    """Return a target with the token of this role in place of the driver's."""
+    derived = operator_token if role is Role.OPERATOR else reader_token
+    return target._replace(token=derived(target.token))
 
 
 def _at(where: Where, url: str) -> Target:
@@ -81,8 +107,7 @@ def _at(where: Where, url: str) -> Target:
         return Target(where.run_id or url, url, *read_credentials(where.token_file))
     for run in _runs(where.state_dir):
         if run.url == url.rstrip("/"):
-            token_file = where.state_dir / run.run_id / "token"
-            return Target(run.run_id, url, *read_credentials(token_file))
+            return _with_token(where, run, url)
     raise UsageError(
         f"no run in {where.state_dir} listens at {url}; name its token with --token-file"
     )
@@ -97,7 +122,7 @@ def _moved(state_dir: Path, run_id: str) -> Target | None:
     if Path(run_id).name != run_id or not folder.is_dir():
         return None
     here = read_endpoint(folder)
-    if (here is not None and _answers(here)) or not RunDir(state_dir, run_id).unfinished:
+    if (here is not None and _answers(here, folder)) or not RunDir(state_dir, run_id).unfinished:
         return None
     from launcher.ctl_commands.elsewhere import driver_in, journal_of  # noqa: PLC0415 - takes 0.2 s
 
@@ -117,14 +142,16 @@ def _named(where: Where, run_id: str) -> Endpoint:
     if run is None:
         told = f"; how it went: elasticctl report {shlex.quote(str(folder))}"
         raise ClusterError(f"run {run_id} is over{told * log.exists()}")
-    if not _answers(run):
+    if not _answers(run, folder):
         raise ClusterError(_silent(run, where.state_dir))
     return run
 
 
 def _only_one(state_dir: Path) -> Endpoint | Target:
     runs = _runs(state_dir)
-    running: list[Endpoint | Target] = [run for run in runs if _answers(run)]
+    running: list[Endpoint | Target] = [
+        run for run in runs if _answers(run, state_dir / run.run_id)
+    ]
     if not running:
         with contextlib.suppress(ClusterError):  # etcd is away, or names no driver
             running = [at for run in runs if (at := _moved(state_dir, run.run_id)) is not None]
@@ -140,24 +167,45 @@ def _only_one(state_dir: Path) -> Endpoint | Target:
     )
 
 
-def _answers(run: Endpoint) -> bool:
-    """Return whether a process accepts connections at the run's address now."""
-    parts = parse_url(run.url)
+def _answers(run: Endpoint, folder: Path) -> bool:
+    """Return whether the run's driver accepts connections at its address now."""
+    return _who(run, folder) == "driver"
+
+
+def _who(run: Endpoint, folder: Path) -> Literal["driver", "other", "nobody"]:
+    """Return who is at the run's address: its driver, another program or nobody.
+
+    Nothing is sent but a handshake. A driver that is stopped, or very busy, does not end it.
+    """
+    parts, identity = parse_url(run.url), None
+    with contextlib.suppress(TokenError, ValueError):  # told when the token is needed
+        known_by = read_credentials(folder / "token").fingerprint
+        identity = ServerIdentity(known_by) if known_by else None
     try:
-        socket.create_connection((str(parts.hostname), int(parts.port or 0)), PROBE_S).close()
+        connection = socket.create_connection((str(parts.hostname), int(parts.port or 0)), PROBE_S)
     except OSError:
-        return False
-    return True
+        return "nobody"
+    with connection if identity is None else identity.wrap(connection) as met:
+        try:
+            if identity is not None and isinstance(met, SSLSocket):
+                identity.shake_hands(met)
+        except WrongServerError:
+            return "other"
+        except OSError:
+            return "driver"
+    return "driver"
 
 
 def _silent(run: Endpoint, state_dir: Path) -> str:
     """Return why a run does not answer at its address."""
+    is_other = _who(run, state_dir / run.run_id) == "other"
+    other = ", where another program listens now" * is_other
     if Path(f"/proc/{run.pid}").exists():
         return (
-            f"run {run.run_id} does not answer at {run.url}; its driver would be process "
+            f"run {run.run_id} does not answer at {run.url}{other}; its driver would be process "
             f"{run.pid}: is it stopped, or on another machine?"
         )
-    gone = f"its driver (process {run.pid}, {run.url})"
+    gone = f"its driver (process {run.pid}, {run.url}{other})"
     if RunDir(state_dir, run.run_id).unfinished:
         return _unfinished(run.run_id, state_dir, gone)
     return (

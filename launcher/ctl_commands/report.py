@@ -20,7 +20,6 @@ from launcher.ctl_commands import show
 from launcher.ctl_commands.find import PROBE_S, Where, file_of_run, find
 from launcher.ctl_commands.running import CommandParser
 from launcher.figures import GoodputFigures, count, duration
-from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 
 _REPORT = (
@@ -86,10 +85,7 @@ def _step_now(run: Path) -> tuple[int | None, str]:
     """Return the step that a job has come to, from its driver, or why that does not answer."""
     try:
         job = find(Where(run.parent.absolute(), run.absolute().name))
-        known_by = job.fingerprint
-        with RendezvousClient(
-            job.url, job.token, PROBE_S, repeats=False, fingerprint=known_by
-        ) as client:
+        with job.client(PROBE_S) as client:
             now = msgspec.json.decode(client.get_bytes(contract.STATUS_PATH), type=_Now)
             return now.step, ""
     except (ElasticError, RendezvousError) as error:

@@ -6,6 +6,7 @@ description in `--help` is the function's docstring.
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -28,12 +29,14 @@ from launcher.ctl_commands import logs as logs_of
 from launcher.ctl_commands.ask import ask_stacks, read_events
 from launcher.ctl_commands.find import Where, find, run_folder
 from launcher.ctl_commands.plan_file import read_plan
+from rendezvous.auth import Role
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError
 from rendezvous.wire import EVENTS_PATH
 
 TIMEOUT_S = 10.0
 SILENCE_S = 60.0  # in a stream; the driver sends a comment every 15 s
+_STEERING = ("open", "stacks", "scale", "apply", "drain", "stop")  # need an operator's token
 _CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen (ECMA-48)
 
 Given = argparse.Namespace
@@ -165,8 +168,11 @@ def run(name: str, words: Sequence[str]) -> int:
     action = ACTIONS[name]
     given = make_parser(name).parse_args([_hyphenated(word) for word in words])
     given.state_dir = state_dir = (given.state_dir or default_state_dir(os.environ)).absolute()
+    given.where = Where(
+        state_dir, given.run_id, given.endpoint, given.token_file, given.journal, _role(name, given)
+    )
     try:
-        job = find(Where(state_dir, given.run_id, given.endpoint, given.token_file, given.journal))
+        job = find(given.where)
     except ClusterError as error:
         if name in ("logs", "events"):
             (logs_of.of_run if name == "logs" else _events_of_run)(given, error)
@@ -179,10 +185,7 @@ def run(name: str, words: Sequence[str]) -> int:
         return 0
     given.run_id = job.run_id
     try:
-        known_by = job.fingerprint
-        with RendezvousClient(
-            job.url, job.token, TIMEOUT_S, repeats=False, fingerprint=known_by
-        ) as client:
+        with job.client(TIMEOUT_S) as client:
             action(given, client)
     except RequestError as error:
         if error.code == "http_error":  # not an answer of a driver
@@ -190,6 +193,12 @@ def run(name: str, words: Sequence[str]) -> int:
         text = f"{error.message}; {error.hint}" if error.hint else error.message
         raise (UsageError if error.status < 500 else ClusterError)(text) from error
     return 0
+
+
+def _role(name: str, given: Given) -> Role:
+    """Return the role whose token is enough."""
+    steers = name in _STEERING and not (name == "stacks" and given.last)
+    return Role.OPERATOR if steers else Role.READER
 
 
 def _hyphenated(word: str) -> str:
@@ -231,8 +240,10 @@ def top(given: Given, job: Job) -> None:
         return
     from launcher.ctl_commands import top as screen  # noqa: PLC0415 - imports rich
 
+    where = dataclasses.replace(given.where, role=Role.OPERATOR)
     try:
-        screen.watch(screen.Remote(job), given.interval)
+        with find(where).client(TIMEOUT_S) as steering:
+            screen.watch(screen.Remote(job, steering), given.interval)
     except (RequestError, UnreachableError):
         print(f"run {given.run_id} does not answer any more", file=sys.stderr)
 

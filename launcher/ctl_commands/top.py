@@ -238,10 +238,13 @@ def ordered(job: JobDocument, sort: str) -> list[MemberStatus]:
 
 
 class Remote:
-    """The driver of the job: its status, and orders to it. Errors of `status` are raised."""
+    """The driver of the job: its status, and orders to it. Errors of `status` are raised.
 
-    def __init__(self, job: RendezvousClient) -> None:
-        self._job = job
+    `job` has a reader's token, `steering` an operator's.
+    """
+
+    def __init__(self, job: RendezvousClient, steering: RendezvousClient) -> None:
+        self._job, self._steering = job, steering
         self._asked: int | None = None  # the last event before stacks were asked for
 
     def status(self) -> JobDocument:
@@ -260,11 +263,11 @@ class Remote:
         host, who = action.host, "elasticctl top"
         try:
             if action.kind == "stacks":
-                self._asked = ask_stacks(self._job, who)
+                self._asked = ask_stacks(self._steering, who)
                 return "the workers were asked for their stacks"
             path = contract.DRAIN_PATH if action.kind == "drain" else contract.UNDRAIN_PATH
             body = msgspec.json.encode({"reason": who})
-            self._job.post_json(path.format(host=quote(host, safe="")), body)
+            self._steering.post_json(path.format(host=quote(host, safe="")), body)
         except RequestError as error:
             return error.message
         return (

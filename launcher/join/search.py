@@ -17,7 +17,7 @@ from elastic_driver.core.join_messages import Hello, HelloAnswer, Joined, NodePr
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from launcher.join.identity import of_node
 from launcher.join.plan import JoinPlan
-from launcher.network import addresses_of, bracketed, is_loopback
+from launcher.network import addresses_of, bracketed
 from rendezvous import errors
 from rendezvous.client import RendezvousClient
 from rendezvous.proof import Handshake, Speaker, make_nonce
@@ -115,7 +115,7 @@ def _attempt(plan: JoinPlan, known_by: str, offer: NodeReport) -> FoundServer:
             problem = _WaitError(error.strerror or str(error))
             continue
         found = []
-        plain = (plan.insecure or is_loopback(address)) and plan.tls_ca is None
+        plain = plan.insecure and plan.tls_ca is None
         for scheme in ("http", "https") if plain else ("https",):
             try:
                 url = f"{scheme}://{bracketed(address)}:{port}"

@@ -72,7 +72,9 @@ def test_a_node_comes_before_the_server_and_another_leaves_and_comes_back(
     with Nodes(tmp_path, STEPS="100000", TMPDIR=temporary) as nodes:
         join = ("--join", at, "--nproc-per-node", "1", "--run-id", nodes.mark)
         first = nodes.start(*join)
-        first.said(f"the server at {at} does not know this node's secret; another program or")
+        first.said(
+            f"the program at {at} speaks no TLS; if it is the server and was given --insecure"
+        )
         first.said(f"waiting for the server at {at}, 600 s at most")
         hostile.shutdown(socket.SHUT_RDWR)
         hostile.close()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import requests
 
+from rendezvous.auth import read_token_file
 from tests.support.dashboards import ALERTS, metrics_in, of_alerts, of_dashboard
 from tests.support.job import JOBS, RunningJob, elasticrun, eventually
 from tests.support.nodes import free_port
@@ -32,15 +33,20 @@ scrape_configs:
   - job_name: elastic
     authorization: {{credentials_file: {token}}}
     static_configs: [{{targets: ["{target}"]}}]
+    scheme: https
+    tls_config: {{ca_file: {certificate}, server_name: elastic-driver}}
 """
 
 
 @contextmanager
-def prometheus(folder: Path, target: str, token: Path) -> Iterator[str]:
+def prometheus(folder: Path, job: RunningJob, token: str) -> Iterator[str]:
     """Start Prometheus on a free port of this machine; its address."""
     folder.mkdir()
+    target, certificate = driver_of(job), job.run_dir / "tls-cert.pem"
+    (folder / "token").write_text(token)
     config, log, address = folder / "config.yml", folder / "log", f"127.0.0.1:{free_port()}"
-    config.write_text(CONFIG.format(target=target, token=token, alerts=ALERTS))
+    names = {"token": folder / "token", "alerts": ALERTS, "certificate": certificate}
+    config.write_text(CONFIG.format(target=target, **names))
     argv = [
         *("prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"),
         f"--web.listen-address={address}",
@@ -85,13 +91,19 @@ def driver_of(job: RunningJob) -> str:
     return urllib.parse.urlsplit(job.until(look, "the driver listens")).netloc
 
 
+def reader_of(job: RunningJob) -> str:
+    """The token of a reader, once it is written."""
+    driver_of(job)
+    return read_token_file(job.run_dir / "token-reader")
+
+
 def assert_dashboard_and_alerts_find_their_metrics(job: RunningJob, address: str) -> None:
     """Every metric that they name is in a scrape, and Prometheus takes every expression."""
     named = metrics_in((*of_dashboard(), *of_alerts()))
-    url, token = f"http://{driver_of(job)}/metrics", (job.run_dir / "token-reader").read_text()
+    url, token = f"http://{driver_of(job)}/metrics", reader_of(job)
 
     def missing() -> set[str]:
-        headers = {"Authorization": f"Bearer {token.split()[0]}"}
+        headers = {"Authorization": f"Bearer {token}"}
         scraped = requests.get(url, headers=headers, timeout=10).text
         return named - set(re.findall(r"^# TYPE (\w+)", scraped, re.MULTILINE))
 
@@ -109,38 +121,33 @@ def assert_dashboard_and_alerts_find_their_metrics(job: RunningJob, address: str
 
 def test_the_histograms_have_what_has_happened(tmp_path: Path) -> None:
     environ = {"STEPS": "1000000", "STEP_MS": "20"}
-    with elasticrun("-np", "2", "--", str(JOBS / "train.py"), env=environ) as job:
-        target = driver_of(job)
-        with prometheus(tmp_path / "server", target, job.run_dir / "token") as address:
-            victim = next(iter(job.until_size(2)))
-            job.kill(victim)
-            job.until_size(2)
-            of_steps = "elastic_step_duration_seconds"
-            job.until(
-                lambda: (value(address, f"{of_steps}_count") or 0) > 20, "steps have their times"
-            )
-            mean = job.until(
-                lambda: value(address, f"{of_steps}_sum / {of_steps}_count"), "and a mean"
-            )
-            assert mean >= 0.02
-            recovered = job.until(
-                lambda: value(address, "elastic_recovery_duration_seconds_sum"),
-                "the recovery has a time",
-            )
-            assert recovered < time.time() - job.killed[victim]
-            rounds = "elastic_round_duration_seconds_count"
-            job.until(lambda: (value(address, rounds) or 0) >= 2, "rounds have their times")
-            batches = 'elastic_request_duration_seconds_count{route="%s"}'
-            for route in ("kv:batch", "waits", "events", "metrics"):  # of an earlier scrape
-                job.until(partial(value, address, batches % route), f"{route} has its times")
-            assert_dashboard_and_alerts_find_their_metrics(job, address)
+    with (
+        elasticrun("-np", "2", "--", str(JOBS / "train.py"), env=environ) as job,
+        prometheus(tmp_path / "server", job, reader_of(job)) as address,
+    ):
+        victim = next(iter(job.until_size(2)))
+        job.kill(victim)
+        job.until_size(2)
+        of_steps = "elastic_step_duration_seconds"
+        job.until(lambda: (value(address, f"{of_steps}_count") or 0) > 20, "steps have their times")
+        mean = job.until(lambda: value(address, f"{of_steps}_sum / {of_steps}_count"), "and a mean")
+        assert mean >= 0.02
+        recovered = job.until(
+            lambda: value(address, "elastic_recovery_duration_seconds_sum"),
+            "the recovery has a time",
+        )
+        assert recovered < time.time() - job.killed[victim]
+        rounds = "elastic_round_duration_seconds_count"
+        job.until(lambda: (value(address, rounds) or 0) >= 2, "rounds have their times")
+        batches = 'elastic_request_duration_seconds_count{route="%s"}'
+        for route in ("kv:batch", "waits", "events", "metrics"):  # of an earlier scrape
+            job.until(partial(value, address, batches % route), f"{route} has its times")
+        assert_dashboard_and_alerts_find_their_metrics(job, address)
 
 
 def test_prometheus_reads_the_figures_with_the_jobs_token_alone(tmp_path: Path) -> None:
     with elasticrun("-np", "2", "--", "sleep", "1000") as job:
-        target, wrong = driver_of(job), tmp_path / "wrong"
-        wrong.write_text("not-the-token")
-        with prometheus(tmp_path / "right", target, job.run_dir / "token") as address:
+        with prometheus(tmp_path / "right", job, reader_of(job)) as address:
             eventually(
                 lambda: (
                     value(address, "elastic_job_info") == 1
@@ -153,7 +160,7 @@ def test_prometheus_reads_the_figures_with_the_jobs_token_alone(tmp_path: Path) 
             job.until(lambda: target_error(address) == "", "a scrape without an error")
             wanted = "elastic_world_size_wanted"
             job.until(lambda: value(address, wanted) == 2, "the figures of the job")
-        with prometheus(tmp_path / "wrong-token", target, wrong) as address:
+        with prometheus(tmp_path / "wrong-token", job, "not-the-token") as address:
             error = eventually(lambda: target_error(address), within=30, what="it is refused")
             assert "401" in error
             assert value(address, "elastic_job_info") is None

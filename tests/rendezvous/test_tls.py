@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,7 @@ from rendezvous.errors import (
 from rendezvous.limits import Hits, Limits
 from rendezvous.server import RendezvousServer
 from rendezvous.tls import ServerCertificate, make_certificate
+from rendezvous.tls_connections import HANDSHAKE_WAIT_S
 from rendezvous.wire import Get, Set
 from tests.rendezvous.common import TOKEN, eventually, waiting
 
@@ -140,11 +142,122 @@ def test_an_address_goes_with_the_token_file() -> None:
     with pytest.raises(TokenError, match="no fingerprint of its certificate"):
         RendezvousClient("https://127.0.0.1:1", TOKEN)
     with pytest.raises(TokenError, match="is plain, and by its token file the job speaks TLS"):
-        RendezvousClient("http://127.0.0.1:1", TOKEN, fingerprint="sha256:ab")
+        RendezvousClient("http://10.0.0.1:1", TOKEN, fingerprint="sha256:ab")
     with pytest.raises(TokenError, match="the token file is damaged"):
         RendezvousClient("https://127.0.0.1:1", TOKEN, fingerprint="nonsense")
     with pytest.raises(ValueError, match="is not https"):  # a driver never goes back to plain
         RendezvousClient("https://127.0.0.1:1", TOKEN, fingerprint="sha256:ab").move("http://a:1")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "[::1]", "localhost"])
+def test_on_loopback_http_is_spoken_over_tls_by_who_knows_the_certificate(host: str) -> None:
+    for url in (f"http://{host}:1", f"https://{host}:1"):
+        client = RendezvousClient(url, TOKEN, fingerprint="sha256:ab")
+        client.move(f"{url}2")
+        assert client.url == f"{url}2"
+        with pytest.raises(ValueError, match="is not http"):
+            client.move("http://10.0.0.1:1")
+
+
+@pytest.fixture
+def both(certificate: ServerCertificate) -> Iterator[RendezvousServer]:
+    with RendezvousServer(token=TOKEN, certificate=certificate, also_plain=True) as server:
+        yield server
+
+
+def test_a_server_on_loopback_answers_tls_and_plain_at_one_port(both: RendezvousServer) -> None:
+    assert both.url.startswith("http://127.0.0.1:")
+    with (
+        RendezvousClient(both.url, TOKEN, fingerprint=both.known_by) as secured,
+        RendezvousClient(both.url, TOKEN) as plain,
+    ):
+        value = bytes(range(256)) * 3500
+        secured.set("a/b", value)
+        found = plain.get("a/b")
+        assert found is not None
+        assert found.value == value
+        assert [client.get_bytes("/healthz") for client in (secured, plain)] == [
+            b'{"status":"ok"}'
+        ] * 2
+        assert (secured.peer_fingerprint, plain.peer_fingerprint) == (both.fingerprint, "")
+        (kept,) = secured._connections.idle
+        assert isinstance(kept.sock, ssl.SSLSocket)
+
+
+def test_the_first_bytes_of_a_handshake_may_come_one_by_one(both: RendezvousServer) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    arrives, leaves = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = context.wrap_bio(arrives, leaves)
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    with socket.create_connection(("127.0.0.1", both.port), 20) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in leaves.read():
+            connection.sendall(bytes((byte,)))
+        while True:
+            arrives.write(connection.recv(65536))
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                continue
+    assert client.version() == "TLSv1.3"
+
+
+def test_only_loopback_answers_plain_requests(certificate: ServerCertificate) -> None:
+    with (
+        RendezvousServer(
+            "0.0.0.0",  # noqa: S104
+            token=TOKEN,
+            certificate=certificate,
+            also_plain=True,
+        ) as server,
+        RendezvousClient(server.url.replace("https", "http"), TOKEN, 2.0, repeats=False) as plain,
+    ):
+        assert server.url.startswith("https://")
+        with pytest.raises(UnreachableError):
+            plain.get("a/b")
+
+
+class Heard:
+    """A program at a port that was a server's; keeps what arrives, and answers nothing."""
+
+    def __init__(self, port: int) -> None:
+        self.bytes = b""
+        self._listener = socket.create_server(("127.0.0.1", port))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:
+                return
+            with accepted:
+                accepted.settimeout(20)
+                self.bytes += accepted.recv(65536)
+                accepted.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def test_a_port_that_is_another_programs_by_now_gets_no_request(both: RendezvousServer) -> None:
+    with RendezvousClient(both.url, TOKEN, repeats=False, fingerprint=both.known_by) as client:
+        client.set("a/b", b"x")
+        port = both.port
+        both.stop()
+        other = Heard(port)
+        try:
+            with pytest.raises(UnreachableError, match="it speaks no TLS"):
+                client.set("secret/key", b"x")
+        finally:
+            other.close()
+    assert other.bytes[0] == 0x16
+    for word in (TOKEN.encode(), b"HTTP", b"secret"):
+        assert word not in other.bytes
 
 
 def test_older_versions_of_tls_are_refused(server: RendezvousServer) -> None:
@@ -223,6 +336,42 @@ def test_clients_that_shake_hands_are_not_closed_to_make_room(
 
     assert asyncio.run(closes_one(0.0))
     assert not asyncio.run(closes_one(60.0))
+
+
+def test_on_loopback_only_those_that_have_begun_a_handshake_get_time_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rendezvous.connections.YOUNG_S", 0.0)
+
+    async def closed(shakes: bool) -> tuple[bool, bool]:
+        connections = Connections(Limits(unproven=1, unproven_s=0.05), Hits(), 1000, 10)
+        client = connections.opened()
+        if shakes:
+            connections.shakes_hands(client, 60.0)
+        try:
+            return connections.may_open(), connections.has_room(20)
+        finally:
+            connections.close()
+
+    assert asyncio.run(closed(shakes=False)) == (True, True)
+    assert asyncio.run(closed(shakes=True)) == (False, True)
+
+
+def test_on_loopback_silent_connections_end_as_before(
+    certificate: ServerCertificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rendezvous.connections.SWEEP_S", 0.05)
+    limits = Limits(unproven_s=0.2)
+    with (
+        RendezvousServer(
+            token=TOKEN, certificate=certificate, also_plain=True, limits=limits
+        ) as server,
+        socket.create_connection(("127.0.0.1", server.port), 20) as silent,
+    ):
+        began = time.monotonic()
+        assert silent.recv(1) == b""
+        assert time.monotonic() - began < HANDSHAKE_WAIT_S
+        assert server.hits.snapshot()["unproven_time"] == 1
 
 
 def test_no_request_waits_for_ever_however_the_pieces_arrive(server: RendezvousServer) -> None:

@@ -39,29 +39,31 @@ def of(files: ServerCertificate, ca: Path | None = None, host: str = "") -> Driv
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        DriverOptions(),
-        DriverOptions(bind_host="::1"),
-        DriverOptions(bind_host="10.0.0.1", insecure=True),
-    ],
-)
-def test_loopback_and_insecure_are_plain_and_make_no_certificate(
-    options: DriverOptions, made: ServerCertificate
-) -> None:
-    assert choose_identity(options, made, None) == Identity()
+def test_insecure_is_plain_and_makes_no_certificate(made: ServerCertificate) -> None:
+    for host in ("127.0.0.1", "10.0.0.1"):
+        options = DriverOptions(bind_host=host, insecure=True)
+        assert choose_identity(options, made, None) == Identity()
     assert not made.exist
 
 
-def test_beyond_loopback_a_certificate_is_made_and_used_again(made: ServerCertificate) -> None:
-    first = choose_identity(BEYOND, made, None)
-    assert first == Identity(made, made.fingerprint())
+@pytest.mark.parametrize(
+    "options", [DriverOptions(), DriverOptions(bind_host="::1"), BEYOND], ids=str
+)
+def test_a_certificate_is_made_and_used_again(
+    options: DriverOptions, made: ServerCertificate
+) -> None:
+    first = choose_identity(options, made, None)
+    assert first == Identity(made, made.fingerprint(), also_plain=True)
     former = Credentials("token", first.known_by)
-    assert choose_identity(BEYOND, made, former) == first
     # The next driver is where it may be; the agents know what they know.
-    assert choose_identity(DriverOptions(), made, former) == first
-    assert choose_identity(BEYOND, made, Credentials("token")) == Identity()
+    for now in (options, BEYOND, DriverOptions(), DriverOptions(insecure=True)):
+        assert choose_identity(now, made, former) == first
+
+
+def test_a_run_that_began_in_plain_goes_on_so(made: ServerCertificate) -> None:
+    for options in (DriverOptions(), BEYOND):
+        assert choose_identity(options, made, Credentials("token")) == Identity()
+    assert not made.exist
 
 
 def test_a_run_that_its_agents_know_by_another_certificate_is_not_resumed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -20,12 +21,15 @@ import pytest
 from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, grant_key, lease_key
 from elastic_driver.brain.store.records import Node
 from launcher.brain.database import address_of
-from rendezvous.auth import job_token, read_credentials
+from launcher.launch.brain import brain_client
+from rendezvous.auth import job_token, jobs_token, read_credentials, write_token_file
 from rendezvous.client import RendezvousClient
-from rendezvous.errors import RequestError, UnauthorizedError
+from rendezvous.errors import RequestError, UnauthorizedError, UnreachableError
+from rendezvous.tls import certificate_in, make_certificate
 from rendezvous.wire import EVENTS_PATH
 from tests.support.brain import RunningBrain, elasticbrain
 from tests.support.job import ROOT, eventually
+from tests.support.squatter import squatting
 
 pytest.importorskip("scipy")
 CLIENTS: list[RendezvousClient] = []
@@ -42,8 +46,8 @@ class Job:
 
     def __init__(self, brain: RunningBrain, name: str) -> None:
         self.name = name
-        token = read_credentials(brain.folder / "job.token").token
-        self.client = client_of(brain, job_token(token, name))
+        token, known_by = read_credentials(brain.folder / "job.token")
+        self.client = client_of(brain, job_token(token, name), known_by)
 
     def say(self, said: JobReport | JobOver) -> None:
         self.client.set(lease_key(self.name), b"", lease=5.0)
@@ -72,8 +76,8 @@ def _closed() -> Iterator[None]:
         CLIENTS.pop().close()
 
 
-def client_of(brain: RunningBrain, token: str) -> RendezvousClient:
-    CLIENTS.append(RendezvousClient(brain.url, token, 5.0))
+def client_of(brain: RunningBrain, token: str, known_by: str) -> RendezvousClient:
+    CLIENTS.append(RendezvousClient(brain.url, token, 5.0, fingerprint=known_by))
     return CLIENTS[-1]
 
 
@@ -197,10 +201,10 @@ def test_a_job_reads_and_writes_only_itself(tmp_path: Path) -> None:
             with pytest.raises(RequestError) as refused:
                 forbidden()
             assert refused.value.status == 403
-        stranger = client_of(brain, "job:mine:0123")
+        stranger = client_of(brain, "job:mine:0123", "")
         with pytest.raises(UnauthorizedError):
             stranger.get(grant_key("mine"))
-        node = client_of(brain, read_credentials(brain.folder / "node.token").token)
+        node = client_of(brain, *read_credentials(brain.folder / "node.token"))
         with pytest.raises(RequestError) as refused:
             node.post_json(EVENTS_PATH, msgspec.json.encode(report()))
         assert refused.value.status == 403
@@ -255,6 +259,72 @@ def test_beyond_this_machine_it_speaks_tls_only(tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 143
+
+
+def test_on_loopback_it_is_known_by_its_certificate_and_answers_plain_requests_too(
+    tmp_path: Path,
+) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        assert brain.url.startswith("http://127.0.0.1:")
+        files = [brain.folder / f"{name}.token" for name in ("admin", "job", "node")]
+        first = [read_credentials(file) for file in files]
+        known_by = certificate_in(brain.folder).fingerprint()
+        assert {each.fingerprint for each in first} == {known_by}
+        own = Job(brain, "mine")
+        assert own.grant() is None
+        assert own.client.peer_fingerprint == known_by
+        plain = client_of(brain, job_token(first[1].token, "mine"), "")
+        assert plain.get(grant_key("mine")) is None
+        brain.kill()
+        brain.start_again()
+        assert [read_credentials(file) for file in files] == first
+        assert own.grant() is None, "its jobs know it as before"
+
+
+def test_a_brain_of_an_older_version_gets_a_certificate_and_its_jobs_go_on_in_plain(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "brain"
+    folder.mkdir(0o700)
+    write_token_file(folder / "admin.token", "of-an-older-version")
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        token, known_by = read_credentials(brain.folder / "job.token")
+        assert known_by == certificate_in(brain.folder).fingerprint()
+        own = job_token(jobs_token("of-an-older-version"), "mine")
+        assert own == job_token(token, "mine")
+        assert client_of(brain, own, "").get(grant_key("mine")) is None
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_another_program_at_the_port_of_a_brain_that_has_died_is_told_nothing(
+    tmp_path: Path, with_tls: bool
+) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        job = Job(brain, "mine")
+        job.until(lambda g: g.hosts == {"a": 1}, report())
+        brain.kill()
+        context = None
+        if with_tls:
+            other = certificate_in(tmp_path)
+            make_certificate(other)
+            context = other.context()
+        token_file = str(brain.folder / "job.token")
+        with squatting(int(brain.url.rpartition(":")[2]), context) as squatter:
+            why = "certificate of another server" if with_tls else "it speaks no TLS"
+            with brain_client(brain.url, token_file, "mine") as client:
+                client.timeout = 1.0
+                with pytest.raises(UnreachableError, match=why):
+                    client.set(lease_key("mine"), b"", lease=5.0)
+            for words in (("status",), ("forget", "mine")):
+                asked = run(*words, "--state-dir", str(brain.folder))
+                assert asked.returncode == 75
+                assert re.search(f"does not answer .*{why}", asked.stderr)
+                assert len(asked.stderr.splitlines()) == 1
+        assert len(squatter.heard) > 2
+        for word in (b"Bearer", b"HTTP", b"mine"):
+            assert word not in b"".join(squatter.heard)
+        brain.start_again()
+        job.until(lambda g: g.hosts == {"a": 1}, report())
 
 
 def test_a_folder_serves_one_brain(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,8 +25,10 @@ from elastic_driver.runtime.journal.tenure import DriverKey, RunKeys, encode_key
 from elastic_driver.runtime.run_dir import Endpoint
 from elastic_driver.runtime.run_lock import RunLock
 from launcher.ctl_commands.find import Target, Where, file_of_run, find, run_folder
-from rendezvous.auth import write_token_file
+from rendezvous.auth import Role, operator_token, reader_token, write_token_file
 from rendezvous.errors import TokenError
+from rendezvous.server import RendezvousServer
+from rendezvous.tls import certificate_in, make_certificate
 from tests.support.etcd import EtcdCluster, free_ports, why_not
 
 
@@ -32,6 +37,25 @@ def listener() -> Iterator[str]:
     """The address of something that takes connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def greeting() -> Iterator[str]:
+    """The address of a program that answers in plain whatever it hears."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with server.accept()[0] as accepted:
+                    accepted.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    with server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
 
 
 @pytest.fixture
@@ -65,7 +89,56 @@ def test_the_only_job_that_runs_is_found(
     make_run(tmp_path, "new", listener)
     (tmp_path / "over").mkdir()
     (tmp_path / "file").write_text("not a run")
-    assert find(Where(tmp_path)) == Target("new", listener, "token-of-new")
+    assert find(Where(tmp_path)) == Target("new", listener, reader_token("token-of-new"))
+
+
+@pytest.mark.parametrize(
+    ("role", "derived"), [(Role.READER, reader_token), (Role.OPERATOR, operator_token)]
+)
+def test_the_least_token_that_does_is_used_and_never_the_drivers(
+    tmp_path: Path, listener: str, role: Role, derived: Callable[[str], str]
+) -> None:
+    folder = make_run(tmp_path, "here", listener)
+    wheres = [
+        Where(tmp_path, role=role),
+        Where(tmp_path, run_id="here", role=role),
+        Where(tmp_path, endpoint=listener, role=role),
+    ]
+    for where in wheres:  # an older driver has written its own alone
+        assert find(where).token == derived("token-of-here")
+    write_token_file(folder / f"token-{role.value}", "the-least", "sha256:ab")
+    for where in wheres:
+        assert find(where)[2:] == ("the-least", "sha256:ab")
+    given = write_token_file(tmp_path / "mine", "given")
+    for where in wheres:
+        assert find(replace(where, token_file=given)).token == "given"
+
+
+@pytest.mark.parametrize("unfinished", [True, False])
+@pytest.mark.parametrize("with_tls", [True, False])
+def test_another_program_at_the_port_of_a_driver_that_has_died_is_no_driver(
+    tmp_path: Path, dead_pid: int, unfinished: bool, with_tls: bool
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if with_tls:
+            other = certificate_in(tmp_path)
+            make_certificate(other)
+            url = stack.enter_context(RendezvousServer(token="t", certificate=other)).url
+        else:
+            url = stack.enter_context(greeting())
+        folder = make_run(tmp_path, "big", url.replace("https", "http"), dead_pid)
+        write_token_file(folder / "token", "secret", "sha256:ab")
+        for name in ("lock", "journal.db") if unfinished else ():
+            (folder / name).write_text("")
+        there = (
+            rf"\(process {dead_pid}, http://127.0.0.1:[0-9]+, where another program listens now\)"
+        )
+        said = "has died; go on with the job" if unfinished else "ended without cleaning up"
+        with pytest.raises(ClusterError, match=f"its driver {there} {said}") as error:
+            find(Where(tmp_path, run_id="big"))
+        assert "\n" not in str(error.value)
+        with pytest.raises(ClusterError, match="no job of this user is running"):
+            find(Where(tmp_path))
 
 
 def test_of_several_jobs_one_has_to_be_chosen_and_they_are_listed(
@@ -76,7 +149,7 @@ def test_of_several_jobs_one_has_to_be_chosen_and_they_are_listed(
     with pytest.raises(UsageError, match=r"2 jobs are running.*--run-id:\n  a .*\n  b ") as error:
         find(Where(tmp_path))
     assert error.value.exit_code == 64
-    assert find(Where(tmp_path, run_id="b")).token == "token-of-b"
+    assert find(Where(tmp_path, run_id="b")).token == reader_token("token-of-b")
 
 
 def test_where_no_job_runs_that_is_said_with_what_was_left_behind(
@@ -170,7 +243,7 @@ def test_a_driver_that_has_taken_over_elsewhere_is_found_in_etcd(
             new = DriverKey(2, os.uname().nodename, 1, url=listener, seen="http://192.0.2.1:1")
             put = etcd_client.put
             client.transact((), [put(keys.driver, encode_key(new)), put(keys.token, b"secret")])
-            target = Target("big", listener, "secret")
+            target = Target("big", listener, reader_token("secret"))
             assert find(Where(tmp_path, run_id="big")) == find(Where(tmp_path)) == target
             assert find(Where(tmp_path / "no", run_id="big", journal=etcd.url)) == target
             put_other = put(keys.driver, encode_key(msgspec.structs.replace(new, host="other")))
@@ -204,7 +277,7 @@ def test_an_endpoint_needs_a_token_unless_its_run_is_here(tmp_path: Path, listen
     token = write_token_file(tmp_path / "mine", "secret")
     assert find(Where(tmp_path, endpoint=listener, token_file=token)).token == "secret"
     make_run(tmp_path, "here", listener)
-    assert find(Where(tmp_path, endpoint=f"{listener}/")).token == "token-of-here"
+    assert find(Where(tmp_path, endpoint=f"{listener}/")).token == reader_token("token-of-here")
 
 
 def test_an_endpoint_that_is_none_and_a_missing_token_are_errors(

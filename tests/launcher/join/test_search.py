@@ -19,7 +19,6 @@ from elastic_driver.core.join_messages import HelloAnswer, NodeReport
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.settings import Settings
-from launcher.join import search
 from launcher.join.identity import derive
 from launcher.join.plan import JoinPlan
 from launcher.join.search import FoundServer, find_server
@@ -128,7 +127,8 @@ def with_proofs(_request: bytes) -> bytes:
 
 def plan(folder: Path, port: int, secret: str = SECRET) -> JoinPlan:
     options = LaunchOptions(token_file=str(write_token_file(folder / "secret", secret)))
-    return JoinPlan(Join("127.0.0.1", port), 2, options, Settings(), folder / "state")
+    where = Join("127.0.0.1", port)
+    return JoinPlan(where, 2, options, Settings(), folder / "state", insecure=True)
 
 
 def find(plan: JoinPlan, patience: float) -> FoundServer:
@@ -177,7 +177,7 @@ def made(folder: Path) -> ServerCertificate:
 
 def test_over_tls_a_node_knows_the_certificate_from_the_proof_on(tmp_path: Path) -> None:
     with serving(certificate=made(tmp_path / "tls")) as server:
-        found = find(plan(tmp_path, server.port), 0.0)
+        found = find(replace(plan(tmp_path, server.port), insecure=False), 0.0)
         assert found.url == server.url
         assert server.url.startswith("https://")
         assert found.fingerprint == found.seen == server.fingerprint
@@ -205,15 +205,12 @@ def test_a_relay_with_another_certificate_gets_no_proof_through(tmp_path: Path) 
     assert forwarded[0].startswith(b"POST /v1/nodes/hello ")
 
 
-def test_a_node_speaks_plain_with_another_host_only_if_it_is_told_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(search, "is_loopback", lambda _address: False)
+def test_a_node_speaks_plain_only_if_it_is_told_to(tmp_path: Path) -> None:
     with serving() as server:
-        careful = plan(tmp_path, server.port)
+        told = plan(tmp_path, server.port)
         with pytest.raises(ClusterError, match="is the server and was given --insecure"):
-            find(careful, 0.0)
-        assert find(replace(careful, insecure=True), 0.0).fingerprint == ""
+            find(replace(told, insecure=False), 0.0)
+        assert find(told, 0.0).fingerprint == ""
 
 
 def test_a_node_with_a_ca_takes_no_other_certificate(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""The port of a driver that has died is another user's now: nobody tells it anything, or obeys."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from elastic_driver.runtime.run_dir import read_endpoint
+from rendezvous.tls import certificate_in, make_certificate
+from tests.e2e.test_control import ctl
+from tests.e2e.test_driver_loss import newest_steps
+from tests.support.job import JOBS, assert_no_step_lost_or_repeated, elasticrun
+from tests.support.squatter import squatting
+
+SLOW_START_S = 120.0
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_a_program_at_the_port_of_a_driver_that_has_died_is_told_nothing(
+    with_tls: bool, tmp_path: Path
+) -> None:
+    context = None
+    if with_tls:
+        own = certificate_in(tmp_path)
+        make_certificate(own)
+        context = own.context()
+    args = ("-np", "2", "--driver-timeout", "200", "--", str(JOBS / "train.py"))
+    with elasticrun(*args, env={"STEPS": "100000"}) as job:
+        before = job.until_size(2, within=SLOW_START_S)
+        endpoint = read_endpoint(job.run_dir)
+        assert endpoint is not None
+        job.kill_driver()
+        with squatting(int(urlsplit(endpoint.url).port or 0), context) as squatter:
+            step = max(newest_steps(job))
+            job.until_without_driver(
+                lambda: len(squatter.heard) > 9 and min(newest_steps(job)) > step + 20,
+                "agent and workers look for the driver there, and train on",
+            )
+            where = "--state-dir", str(job.run_dir.parent), "--run-id", job.run_id
+            for asked in ("status", "hosts", "stacks", "stop"):
+                said = ctl(asked, *where, code=75)
+                assert "where another program listens now) has died; go on with the job" in said
+                assert len(said.splitlines()) == 1
+            heard = list(squatter.heard)
+        assert [each for each in heard if each[:1] not in (b"", b"\x16")] == []
+        for word in (b"Bearer", b"HTTP", b"localhost"):
+            assert word not in b"".join(heard)
+        job.start("--resume")
+        job.until(lambda: job.events("driver_resumed"), "the next driver", SLOW_START_S)
+        after = job.until_size(2, within=SLOW_START_S)
+        assert after.keys() == before.keys(), "nobody was stopped"
+        job.process.send_signal(signal.SIGTERM)
+        job.wait()
+        assert_no_step_lost_or_repeated(job, min(record.step for record in after.values()))
