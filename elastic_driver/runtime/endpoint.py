@@ -82,6 +82,6 @@ def listen(
     if say is not None and ports[0] not in (0, server.port):
         say(
             f"another program holds port {ports[0]}, so the driver of run {run_id} listens at "
-            f"{server.url} now; its agents and workers are told; nodes that join later, and whoever "
-            "was given the old address, need this one"
+            f"{server.url} now; its agents and workers are told; nodes that join later, and "
+            "whoever was given the old address, need this one"
         )
