@@ -248,7 +248,7 @@ class DriverResources:
         say = None if run is None else setup.reporter.note
         listen(server, ports, setup.spec.run_id, say)
         self._closing.callback(server.stop)
-        self._suspects.server = server
+        self._suspects.server, self._suspects.token = server, token
         return server
 
     def _make_executor(self, server: RendezvousServer) -> Executor:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from elastic_driver.announcement import announce
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.fleet import HostAgent
+from elastic_driver.presence import Presence
 from elastic_driver.reachability import reachable_url
 from rendezvous.auth import agent_token
 
@@ -37,9 +38,10 @@ async def tell_agents(
     """
 
     async def tell(agent: HostAgent) -> None:
-        place, known = (agent.address, agent.probe_port), agent_token(token, agent.host)
+        place = agent.address, agent.probe_port
+        presence = Presence(agent_token(token, agent.host), agent.host, agent.incarnation)
         seen = reachable_url(url, *place)
-        while not await announce(*place, run_id=run_id, term=term, url=seen, token=known):
+        while not await announce(*place, presence, run_id=run_id, term=term, url=seen):
             await asyncio.sleep(AGAIN_S)
 
     async def tell_all() -> None:  # a task: it takes note of its end, also where that is cut short
