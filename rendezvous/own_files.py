@@ -52,21 +52,23 @@ def _refuse_stranger(entry: "os.DirEntry[str]") -> None:
         raise _refused(f"{entry.name!r} in it belongs to user {owner}")
 
 
-def open_own(path: str | os.PathLike[str], flags: int) -> int:
+def open_own(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
     """Open a file; a link is followed only if this user or root has made it. Raises `OSError`.
+
+    `mode`: of a file that is made.
 
     A link of another user's could make us read, or send, a file that only we can read.
     """
     flags |= os.O_CLOEXEC
     try:
-        return os.open(path, flags | os.O_NOFOLLOW)
+        return os.open(path, flags | os.O_NOFOLLOW, mode)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
     owner = os.lstat(path).st_uid
     if owner not in (os.geteuid(), 0):
         raise _refused(f"it is a link that user {owner} has made")
-    return os.open(path, flags)
+    return os.open(path, flags, mode)
 
 
 def write_own(path: str | os.PathLike[str], data: bytes) -> Path:
