@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -52,3 +53,14 @@ def holding(port: int, says: bytes, host: str = "127.0.0.1") -> Iterator[list[by
         thread.join(10)
         for connection in open_:
             connection.close()
+
+
+def main() -> None:
+    """Hold the port that the arguments name, at an address, until stdin ends."""
+    with holding(int(sys.argv[2]), NONSENSE, sys.argv[1]):
+        print("held", flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
