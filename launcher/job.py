@@ -169,6 +169,7 @@ def _is_unfinished(options: LaunchOptions) -> bool:
     if options.run_id is None:
         return False
     run_dir = RunDir(state_dir_of(options, os.environ), options.run_id)
+    run_dir.refuse_strangers()
     holder = run_dir.lock.holder if run_dir.unfinished else None
     return holder is not None and not holder.lives
 

@@ -35,7 +35,8 @@ def own_folder(path: Path) -> None:
         os.fchmod(folder, 0o700)
         with os.scandir(folder) as entries:
             for entry in entries:
-                _refuse_stranger(entry)
+                with contextlib.suppress(FileNotFoundError):  # it is gone again
+                    _refuse_stranger(entry)
     finally:
         os.close(folder)
 
@@ -105,6 +106,20 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int
     if owner not in (os.geteuid(), 0):
         raise _refused(f"it is a link that user {owner} has made")
     return os.open(path, flags, mode)
+
+
+def read_own(path: str | os.PathLike[str], most: int) -> bytes:
+    """Return the content of a plain file of at most `most` bytes; raises `OSError`, EFBIG for more.
+
+    Nothing blocks: a pipe that somebody has put there is refused.
+    """
+    with open(open_own(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _refused("it is no plain file")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most} bytes")
+    return content
 
 
 def write_own(path: str | os.PathLike[str], data: bytes) -> Path:

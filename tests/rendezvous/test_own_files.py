@@ -11,7 +11,7 @@ import pytest
 
 from rendezvous.auth import read_credentials, write_token_file
 from rendezvous.errors import TokenError
-from rendezvous.own_files import open_own, own_folder, shown_folder, write_own
+from rendezvous.own_files import open_own, own_folder, read_own, shown_folder, write_own
 
 STRANGER = 12345
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
@@ -57,6 +57,16 @@ def test_a_file_server_that_knows_us_by_another_number_is_no_stranger(
     with pytest.raises(PermissionError, match=f"it belongs to user {STRANGER + 1}"):
         shown_folder(path)
     assert list(path.iterdir()) == []
+
+
+def test_a_plain_file_of_some_size_is_read_and_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_own(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(OSError, match="it is larger than 4 bytes"):
+        read_own(tmp_path / "file", 4)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PermissionError, match="it is no plain file"):
+        read_own(tmp_path / "pipe", 5)
 
 
 def _writable(path: Path) -> None:
