@@ -6,7 +6,6 @@ import asyncio
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +26,7 @@ from rendezvous.errors import (
 from rendezvous.limits import Hits, Limits
 from rendezvous.server import RendezvousServer
 from rendezvous.tls import ServerCertificate, make_certificate
-from rendezvous.wire import Entries, Entry, Get, Set
+from rendezvous.wire import Get, Set
 from tests.rendezvous.common import TOKEN, eventually, waiting
 
 
@@ -241,39 +240,3 @@ def test_no_request_waits_for_ever_however_the_pieces_arrive(server: RendezvousS
     for _ in range(3):
         with ThreadPoolExecutor(12) as pool:
             assert list(pool.map(use, range(12))) == [None] * 12
-
-
-def test_a_stranger_who_says_nothing_holds_up_no_client_that_reads_of_another_driver(
-    server: RendezvousServer, tmp_path: Path
-) -> None:
-    """The stranger has taken the port of the last driver; the next one has another port."""
-    file = tmp_path / "driver"
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"https://127.0.0.1:{silent.getsockname()[1]}"
-        with RendezvousClient(
-            url, TOKEN, 20.0, url_file=file, fingerprint=server.known_by
-        ) as client:
-            writing = threading.Thread(target=client.set, args=("a/k", b"here"))
-            writing.start()
-            stranger, _ = silent.accept()
-            with stranger:
-                assert stranger.recv(1) == b"\x16", "the client has begun a handshake"
-                began = time.monotonic()
-                file.write_text(server.url)
-                writing.join(30)
-            assert time.monotonic() - began < 5.0
-            assert server.apply([Get(("a/k",))]) == (Entries({"a/k": Entry(b"here", 1)}),)
-
-
-def test_a_stranger_who_says_nothing_costs_a_client_its_deadline_and_no_more(
-    server: RendezvousServer,
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"https://127.0.0.1:{silent.getsockname()[1]}"
-        with RendezvousClient(
-            url, TOKEN, 0.5, repeats=False, fingerprint=server.known_by
-        ) as client:
-            began = time.monotonic()
-            with pytest.raises(UnreachableError):
-                client.get("a/k")
-            assert 0.5 <= time.monotonic() - began < 3.0
