@@ -1,9 +1,10 @@
 """The message by which a driver that has taken over tells an agent its address.
 
 An agent finds the next driver by itself at the address of the last one. A driver elsewhere
-connects to the port where the agent answers probes, and sends one line: run, term and URL, with an
-HMAC-SHA256 by the agent's token. The agent follows terms higher than the one that it knows, so a
-repeated message does nothing. Times are seconds.
+connects to the port where the agent answers probes, and lets it show that it is that agent
+(`presence`). Then it sends one line: run, term and URL, with an HMAC-SHA256 by the agent's token.
+The agent follows terms higher than the one that it knows, so a repeated message does nothing.
+Times are seconds.
 """
 
 import asyncio
@@ -15,9 +16,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from elastic_driver.presence import Asked, Presence
 from rendezvous.wire import UNREADABLE
 
-ANSWER = b"+"  # the byte by which an agent answers a probe
+READ = b"+\n"  # the line by which an agent says that it has read the message
 PATIENCE_S = 2.0  # for an agent to answer
 MAX_LINE = 4096  # bytes, the newline included
 
@@ -54,26 +56,28 @@ def _mac(run_id: str, term: int, url: str, token: str) -> str:
 
 
 async def announce(
-    address: str, port: int, *, run_id: str, term: int, url: str, token: str
+    address: str, port: int, agent: Presence, *, run_id: str, term: int, url: str
 ) -> bool:
     """Tell the agent that answers probes at this address of a new driver.
 
-    Return whether the agent has read it; False after `PATIENCE_S`. That the agent follows
+    Return whether that agent has read it; False after `PATIENCE_S`. That the agent follows
     shows only in its requests (`AgentReturned`).
     """
     with contextlib.suppress(OSError, asyncio.TimeoutError):
-        line = announcement(run_id, term, url, token)
-        return await asyncio.wait_for(_send(address, port, line), PATIENCE_S)
+        line = announcement(run_id, term, url, agent.token)
+        return await asyncio.wait_for(_send(address, port, agent.ask(), line), PATIENCE_S)
     return False
 
 
-async def _send(address: str, port: int, line: bytes) -> bool:
-    reader, writer = await asyncio.open_connection(address, port)
+async def _send(address: str, port: int, asked: Asked, line: bytes) -> bool:
+    reader, writer = await asyncio.open_connection(address, port, limit=MAX_LINE)
     try:
-        if await reader.read(1) != ANSWER:
+        writer.write(asked.question)
+        if await reader.readexactly(len(asked.answer)) != asked.answer:
             return False
         writer.write(line)
-        await writer.drain()
-        return await reader.read(1) == ANSWER
+        return await reader.readexactly(len(READ)) == READ
+    except asyncio.IncompleteReadError:
+        return False
     finally:
         writer.close()

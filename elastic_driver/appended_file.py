@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from rendezvous.own_files import open_own
+
 LOOK_S = 1.0  # between two looks; until the next one, a moved file is written to
 
 
@@ -18,7 +20,7 @@ class AppendedFile:
     """The file that has this path now; it is made again if it was moved or deleted."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open for appending, without a buffer; raises OSError."""
+        """Open for appending, without a buffer; raises OSError, for another user's link, too."""
         self.path, self._clock = path, clock
         self._file = self._open()
         self._looked = clock()
@@ -44,7 +46,8 @@ class AppendedFile:
         self._file.close()
 
     def _open(self) -> BinaryIO:
-        return self.path.open("ab", buffering=0)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        return open(open_own(self.path, flags, 0o666), "ab", buffering=0)
 
     def _in_place(self) -> bool:
         try:

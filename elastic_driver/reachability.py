@@ -12,22 +12,26 @@ import socket
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
+from elastic_driver.presence import Asked
+
 ATTEMPTS = 4
-# "refused": the machine says that no process listens there; "silent": there was no clear answer.
+# "refused": the machine says that no process listens there, or another program answers; "silent":
+# there was no clear answer.
 Result: TypeAlias = Literal["answered", "refused", "silent"]
 
 
-async def probe(address: str, port: int, patience: float, *, speaks: bool = True) -> Result:
+async def probe(address: str, port: int, patience: float, asked: Asked | None = None) -> Result:
     """Return the first clear answer of several attempts within `patience` seconds.
 
-    With `speaks`, the process has to send a byte: a stopped one accepts connections too, as its
-    kernel does that. The attempts begin one after the other and go on side by side. If this process
-    is stopped meanwhile, one attempt loses its time and the others still have theirs.
+    With `asked`, the process has to answer that question: a stopped one accepts connections too, as
+    its kernel does that, and so does whoever has the port by now. The attempts begin one after the
+    other and go on side by side. If this process is stopped meanwhile, one attempt loses its time
+    and the others still have theirs.
     """
     attempts = set[asyncio.Task[Result | None]]()
     try:
         for _ in range(ATTEMPTS):
-            attempts.add(asyncio.create_task(_attempt(address, port, speaks)))
+            attempts.add(asyncio.create_task(_attempt(address, port, asked)))
             pause = asyncio.create_task(asyncio.sleep(patience / ATTEMPTS, None))
             waiting: set[asyncio.Task[Result | None]] = {pause, *attempts}
             while pause in waiting:
@@ -43,8 +47,8 @@ async def probe(address: str, port: int, patience: float, *, speaks: bool = True
             attempt.cancel()
 
 
-async def _attempt(address: str, port: int, speaks: bool) -> Result | None:
-    """Connect and read a byte; return None if that proves nothing."""
+async def _attempt(address: str, port: int, asked: Asked | None) -> Result | None:
+    """Connect, ask and read the answer; return None if that proves nothing."""
     loop = asyncio.get_running_loop()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as connection:
@@ -53,8 +57,15 @@ async def _attempt(address: str, port: int, speaks: bool) -> Result | None:
             await loop.sock_connect(connection, (address, port))
         except ConnectionRefusedError:
             return "refused"
-        if not speaks or await loop.sock_recv(connection, 1):
+        if asked is None:
             return "answered"
+        await loop.sock_sendall(connection, asked.question)
+        found = b""
+        while asked.answer.startswith(found) and found != asked.answer:
+            if not (more := await loop.sock_recv(connection, len(asked.answer))):
+                return None  # cut off, perhaps before the answer was there
+            found += more
+        return "answered" if found == asked.answer else "refused"
     return None
 
 

@@ -28,9 +28,10 @@ from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.registry import BACKENDS, entry_points, make_backend
 from launcher.backends.slurm_allocation import describe_job, job_id_of
 from launcher.edge import give_memory_back, keep_memory_private, open_streams
-from launcher.join.identity import claim_port, own_name, read_secret
+from launcher.join.claims import claim_port
+from launcher.join.identity import own_name, read_secret
 from launcher.launch import hosts as where
-from launcher.launch.bind_address import can_serve
+from launcher.launch.bind_address import can_serve, names_this_machine
 from launcher.launch.checks import check_plan
 from launcher.launch.hosts import Facts, JoinedHosts, MachineFacts
 from launcher.launch.plan import LaunchPlan, make_plan, slots_of_a_host
@@ -134,10 +135,10 @@ def run_job(
     """
     options = line.options
     line = where.with_node_count(line, os.environ)
-    role = where.decide_role(line, os.environ, can_serve)
+    goes_on = former is not None or _is_unfinished(options)
+    role = where.decide_role(line, os.environ, _is_named if goes_on else can_serve)
     if isinstance(role, where.Join) and former is not None:
-        at = f"{role.host}:{role.port}"
-        raise UsageError(f"cannot resume: {at} is in use, or is not an address of this machine")
+        raise UsageError(f"cannot resume: {role.host} is not an address of this machine")
     if isinstance(role, where.Join):
         return join_job(line, role)
     facts = replace(collect_facts(line, os.environ), role=role)
@@ -161,6 +162,21 @@ def run_job(
         if etcd is None and options.in_etcd and not options.dry_run:
             etcd = stack.enter_context(EtcdRun(options, os.environ, run_dir, sayer(options)))
         return drive(plan, run_dir, None if former is None else former[1], etcd)
+
+
+def _is_unfinished(options: LaunchOptions) -> bool:
+    """Return whether the options name a job that has not ended, and whose driver has."""
+    if options.run_id is None:
+        return False
+    run_dir = RunDir(state_dir_of(options, os.environ), options.run_id)
+    run_dir.refuse_strangers()
+    holder = run_dir.lock.holder if run_dir.unfinished else None
+    return holder is not None and not holder.lives
+
+
+def _is_named(host: str, _port: int) -> bool:
+    """Return whether a host is this machine: a job that goes on may have another port."""
+    return names_this_machine(host)
 
 
 def drive(
@@ -245,7 +261,7 @@ def serve_job(
     """Run the driver of a job that nodes join; if another process here does so already, join it."""
     from launcher.join.serve import serve  # noqa: PLC0415 - see `run`
 
-    with claim_port(hosts.role.port) as ours:
+    with claim_port(hosts.role.port, os.environ, sayer(plan.options)) as ours:
         if hosts.role.by_name and not ours:
             return join_job(plan.line, where.Join(hosts.role.host, hosts.role.port))
         return serve(plan, hosts, run_dir, run, None if etcd is None else etcd.take(run))

@@ -5,8 +5,10 @@ make the folder first, or put a link into it that leads to a file of ours. So a 
 if it is this user's and nobody else may write to it, and no link in it is followed.
 """
 
+import contextlib
 import errno
 import os
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -22,13 +24,7 @@ def own_folder(path: Path) -> None:
     made.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        folder = os.open(path, flags)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
-            raise _refused("it is a link") from None
-        raise
+    folder = _open_folder(path)
     try:
         status = os.fstat(folder)
         if status.st_uid != os.geteuid():
@@ -39,9 +35,50 @@ def own_folder(path: Path) -> None:
         os.fchmod(folder, 0o700)
         with os.scandir(folder) as entries:
             for entry in entries:
-                _refuse_stranger(entry)
+                with contextlib.suppress(FileNotFoundError):  # it is gone again
+                    _refuse_stranger(entry)
     finally:
         os.close(folder)
+
+
+def _open_folder(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
+            raise _refused("it is a link") from None
+        raise
+
+
+def shown_folder(path: Path) -> None:
+    """Make a folder that others may look into, and only this user writes to; or take one of ours.
+
+    For results in a place that users share. Who owns it is compared with who owns what we make
+    there, as a file server may know us by another number. Raises `PermissionError` for a folder of
+    another user's, or a link; other kinds of `OSError` where it cannot be made.
+    """
+    path.mkdir(mode=0o755, exist_ok=True)
+    folder = _open_folder(path)
+    try:
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid() and status.st_uid != _owner_of_ours(folder):
+            raise _refused(f"it belongs to user {status.st_uid}")
+        if status.st_mode & _OTHERS_WRITE:
+            with contextlib.suppress(OSError):  # a file system without rights of its own
+                os.fchmod(folder, stat.S_IMODE(status.st_mode) & ~_OTHERS_WRITE)
+    finally:
+        os.close(folder)
+
+
+def _owner_of_ours(folder: int) -> int:
+    """Return the owner of a file that this process makes in an open folder."""
+    name = f".{secrets.token_hex(8)}"
+    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        return os.fstat(file).st_uid
+    finally:
+        os.close(file)
+        os.unlink(name, dir_fd=folder)
 
 
 def _refuse_stranger(entry: "os.DirEntry[str]") -> None:
@@ -52,21 +89,37 @@ def _refuse_stranger(entry: "os.DirEntry[str]") -> None:
         raise _refused(f"{entry.name!r} in it belongs to user {owner}")
 
 
-def open_own(path: str | os.PathLike[str], flags: int) -> int:
+def open_own(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int:
     """Open a file; a link is followed only if this user or root has made it. Raises `OSError`.
+
+    `mode`: of a file that is made.
 
     A link of another user's could make us read, or send, a file that only we can read.
     """
     flags |= os.O_CLOEXEC
     try:
-        return os.open(path, flags | os.O_NOFOLLOW)
+        return os.open(path, flags | os.O_NOFOLLOW, mode)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
     owner = os.lstat(path).st_uid
     if owner not in (os.geteuid(), 0):
         raise _refused(f"it is a link that user {owner} has made")
-    return os.open(path, flags)
+    return os.open(path, flags, mode)
+
+
+def read_own(path: str | os.PathLike[str], most: int) -> bytes:
+    """Return the content of a plain file of at most `most` bytes; raises `OSError`, EFBIG for more.
+
+    Nothing blocks: a pipe that somebody has put there is refused.
+    """
+    with open(open_own(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _refused("it is no plain file")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most} bytes")
+    return content
 
 
 def write_own(path: str | os.PathLike[str], data: bytes) -> Path:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
 import msgspec
 import pytest
 
 from elastic_driver.announcement import MAX_LINE, Announcement, announce, announcement, verified
+from elastic_driver.presence import Presence
+from launcher.agent.probe_port import MOST, ProbePort
 
+AGENT = Presence("token", "a", 1)
 LINE = announcement("run", 3, "http://10.0.0.2:29400", "token")
 
 
@@ -43,5 +47,49 @@ def test_another_job_s_token_is_refused() -> None:
 def test_nobody_there_is_no_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    told = announce("127.0.0.1", port, run_id="run", term=2, url="http://h:1", token="token")
+    told = announce("127.0.0.1", port, AGENT, run_id="run", term=2, url="http://h:1")
     assert asyncio.run(told) is False
+
+
+@pytest.mark.parametrize("says", [b"+", b"+\n" * 99, b""])
+def test_a_stranger_at_the_port_of_an_agent_is_told_nothing(says: bytes) -> None:
+    """It might say that the agent has heard, and an earlier version believed it."""
+    heard: list[bytes] = []
+
+    async def strange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(says)
+        heard.append(await reader.readline())
+        heard.append(await reader.read(1) if says == b"+\n" * 99 else b"")
+        writer.close()
+
+    async def scene() -> bool:
+        async with await asyncio.start_server(strange, "127.0.0.1", 0) as stranger:
+            port = stranger.sockets[0].getsockname()[1]
+            return await announce("127.0.0.1", port, AGENT, run_id="r", term=2, url="http://h:1")
+
+    assert asyncio.run(scene()) is False
+    question, *more = heard
+    assert question.startswith(b"?")
+    assert b"".join(more) == b""
+
+
+def test_an_agent_hears_a_driver_beside_connections_that_say_nothing() -> None:
+    heard: list[bytes] = []
+
+    async def scene() -> bool:
+        listener = ProbePort(AGENT.answer, heard.append)
+        port = await listener.listen("127.0.0.1")
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST)]
+        told = await announce("127.0.0.1", port, AGENT, run_id="run", term=3, url="http://h:1")
+        for _, writer in idle:
+            writer.close()
+            with contextlib.suppress(OSError):  # it had to make room
+                await writer.wait_closed()
+        while listener.open:
+            await asyncio.sleep(0)
+        listener.close()
+        return told
+
+    assert asyncio.run(scene()) is True
+    (line,) = heard
+    assert verified(line, "run", AGENT.token) is not None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+
+import pytest
 
 from elastic_driver.appended_file import LOOK_S, AppendedFile
 
@@ -17,6 +20,18 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a link away needs root")
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "log"
+    precious.write_text("precious")
+    path.symlink_to(precious)
+    AppendedFile(path).close()  # our own link
+    os.chown(path, 12345, 12345, follow_symlinks=False)
+    with pytest.raises(PermissionError, match="it is a link that user 12345 has made"):
+        AppendedFile(path)
+    assert precious.read_text() == "precious"
 
 
 def test_a_moved_file_is_made_again(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ comes back from it decides the same as the one it was made of, and has the same 
 The form is msgpack: `[FORMAT, classes, root]`. A plain value stands for itself. Anything else is a
 list that begins with its kind: a number below 0 for the containers, else the place of its class in
 `classes`, where its fields are named. An object that occurs again is a reference to the first time.
-Nothing is evaluated or imported: only classes of the pure packages that are loaded can come
-back, and only with the fields that they have here. Pure.
+Nothing is evaluated or imported: only classes on a list can come back, those that the modules of
+machines define themselves, and only with the fields that they have here. Pure.
 """
 
 import sys
@@ -19,6 +19,7 @@ from enum import Enum
 from functools import cache
 from itertools import chain
 from operator import attrgetter
+from types import ModuleType
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,11 +27,13 @@ import msgspec
 from elastic_driver.errors import UsageError
 
 FORMAT = 1
-_PURE = (
-    *("elastic_driver.core.", "elastic_driver.policies.", "elastic_driver.settings"),
-    *("elastic_driver.brain.algorithm", "elastic_driver.brain.cluster"),
-    *("elastic_driver.brain.documents", "elastic_driver.brain.jobs"),
-    *("elastic_driver.brain.plans", "elastic_driver.brain.speeds"),
+_PURE_PACKAGES = ("elastic_driver.core.", "elastic_driver.policies.")
+_PURE_MODULES = frozenset(
+    (
+        *("elastic_driver.settings", "elastic_driver.brain.algorithm"),
+        *("elastic_driver.brain.cluster", "elastic_driver.brain.documents"),
+        *("elastic_driver.brain.jobs", "elastic_driver.brain.plans", "elastic_driver.brain.speeds"),
+    )
 )
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 # Errors that reading wrong bytes can raise; the last two by huge numbers and by deep nesting.
@@ -97,16 +100,36 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
     return names
 
 
+_OF_PYTHON: dict[str, type] = {_name(kind): kind for kind in (Counter, OrderedDict)}
+
+
+@cache
+def _classes_of(module: ModuleType) -> dict[str, type]:
+    """Return the classes that a module defines itself, and that may be part of a state."""
+    name = module.__name__
+    found = [each for each in vars(module).values() if isinstance(each, type)]
+    own = [each for each in found if each.__module__ == name and _holds(each)]
+    return {_name(each): each for each in own}
+
+
+def _holds(kind: Any) -> bool:
+    """Return whether objects of a class are state: no errors, interfaces, or helpers."""
+    if issubclass(kind, BaseException) or getattr(kind, "_is_protocol", False):
+        return False
+    return _fields(kind) is not None or not kind.__name__.startswith("_")
+
+
 def _class(name: str, names: Iterable[str] | None) -> type:
     """Return a class by its name; raises `SnapshotError` if it is not one of ours, or differs."""
-    module, _, qualname = name.partition(":")
-    if not module.startswith(_PURE) and name not in (_name(Counter), _name(OrderedDict)):
+    module = name.partition(":")[0]
+    is_pure = module in _PURE_MODULES or module.startswith(_PURE_PACKAGES)
+    if not is_pure and name not in _OF_PYTHON:
         raise SnapshotError(f"a snapshot holds a {name}, which no machine has")
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    expected = _fields(found) if isinstance(found, type) else None
-    if not isinstance(found, type) or (None if names is None else tuple(names)) != expected:
+    loaded = sys.modules.get(module)
+    listed = _classes_of(loaded) if is_pure and loaded is not None else _OF_PYTHON
+    found = listed.get(name)
+    expected = None if found is None else _fields(found)
+    if found is None or (None if names is None else tuple(names)) != expected:
         hint = "use the version of elastic-driver that wrote it"
         raise SnapshotError(f"a snapshot holds another {name} than this version has; {hint}")
     return found

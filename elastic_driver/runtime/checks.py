@@ -7,6 +7,7 @@ where noted. Times are seconds.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import sys
@@ -34,7 +35,7 @@ from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.run_dir import RunDir
 from rendezvous.auth import write_token_file
-from rendezvous.own_files import write_own
+from rendezvous.own_files import open_own, write_own
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import UNREADABLE, Set
 
@@ -233,9 +234,13 @@ class CheckHistoryFile:
     def read(self) -> CheckHistory:
         """Return the history; an empty one if there is no file, or no usable one."""
         try:
-            if self.path.stat().st_size > MAX_BYTES:
+            with open(open_own(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+                if (owner := os.fstat(file.fileno()).st_uid) != os.geteuid():
+                    raise PermissionError(errno.EPERM, f"it belongs to user {owner}")
+                content = file.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
                 raise msgspec.DecodeError(f"it is larger than {MAX_BYTES} bytes")
-            return msgspec.json.decode(self.path.read_bytes(), type=CheckHistory)
+            return msgspec.json.decode(content, type=CheckHistory)
         except FileNotFoundError:
             pass
         except UNREADABLE as error:

@@ -25,7 +25,7 @@ from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.driver_port import DriverPort
-from elastic_driver.runtime.endpoint import first_documents, listen
+from elastic_driver.runtime.endpoint import await_port, first_documents, listen, ports_to_try
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.identity import Identity, choose_identity
@@ -43,7 +43,7 @@ from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.runtime.run_ledger import RunLedger
-from elastic_driver.runtime.successor import tell_agents
+from elastic_driver.runtime.successor import all_hear, tell_agents
 from elastic_driver.runtime.suspects import Suspects
 from elastic_driver.runtime.telemetry import TelemetrySettings
 from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
@@ -212,11 +212,20 @@ class DriverResources:
     def _open_server(self, token: str, identity: Identity) -> RendezvousServer:
         """Return a server that listens, and holds the driver's term and the job's specification."""
         setup, routes = self._setup, self.routes
-        run = setup.resumed
-        before, kept = (0, {}) if run is None else (run.port, without_numbers(run.keys))
+        run, host = setup.resumed, setup.options.bind_host
+        kept = {} if run is None else without_numbers(run.keys)
+        ports = ports_to_try(
+            setup.options.bind_port,
+            0 if run is None else run.port,
+            setup.options.any_port,
+            resumed=run is not None,
+            all_hear=run is None or all_hear(run.job),
+        )
+        if run is not None:
+            await_port(host, ports[0])
         server = RendezvousServer(
-            setup.options.bind_host,
-            setup.options.bind_port or before or setup.options.any_port,
+            host,
+            ports,
             token=token,
             certificate=identity.certificate,
             known_by=identity.known_by,
@@ -237,9 +246,10 @@ class DriverResources:
             rounds=routes.rounds,
             on_failed=self._cannot_serve,
         )
-        listen(server, setup.spec.run_id, again=setup.resumed is not None)
+        say = None if run is None else setup.reporter.note
+        listen(server, ports, setup.spec.run_id, say)
         self._closing.callback(server.stop)
-        self._suspects.server = server
+        self._suspects.server, self._suspects.token = server, token
         return server
 
     def _make_executor(self, server: RendezvousServer) -> Executor:

@@ -33,7 +33,7 @@ import msgspec
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.runtime.run_lock import RunLock
 from rendezvous.auth import operator_token, reader_token, write_token_file
-from rendezvous.own_files import own_folder
+from rendezvous.own_files import own_folder, read_own
 from rendezvous.tls import certificate_in
 from rendezvous.wire import UNREADABLE
 
@@ -42,6 +42,7 @@ JOURNAL_FILE = "journal.db"
 STATISTICS_FILE = "statistics.db"
 OUTPUT_FOLDER = "output"
 MAX_RUN_ID_CHARS = 64  # it is part of file names and of workers' environments
+_MOST_ENDPOINT = 64 * 1024  # bytes of `endpoint.json`
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
@@ -57,7 +58,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 def read_endpoint(folder: Path) -> Endpoint | None:
     """Return the address of the run in this folder; None if it has no usable one."""
     try:
-        content = (folder / "endpoint.json").read_bytes()
+        content = read_own(folder / "endpoint.json", _MOST_ENDPOINT)
         endpoint = msgspec.json.decode(content, type=Endpoint)
         parts = urlsplit(endpoint.url)
         ours = parts.scheme in ("http", "https") and parts.hostname and parts.port
@@ -106,6 +107,12 @@ class RunDir:
     def unfinished(self) -> bool:
         """Return whether the folder is that of a job that has begun and has not ended."""
         return self.lock.path.exists() and self.journal_file.exists()
+
+    def refuse_strangers(self) -> None:
+        """Raise UsageError for a folder that is there and is not only ours, before it is read."""
+        if os.path.lexists(self.path):
+            with self._explained():
+                own_folder(self.path)
 
     def take(self) -> None:
         """Make the folder (0700) and take its lock; `close` or `leave` gives it back. Idempotent.

@@ -1,8 +1,9 @@
 """Tells the agents of an earlier driver where their next driver is.
 
-An agent looks for its driver at the address that it knows. A driver that goes on with the job on
-another host is at another address, so it tells each agent of the job's books at the port where the
-agent answers probes. An agent that does not answer is told again. Times are seconds.
+An agent looks for its driver at the address that it knows. A driver that goes on with the job may
+be at another one: on another host, or because another program holds the port. So it tells each
+agent of the job's books at the port where the agent answers probes. An agent that does not answer
+is told again. Times are seconds.
 """
 
 import asyncio
@@ -10,11 +11,22 @@ import contextlib
 from collections.abc import Iterable
 
 from elastic_driver.announcement import announce
+from elastic_driver.core.job import Job
 from elastic_driver.core.rules.fleet import HostAgent
+from elastic_driver.presence import Presence
 from elastic_driver.reachability import reachable_url
 from rendezvous.auth import agent_token
 
 AGAIN_S = 0.5
+
+
+def all_hear(job: Job) -> bool:
+    """Return whether each agent that is up can be called, as far as the job knows.
+
+    One whose probe port this machine does not reach goes on looking at the address that it knows.
+    """
+    agents, unreached = job.fleet.agents.values(), job.suspicion.unreached
+    return all(a.probe_port and a.host not in unreached for a in agents if a.is_up)
 
 
 async def tell_agents(
@@ -26,9 +38,10 @@ async def tell_agents(
     """
 
     async def tell(agent: HostAgent) -> None:
-        place, known = (agent.address, agent.probe_port), agent_token(token, agent.host)
+        place = agent.address, agent.probe_port
+        presence = Presence(agent_token(token, agent.host), agent.host, agent.incarnation)
         seen = reachable_url(url, *place)
-        while not await announce(*place, run_id=run_id, term=term, url=seen, token=known):
+        while not await announce(*place, presence, run_id=run_id, term=term, url=seen):
             await asyncio.sleep(AGAIN_S)
 
     async def tell_all() -> None:  # a task: it takes note of its end, also where that is cut short

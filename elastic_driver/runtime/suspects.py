@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from elastic_driver import contract
 from elastic_driver.core.decisions import ProbeAgent
 from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected, Evidence
+from elastic_driver.presence import Presence
 from elastic_driver.reachability import probe
+from rendezvous.auth import agent_token
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import MAX_WAIT_S, Entries, Get, Watch
 
@@ -24,10 +26,11 @@ REASONS: dict[Evidence, str] = {
 
 @dataclass
 class Suspects:
-    """Posts evidence about agents; `server` is set before any evidence comes."""
+    """Posts evidence about agents; `server` and `token` are set before any comes."""
 
     post: Callable[[AgentSuspected | AgentHeard | AgentProbed], object]
     server: RendezvousServer | None = None
+    token: str = ""  # the driver's, from which those of the agents are derived
     _awaited: set[tuple[str, int]] = field(default_factory=set)  # used on the server's loop
 
     def found(self, evidence: Evidence, host: str, incarnation: int, reason: str = "") -> None:
@@ -57,8 +60,9 @@ class Suspects:
     async def _probe(self, asked: ProbeAgent) -> None:
         clock = asyncio.get_running_loop().time
         began = clock()
-        result = await probe(asked.address, asked.port, asked.patience)
         agent = asked.host, asked.incarnation
+        question = Presence(agent_token(self.token, asked.host), *agent).ask()
+        result = await probe(asked.address, asked.port, asked.patience, question)
         self.post(AgentProbed(*agent, asked.number, result, clock() - began))
 
     async def _await_heartbeat(self, server: RendezvousServer, host: str, incarnation: int) -> None:

@@ -24,6 +24,7 @@ from elastic_driver.core.events import AgentReady, AgentReturned, ConnectionUnan
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.ports import listening_ports, none_left, store_ports
+from elastic_driver.presence import Presence
 from elastic_driver.runtime.library_logs import logs_shown
 from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, term_in
@@ -77,7 +78,8 @@ class Agent:
         self._client = RendezvousClient(config.endpoint, token, fingerprint=known_by)
         marks = {contract.JOB_MARK: os.environ.get(contract.JOB_MARK, config.token_file)}
         self._starter = WorkerStarter(self._say, marks, inherited)
-        self._probe_port = ProbePort(self._on_announced)
+        presence = Presence(token, config.host, config.incarnation)
+        self._probe_port = ProbePort(presence.answer, self._on_announced)
         self._life = Lifetime(config, self._say, self._probe_port.close)
         self._run_id, self._announced = "", 0  # the highest term that was announced
         self._heartbeats: Heartbeats | None = None

@@ -199,7 +199,7 @@ class DriverLink:
         """Return whether the driver accepts connections: it may be stopped, or very busy."""
         address = parse_url(self._client.url)
         where = str(address.hostname), int(address.port or 0)
-        return await probe(*where, PROBE_S, speaks=False) == "answered"
+        return await probe(*where, PROBE_S) == "answered"
 
     def _miss(self, why: str) -> None:
         if not self.absent:

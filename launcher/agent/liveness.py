@@ -119,4 +119,4 @@ class Heartbeats:
 
 async def _reaches(address: str, port: int) -> bool:
     """Return whether a machine accepts or refuses connections, and so can be reached."""
-    return await probe(address, port, CONNECT_S, speaks=False) != "silent"
+    return await probe(address, port, CONNECT_S) != "silent"

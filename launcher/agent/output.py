@@ -27,6 +27,7 @@ from elastic_driver.core.job_spec import JobSpec
 from launcher.agent.lines import HoldBack, LineSplitter, visible
 from launcher.agent.recorded_output import Record
 from launcher.agent.stdin import waits_for_line
+from rendezvous.own_files import shown_folder
 
 OUT, ERR = 1, 2  # bits of torchrun's Std
 READ_BYTES = 64 * 1024
@@ -86,8 +87,12 @@ class LogFile:
     """One stream's file, which may be moved; a failed write (disk full) ends it, not the worker."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending, with the folders above it; raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Open for appending, with the folders above it; raises OSError.
+
+        The folder has a name that others can tell before it is there; one of theirs is refused.
+        """
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        shown_folder(path.parent)
         self.path = path
         self._file = AppendedFile(path)
 
@@ -113,7 +118,9 @@ class LogFile:
 def link_ranks(log_dir: Path, round_id: int, ranks: dict[str, int]) -> None:
     """Make `by-rank/<round>/<rank>` lead to each of these workers' folders; raises OSError."""
     folder = log_dir / "by-rank" / str(round_id)
-    folder.mkdir(parents=True, exist_ok=True)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for each in (folder.parent, folder):
+        shown_folder(each)
     for worker, rank in ranks.items():
         draft = folder / f".{rank}.{worker}"
         draft.unlink(missing_ok=True)

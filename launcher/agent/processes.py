@@ -366,3 +366,8 @@ class WorkerProcess:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
+
+
+def is_of_this_user(process: psutil.Process) -> bool:
+    """Return whether a process is of the user of this one; raises psutil.Error if it has ended."""
+    return bool(process.uids().real == os.getuid())

@@ -2,7 +2,8 @@
 
 The kernel does not hand us what such an agent leaves behind, as it does for our own agents. So
 these functions look at all processes of this user, and take one for the job's only if it was
-started with the job's variables (`contract.JOB_MARK` is no other job's). Times are seconds.
+started with the job's variables (`contract.JOB_MARK` is no other job's). Times are seconds. An
+agent is this user's, though root can read all users' variables, and anybody may have these.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from launcher.agent.processes import readable
+from launcher.agent.processes import is_of_this_user, readable
 
 _LOOK_AGAIN_S = 0.02
 
@@ -37,7 +38,7 @@ class AdoptedProcess:
             return None
         # Looked at after it was opened: if it has these variables, the descriptor is the agent's.
         with contextlib.suppress(psutil.NoSuchProcess):
-            if _has(psutil.Process(pid), marks):
+            if _has(process := psutil.Process(pid), marks) and is_of_this_user(process):
                 return cls(pid, pidfd)
         os.close(pidfd)
         return None
@@ -62,7 +63,8 @@ def find_agent(host: str, incarnation: int, marks: Mapping[str, str]) -> int:
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
             given = dict(itertools.pairwise(words))
-            if (given.get("--host"), given.get("--incarnation")) == (host, str(incarnation)):
+            named = (given.get("--host"), given.get("--incarnation")) == (host, str(incarnation))
+            if named and is_of_this_user(process):
                 return process.pid
     return 0
 

@@ -16,5 +16,5 @@ async def answer_probe(asked: ProbeDriver, post: Callable[[DriverProbed], None])
     result: Result = "silent"
     with contextlib.suppress(ValueError, OverflowError, OSError):  # no address of any use here
         address = str(ipaddress.ip_address(host.strip("[]")))
-        result = await probe(address, int(port), PATIENCE_S, speaks=False)
+        result = await probe(address, int(port), PATIENCE_S)
     post(DriverProbed(asked.job, asked.began, asked.liveness, result))

@@ -1,8 +1,8 @@
-"""The name of a node that joins, the claim to serve a port, and the secret.
+"""The name of a node that joins, and the secret.
 
-The first node of a machine has the machine's name, a second one at the same server `name-2`. A
-process holds a name through an abstract socket, which the kernel frees when the process ends. The
-next process that holds the name is the successor of the one before, and the node keeps its name.
+The first node of a machine has the machine's name, a second one at the same server `name-2`
+(`launcher.join.claims`). The next process that holds a name is the successor of the one before, and
+the node keeps its name.
 
 Server and node both have the secret, and it is in no argument. It is one of three, in this order:
 a key derived from the text of --token-file; the run's own token, if node and server share a state
@@ -14,10 +14,8 @@ So no process of a run that is over can talk to the next run.
 import contextlib
 import functools
 import hashlib
-import os
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,7 +27,6 @@ from rendezvous.errors import TokenError
 LEAST_CHARS = 16
 _SALT = b"elastic-driver: nodes that join"
 _COST = 2**14  # scrypt's N; with r=8 about 16 MiB and 50 ms for each guess (RFC 7914)
-_MOST = 1000  # nodes of one machine at one server
 
 
 def own_name() -> str:
@@ -44,38 +41,6 @@ def machine_id() -> str:
             if text := path.read_text(errors="replace").strip():
                 return text[:64]
     return own_name()[:64]
-
-
-@contextlib.contextmanager
-def claim_port(port: int) -> Iterator[bool]:
-    """Yield whether this process is the one of this machine that serves at this port.
-
-    The claim comes before anything is opened: two processes that start together both find the port
-    free.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
-        yield _bind(held, f"elastic-serve/{port}")
-
-
-@contextlib.contextmanager
-def claim_name(place: str) -> Iterator[str]:
-    """Yield a name that no other live node of this user and machine has at the server `place`."""
-    base = own_name()
-    at = hashlib.sha256(place.encode()).hexdigest()[:16]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
-        for number in range(1, _MOST + 1):
-            if _bind(held, f"elastic-join/{os.geteuid()}/{at}/{number}"):
-                yield base if number == 1 else f"{base}-{number}"
-                return
-    raise OSError(f"{_MOST} nodes of this machine have joined {place} already")
-
-
-def _bind(held: socket.socket, name: str) -> bool:
-    """Hold an abstract name; return False if another live process holds it."""
-    with contextlib.suppress(OSError):
-        held.bind(f"\0{name}")
-        return True
-    return False
 
 
 # ---- the secret --------------------------------------------------------------------------

@@ -35,7 +35,8 @@ from launcher.agent.processes import become_subreaper, children, end_all
 from launcher.agent.remote import start_agent
 from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
 from launcher.edge import TO_LEAVE, handled
-from launcher.join.identity import claim_name, machine_id
+from launcher.join.claims import claim_name
+from launcher.join.identity import machine_id
 from launcher.join.membership import Membership
 from launcher.join.plan import JoinPlan
 from launcher.join.search import FoundServer, find_server
@@ -102,7 +103,8 @@ class Node:
         plan = self._plan
         become_subreaper()
         patience, option = plan.settings.start_timeout, "--start-timeout"
-        with claim_name(plan.place) as name:
+        run = (plan.options.run_id,) if plan.options.run_id else ()  # wherever its server is
+        with claim_name((plan.place, *run), os.environ, plan.say) as name:
             while True:
                 session = secrets.token_hex(16)
                 offer = NodeReport(name, machine_id(), session, version(), plan.slots)

@@ -79,12 +79,17 @@ def numeric_address(host: str) -> str:
 # ---- the server of nodes that join -------------------------------------------------------
 
 
+def names_this_machine(host: str) -> bool:
+    """Return whether a name or address is this machine's; this may ask a name server."""
+    return is_this_machine(host) or any(map(is_this_machine, addresses_of(host)))
+
+
 def can_serve(host: str, port: int) -> bool:
     """Return whether a name or address is this machine's, and the port is free here now.
 
     This may ask a name server.
     """
-    if not is_this_machine(host) and not any(map(is_this_machine, addresses_of(host))):
+    if not names_this_machine(host):
         return False
     address = bind_address(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

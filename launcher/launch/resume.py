@@ -59,6 +59,7 @@ def take_unfinished(
     `load_run`. Raises UsageError if the unfinished job of that name was started with another
     command.
     """
+    run_dir.refuse_strangers()
     named = line.options.run_id is not None or run_dir.path.exists()
     if not (line.options.resume or (named and _is_open(run_dir))):
         return None
@@ -108,6 +109,7 @@ def _take(run_dir: RunDir, *, keep: bool, alone: bool) -> ResumedRun | JobResult
 
     `keep`: only look. `alone` as for `load_run`.
     """
+    run_dir.refuse_strangers()
     if not _is_open(run_dir):
         return read_result(run_dir.events_file)
     there = run_dir.path.exists()

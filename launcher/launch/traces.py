@@ -15,6 +15,7 @@ from elastic_driver import contract
 from elastic_driver.core.job import Job
 from elastic_driver.runtime.results import agents_started
 from elastic_driver.runtime.run_dir import RunDir
+from launcher.agent.processes import is_of_this_user
 from launcher.backends.addresses import is_this_machine
 from launcher.backends.local_agents import AGENT
 
@@ -27,11 +28,12 @@ def agents_here(run_dir: RunDir) -> list[int]:
     module = b"\0".join(_MODULE)
     found = []
     for pid in psutil.pids():
-        with contextlib.suppress(OSError):  # it has just ended, or is another user's
+        with contextlib.suppress(OSError, psutil.Error):  # it has just ended, or is another user's
             process = Path(f"/proc/{pid}")
             if module not in (process / "cmdline").read_bytes():  # most processes end here
                 continue
-            if mark in (process / "environ").read_bytes().split(b"\0"):
+            marked = mark in (process / "environ").read_bytes().split(b"\0")
+            if marked and is_of_this_user(psutil.Process(pid)):
                 found.append(pid)
     return found
 

@@ -6,19 +6,24 @@ Real sshds and agents; only `elasticrun` is killed, so its ssh clients lose thei
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
+from elastic_driver.runtime.run_dir import read_endpoint
 from tests.cluster.test_hosts import assert_clean_end
 from tests.support.cluster import Cluster
 from tests.support.cluster_job import ClusterJob, elasticrun_on, now
-from tests.support.job import eventually
+from tests.support.job import ROOT, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 FOUR = ("-np", "4", "--min-np", "1", "-H", "node[0-3]:1")
 SLACK_S = 3.0
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - in a network that leads nowhere
 
 
 def longest_gap(job: ClusterJob, worker: str) -> float:
@@ -51,6 +56,44 @@ def test_agents_on_four_hosts_outlive_their_driver_and_the_next_one_adopts_them(
         cluster.node("node1").running("launcher.agent --endpoint")[0].kill()
         lost = job.wait_event("agent_lost", "node1")
         assert lost["n"] > job.events("driver_resumed")[-1]["n"]
+        job.together(4, above=1)
+        job.check_steps({"node1"})
+        assert_clean_end(job)
+
+
+def test_a_driver_whose_port_is_held_calls_the_agents_of_all_hosts(cluster: Cluster) -> None:
+    with elasticrun_on(cluster, *FOUR) as job:
+        first = job.together(4)
+        job.known_to_train()
+        job.kill_driver()
+        endpoint = read_endpoint(job.run_dir)
+        assert endpoint is not None
+        place = urlsplit(endpoint.url)
+        holder = subprocess.Popen(
+            cluster.node("head").inside(
+                *(sys.executable, "-m", "tests.support.held_port", EVERYWHERE, str(place.port)),
+                cwd=str(ROOT),
+            ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            job.resume()
+            assert f"another program holds port {place.port}, so the driver" in job.stderr
+            returned = job.until(lambda: len(job.events("agent_returned")) == 4, "all agents")
+            assert returned
+            job.train_on(4)
+            holder.communicate("")
+        assert {r.round for r in job.steps()} == {1}, "the world has never changed"
+        gaps = {r.worker: longest_gap(job, r.worker) for r in first}
+        print(f"longest time between two steps: {max(gaps.values()):.2f} s")
+        assert max(gaps.values()) < SLACK_S
+        assert not job.events("agent_lost", "worker_lost")
+        cluster.node("node1").running("launcher.agent --endpoint")[0].kill()
+        job.wait_event("agent_lost", "node1")
         job.together(4, above=1)
         job.check_steps({"node1"})
         assert_clean_end(job)

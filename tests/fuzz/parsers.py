@@ -31,6 +31,7 @@ from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.presence import Presence
 from elastic_driver.runtime import page_routes, run_dir
 from elastic_driver.runtime.event_routes import Reported
 from elastic_driver.runtime.host_lists import (
@@ -354,7 +355,7 @@ def hear_driver(chunks: list[bytes]) -> None:
 
     async def hear() -> None:
         heard: list[bytes] = []
-        port = probe_port.ProbePort(heard.append)
+        port = probe_port.ProbePort(Presence("secret", "a", 1).answer, heard.append)
         connection = probe_port._Connection(port)
         transport = _Transport()
         connection.connection_made(cast("asyncio.Transport", transport))

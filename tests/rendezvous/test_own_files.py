@@ -11,7 +11,7 @@ import pytest
 
 from rendezvous.auth import read_credentials, write_token_file
 from rendezvous.errors import TokenError
-from rendezvous.own_files import open_own, own_folder, write_own
+from rendezvous.own_files import open_own, own_folder, read_own, shown_folder, write_own
 
 STRANGER = 12345
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
@@ -26,6 +26,47 @@ def test_a_folder_is_made_for_this_user_alone_and_taken_again(tmp_path: Path) ->
     own_folder(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert (path / "file").read_text() == "ours"
+
+
+def test_a_folder_of_results_is_for_others_to_look_into_only(tmp_path: Path) -> None:
+    path = tmp_path / "results"
+    before = os.umask(0o002)
+    try:
+        shown_folder(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    path.chmod(0o2777)
+    shown_folder(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o2755
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(PermissionError, match="it is a link"):
+        shown_folder(tmp_path / "link")
+    assert list(path.iterdir()) == []
+
+
+@is_root
+def test_a_file_server_that_knows_us_by_another_number_is_no_stranger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results"
+    shown_folder(path)
+    monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
+    shown_folder(path)  # what this process makes there is root's, too
+    os.chown(path, STRANGER + 1, -1)
+    with pytest.raises(PermissionError, match=f"it belongs to user {STRANGER + 1}"):
+        shown_folder(path)
+    assert list(path.iterdir()) == []
+
+
+def test_a_plain_file_of_some_size_is_read_and_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_own(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(OSError, match="it is larger than 4 bytes"):
+        read_own(tmp_path / "file", 4)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PermissionError, match="it is no plain file"):
+        read_own(tmp_path / "pipe", 5)
 
 
 def _writable(path: Path) -> None:

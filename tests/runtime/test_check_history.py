@@ -46,6 +46,22 @@ def test_a_file_that_is_no_history_is_named_and_set_aside(tmp_path: Path, writte
     assert (tmp_path / aside).read_bytes() == written
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+@pytest.mark.parametrize("link", [False, True])
+def test_what_another_user_has_written_is_not_believed(tmp_path: Path, link: bool) -> None:
+    said: list[str] = []
+    kept = CheckHistoryFile(tmp_path, said.append)
+    kept.add(report("a"))
+    if link:
+        kept.path.rename(tmp_path / "other")
+        kept.path.symlink_to(tmp_path / "other")
+    os.chown(kept.path, 12345, 12345, follow_symlinks=False)
+    assert kept.read().nodes == {}
+    (line,) = said
+    assert f"cannot read the checks before this one in {kept.path}: it " in line
+    assert "12345" in line
+
+
 def test_a_file_that_is_far_too_large_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ sys.stdin.read()
 
 def look(address: str) -> str:
     host, _, port = address.rpartition(":")
-    return asyncio.run(probe(host, int(port), 5.0, speaks=False))
+    return asyncio.run(probe(host, int(port), 5.0))
 
 
 def test_a_process_that_is_stopped_answers_and_one_that_was_killed_is_refused() -> None:

@@ -14,14 +14,18 @@ import pytest
 from elastic_driver import contract
 from elastic_driver.core.decisions import ProbeAgent
 from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected
+from elastic_driver.presence import Presence
 from elastic_driver.reachability import Result, probe
 from elastic_driver.runtime.suspects import Suspects
-from launcher.agent.probe_port import ProbePort
+from launcher.agent.probe_port import MOST, ProbePort
+from rendezvous.auth import agent_token
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import DeletePrefix, Set
 from tests.runtime.waiting import until
 
 PATIENCE_S = 0.4
+TOKEN = "a-driver-s-token"
+AGENT = Presence(agent_token(TOKEN, "a"), "a", 1)
 T = TypeVar("T")
 
 
@@ -47,12 +51,12 @@ def free_port() -> int:
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_an_agent_answers_at_once(address: str) -> None:
     async def scene() -> tuple[Result, float]:
-        listener = ProbePort(lambda _line: None)
+        listener = ProbePort(AGENT.answer, pytest.fail)
         port = await listener.listen(address)
         if not port:
             pytest.skip(f"this machine has no {address}")
         began = time.monotonic()
-        found = await probe(address, port, 10.0)
+        found = await probe(address, port, 10.0, AGENT.ask())
         listener.close()
         return found, time.monotonic() - began
 
@@ -63,15 +67,79 @@ def test_an_agent_answers_at_once(address: str) -> None:
 
 def test_a_closed_port_refuses_at_once() -> None:
     began = time.monotonic()
-    assert play(lambda: probe("127.0.0.1", free_port(), 10.0)) == "refused"
+    assert play(lambda: probe("127.0.0.1", free_port(), 10.0, AGENT.ask())) == "refused"
     assert time.monotonic() - began < 2.0
 
 
 def test_a_stopped_process_is_silent_for_all_of_the_time() -> None:
     with stopped_process() as port:
         began = time.monotonic()
-        assert play(lambda: probe("127.0.0.1", port, PATIENCE_S)) == "silent"
+        assert play(lambda: probe("127.0.0.1", port, PATIENCE_S, AGENT.ask())) == "silent"
         assert time.monotonic() - began >= PATIENCE_S * 0.99
+
+
+@pytest.mark.parametrize("says", [b"+", b"+\n" * 40, b"0" * 64 + b"\n", b"", None])
+def test_a_stranger_at_the_port_of_an_agent_is_not_the_agent(says: bytes | None) -> None:
+    """The first byte was enough for an earlier version: a dead agent lived as long as its lease."""
+
+    async def strange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if says:
+            writer.write(says)
+        elif says is None:
+            writer.write(await reader.readline())  # the question comes back
+        await writer.drain()
+        writer.close()
+
+    async def scene() -> Result:
+        async with await asyncio.start_server(strange, "127.0.0.1", 0) as stranger:
+            port = stranger.sockets[0].getsockname()[1]
+            return await probe("127.0.0.1", port, PATIENCE_S, AGENT.ask())
+
+    assert play(scene) == ("silent" if says == b"" else "refused")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Presence(AGENT.token, "a", 2),  # an agent that was started later
+        Presence(AGENT.token, "b", 1),
+        Presence(agent_token("another-job-s", "a"), "a", 1),
+    ],
+)
+def test_another_agent_at_the_port_of_an_agent_is_not_the_agent(other: Presence) -> None:
+    found: list[object] = []
+
+    async def listen(port: ProbePort) -> int:
+        return await port.listen("127.0.0.1")
+
+    with RendezvousServer(token="t") as server:
+        suspects = Suspects(found.append, server, TOKEN)
+        for number, agent in enumerate((AGENT, other)):
+            listener = ProbePort(agent.answer, pytest.fail)
+            port = asyncio.run_coroutine_threadsafe(listen(listener), server._running()[1])
+            asked = ProbeAgent("a", 1, "127.0.0.1", port.result(10), 10.0, number, "a test")
+            suspects.probe(asked)
+            until(lambda n=number: len(found) == n + 1, "the probe has a result")  # type: ignore[misc]
+            server._running()[1].call_soon_threadsafe(listener.close)
+    assert [e.result for e in found if isinstance(e, AgentProbed)] == ["answered", "refused"]
+
+
+def test_connections_that_say_nothing_keep_no_probe_out() -> None:
+    async def scene() -> Result:
+        listener = ProbePort(AGENT.answer, pytest.fail)
+        port = await listener.listen("127.0.0.1")
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST + 50)]
+        found = await probe("127.0.0.1", port, 10.0, AGENT.ask())
+        for _, writer in idle:
+            writer.close()
+            with contextlib.suppress(OSError):  # it had to make room
+                await writer.wait_closed()
+        while listener.open:
+            await asyncio.sleep(0)
+        listener.close()
+        return found
+
+    assert play(scene) == "answered"
 
 
 def test_an_answer_to_a_late_attempt_counts() -> None:
@@ -81,10 +149,11 @@ def test_an_answer_to_a_late_attempt_counts() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.setblocking(False)
             port, loop = listener.getsockname()[1], asyncio.get_running_loop()
-            probing = asyncio.create_task(probe("127.0.0.1", port, PATIENCE_S))
+            asked = AGENT.ask()
+            probing = asyncio.create_task(probe("127.0.0.1", port, PATIENCE_S, asked))
             unanswered = [(await loop.sock_accept(listener))[0] for _ in range(2)]
             third, _ = await loop.sock_accept(listener)
-            await loop.sock_sendall(third, b"+")
+            await loop.sock_sendall(third, asked.answer)
             result = await probing
             for connection in (*unanswered, third):
                 connection.close()
@@ -95,7 +164,7 @@ def test_an_answer_to_a_late_attempt_counts() -> None:
 
 def test_an_agent_that_nothing_can_listen_for_says_so() -> None:
     nowhere = "192.0.2.1"  # not an address of this machine
-    assert play(lambda: ProbePort(lambda _line: None).listen(nowhere)) == 0
+    assert play(lambda: ProbePort(AGENT.answer, pytest.fail).listen(nowhere)) == 0
 
 
 def test_a_thousand_hosts_are_probed_at_once_beside_other_work() -> None:

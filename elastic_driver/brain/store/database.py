@@ -6,6 +6,7 @@ answers. Times are unix seconds.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import sqlite3
@@ -30,6 +31,7 @@ from elastic_driver.brain.store.rows import (
     expired_before,
 )
 from elastic_driver.brain.store.tables import figures, jobs, series
+from rendezvous.own_files import open_own
 
 LOCK_S = 1.0  # for another process to end its transaction
 POSTGRES: dict[str, Any] = {  # a server that is gone is noticed
@@ -179,7 +181,7 @@ class Database:
             url = make_url(self._address.url).set(drivername="postgresql+psycopg")
             return create_engine(url, pool_size=1, max_overflow=0, connect_args=POSTGRES)
         # Readable by its owner alone, as everything in the run's folder.
-        os.close(os.open(self._address.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        os.close(open_own(self._address.file, os.O_RDWR | os.O_CREAT, 0o600))
         url = make_url("sqlite+pysqlite://").set(database=self._address.file)
         arguments = {"timeout": LOCK_S, "check_same_thread": False}
         engine = create_engine(url, pool_size=1, max_overflow=0, connect_args=arguments)
@@ -215,7 +217,15 @@ class Database:
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    """Set a connection up; raises PermissionError for a file that runs what somebody has written.
+
+    No version of ours has a view or a trigger.
+    """
     connection.isolation_level = None  # `_begin_sqlite` begins transactions
+    connection.execute("PRAGMA trusted_schema = OFF")
+    strange = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index')"
+    for kind, name in connection.execute(strange):
+        raise PermissionError(errno.EPERM, f"it holds a {kind} {name[:60]!r}, which is not ours")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
 

@@ -144,8 +144,10 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
         """Open a database that an earlier driver or standby has left here."""
         if not self._path.is_file():
             return
-        database = sqlite3.connect(self._path, isolation_level=None)
+        database = tables.connect(self._path)
         try:
+            if tables.stranger(database):
+                raise sqlite3.DatabaseError("it is no journal")
             (found,) = database.execute("PRAGMA user_version").fetchone()
             (n,) = database.execute("SELECT max(n) FROM events").fetchone()
             (snapshot,) = database.execute("SELECT max(n) FROM snapshots").fetchone()
@@ -165,7 +167,7 @@ class Follower(contextlib.AbstractContextManager["Follower"]):
         for suffix in ("", "-wal", "-shm", "-journal"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))
-        self._database = sqlite3.connect(self._path, isolation_level=None)
+        self._database = tables.connect(self._path)
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=NORMAL")
         argv = msgspec.json.encode(about.argv).decode()

@@ -10,7 +10,6 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from elastic_driver.core.job import Job
 from elastic_driver.core.machine import Machine, stamped
@@ -21,7 +20,7 @@ from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.journal import write_ahead
 from elastic_driver.runtime.journal.codec import AnyEvent, decode
-from elastic_driver.runtime.journal.tables import FORMAT, UPGRADED, checksum
+from elastic_driver.runtime.journal.tables import FORMAT, UPGRADED, checksum, connect, stranger
 
 _KINDS: dict[str, type[Restorable]] = {
     "job": Job,
@@ -93,7 +92,10 @@ class Replay:
         self.now = 0.0  # machine time of the last step
         self.first = 0  # the event before the first step
         self.memory = b""  # of the executor, at the newest snapshot that was passed
-        self._database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
+        try:
+            self._database = connect(path, read_only=True)
+        except sqlite3.Error as error:
+            raise JournalError(f"{path}: the journal cannot be read: {error}") from error
         try:
             self._read_head()
         except BaseException:
@@ -113,6 +115,8 @@ class Replay:
             raise JournalError(
                 f"{self.path}: a journal of format {found}, only {FORMAT} can be read; {hint}"
             )
+        if what := self._stranger():
+            raise JournalError(f"{self.path}: the file holds {what}, which no journal has")
         if found == FORMAT and columns and not self._has_sums:
             raise JournalError(f"{self.path}: the journal is damaged: it has no checksums")
         about = self._sound("about", self._rows("SELECT * FROM about"))
@@ -215,6 +219,12 @@ class Replay:
                 why = "its checksum is wrong, a disk or a program has changed it"
                 raise JournalError(f"{self.path}: {what} {row[0]} is damaged: {why}")
         return [row[:-1] for row in rows]
+
+    def _stranger(self) -> str:
+        try:
+            return stranger(self._database)
+        except sqlite3.Error as error:
+            raise JournalError(f"{self.path}: the journal cannot be read: {error}") from error
 
     def _rows(self, query: str, *values: int) -> list[tuple[Any, ...]]:
         try:

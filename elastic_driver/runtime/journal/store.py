@@ -167,7 +167,7 @@ class SqliteStore:
         for suffix in ("", "-wal", "-shm", "-journal"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))
-        database = self._open = _connect(self._path)
+        database = self._open = tables.connect(self._path)
         database.execute("PRAGMA synchronous=OFF")  # for an empty file
         _log_ahead(database)
         with _transaction(database):
@@ -181,7 +181,9 @@ class SqliteStore:
         """Open the file of an earlier driver; raises `TakenOverError` if it is not as it was."""
         if not self._path.is_file():
             raise FileNotFoundError(f"there is no journal {self._path}")
-        database = self._open = _connect(self._path)
+        database = self._open = tables.connect(self._path)
+        if what := tables.stranger(database):
+            raise sqlite3.DatabaseError(f"the file holds {what}, which no journal has")
         _log_ahead(database)
         with _transaction(database):
             newest = "SELECT (SELECT max(term) FROM terms), (SELECT max(n) FROM events)"
@@ -196,20 +198,16 @@ class SqliteStore:
         """Open the file that this driver has written to; `write` looks whether it is still ours."""
         if not self._path.is_file():
             raise FileNotFoundError(f"there is no journal {self._path}")
-        database = self._open = _connect(self._path)
+        database = self._open = tables.connect(self._path)
         _log_ahead(database)
         return database
 
     def _taken_over(self) -> TakenOverError:
         newest = "SELECT term, host, pid FROM terms ORDER BY term DESC LIMIT 1"
-        with contextlib.closing(_connect(self._path)) as database:
+        with contextlib.closing(tables.connect(self._path)) as database:
             found = database.execute(newest).fetchone()
         who = "driver {} (host {}, process {})".format(*found)
         return TakenOverError(f"{who} goes on with this run; driver {self._term} ends")
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
 
 
 def _log_ahead(database: sqlite3.Connection) -> None:

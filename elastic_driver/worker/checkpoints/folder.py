@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -183,11 +183,18 @@ def mark_of(path: Path) -> Mark:
     return Mark(size, digest.hexdigest())
 
 
+def new_file(path: Path) -> BinaryIO:
+    """Open a file for writing; what is there is replaced, and a link is not followed."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(path, flags, 0o666), "wb")
+
+
 def write_file(path: Path, content: bytes) -> Mark:
     """Put a file on disk, whole or not at all; return its size and checksum."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        fresh.write_bytes(content)
+        with new_file(fresh) as file:
+            file.write(content)
         _sync(fresh)
         fresh.replace(path)
         _sync(path.parent)

@@ -33,6 +33,7 @@ from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.sharing import Envelope, LiveState
 from elastic_driver.worker.state_sync.values import TensorSpec, first_line
 from elastic_driver.worker.worker_log import say
+from rendezvous.own_files import shown_folder
 from rendezvous.wire import UNREADABLE
 
 KEEP = 3
@@ -328,7 +329,7 @@ class CheckpointWriter(Thread):
                 "is the same on every host"
             )
         self._await_room()
-        folder.mkdir(exist_ok=True)
+        shown_folder(folder)
         self.has_begun = True
         report = tensors.write_share(folder, self.staging)
         if self.pack is not None:
@@ -414,7 +415,7 @@ class CheckpointWriter(Thread):
             with suppress(OSError):
                 (self.folder / tensors.file_name(rank)).unlink(missing_ok=True)
             with suppress(OSError):
-                (self.folder / f"part-{rank}.failed").write_text(reason)
+                folders.write_file(self.folder / f"part-{rank}.failed", reason.encode())
                 logged = False  # rank 0 reads and logs it
         if logged and not self.owner.in_trouble:
             say(

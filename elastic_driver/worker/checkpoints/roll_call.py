@@ -24,6 +24,7 @@ from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError
 from elastic_driver.worker.checkpoints.keeper import Checkpoints, describe
 from elastic_driver.worker.state_sync.sharing import LiveState
+from rendezvous.own_files import shown_folder
 
 ROLL_CALL_S = 8.0  # the longest wait for the other members of the last world
 ROLL_CALL_SHARE = 0.4  # of the time that is left; the rest is for writing
@@ -78,7 +79,8 @@ def _agree(
     run = os.environ.get(contract.RUN_ID, "")
     digest = hashlib.sha256("\n".join([run, *world]).encode()).hexdigest()[:8]
     folder = root / folders.roll_call_name(digest)
-    folder.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
+    shown_folder(folder)
     folders.write_document(folder / f"{me.worker}.arrival", me)
     published = time.monotonic() + patience
     while (now := time.monotonic()) < until:

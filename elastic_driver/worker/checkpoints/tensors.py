@@ -107,7 +107,7 @@ def write_share(folder: Path, staging: Staging) -> Report:
     """
     path = folder / file_name(staging.rank)
     chunks = []
-    with path.open("wb") as file:
+    with folders.new_file(path) as file:
         for piece, copy in zip(staging.pieces, staging.copies, strict=True):
             start, offsets = file.tell(), [piece.start, *([0] * copy.dim())][: copy.dim()]
             torch.save(copy, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import sqlite3
@@ -17,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
-from elastic_driver.brain.store.failures import is_corrupt, set_aside
+from elastic_driver.brain.store.failures import is_corrupt, is_mistake, set_aside
 from elastic_driver.brain.store.migrations import STEPS, NewerSchemaError
 from elastic_driver.brain.store.rows import DAY, FINE, HOUR, MINUTE, JobKey, Row, Series, Summary
 
@@ -143,6 +144,37 @@ def test_a_file_is_the_owners_alone_and_in_wal_mode(in_file: Address) -> None:
         assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     other.close()
     database.close()
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        ("CREATE VIEW v AS SELECT * FROM jobs", "a view 'v'"),
+        ("CREATE TRIGGER t AFTER INSERT ON jobs BEGIN DELETE FROM jobs; END", "a trigger 't'"),
+    ],
+)
+def test_a_file_with_what_runs_by_itself_is_refused(
+    in_file: Address, made: str, named: str
+) -> None:
+    database = Database(in_file)
+    database.write(JOB, [row(10, 1.0)])
+    database.close()
+    with contextlib.closing(sqlite3.connect(in_file.file)) as other:
+        other.execute(made)
+    with pytest.raises(PermissionError, match=f"it holds {named}, which is not ours") as refused:
+        database.write(JOB, [row(15, 2.0)])
+    assert is_mistake(refused.value)
+
+
+def test_a_file_behind_a_link_of_another_user_is_not_made(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a link in another user's name")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "target")
+    os.chown(link, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(PermissionError, match="it is a link that user 65534 has made"):
+        Database(Address(file=str(link))).open()
+    assert not (tmp_path / "target").exists()
 
 
 def test_a_file_that_vanishes_is_made_again(in_file: Address) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.announcement import announce
+from elastic_driver.announcement import READ, announce, announcement
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.events import (
     AgentReady,
@@ -21,6 +21,7 @@ from elastic_driver.core.events import (
     WorkerExited,
     WorkerStarted,
 )
+from elastic_driver.presence import Presence
 from elastic_driver.runtime.run_lock import RunLock
 from rendezvous.auth import agent_token, worker_token
 from rendezvous.wire import DeletePrefix
@@ -75,6 +76,20 @@ def driver(tmp_path: object) -> Iterator[Driver]:
         yield driver
     finally:
         driver.close()
+
+
+def known(driver: Driver) -> Presence:
+    """The agent as its drivers know it."""
+    return Presence(OURS, HOST, driver.incarnation)
+
+
+async def send(address: str, port: int, line: bytes) -> bytes:
+    """What the agent answers at its port for probes."""
+    reader, writer = await asyncio.open_connection(address, port)
+    writer.write(line)
+    answer = await asyncio.wait_for(reader.read(), 5.0)
+    writer.close()
+    return answer
 
 
 @contextlib.contextmanager
@@ -280,10 +295,10 @@ def test_a_driver_elsewhere_calls_the_agent_and_its_later_workers_begin_there(
                 ("another-run", 2, OURS),
                 ("run-for-tests", 1, OURS),
             ):
-                asyncio.run(announce(*where, run_id=run, term=term, url=url, token=token))
+                assert asyncio.run(send(*where, announcement(run, term, url, token))) == READ
             away(agent)
             assert following.events == []
-            told = announce(*where, run_id="run-for-tests", term=2, url=url, token=OURS)
+            told = announce(*where, known(driver), run_id="run-for-tests", term=2, url=url)
             assert asyncio.run(told)
             following.wait(AgentReturned, within=2.0)
             worker = contract.worker_id(HOST, 1, 9)
@@ -307,10 +322,10 @@ def test_an_agent_follows_a_driver_that_has_taken_over_though_the_old_one_answer
                 announce(
                     ready.address,
                     ready.probe_port,
+                    known(driver),
                     run_id="run-for-tests",
                     term=2,
                     url=second.server.url,
-                    token=OURS,
                 )
             )
             second.wait(AgentReturned)
@@ -320,20 +335,15 @@ def test_an_agent_follows_a_driver_that_has_taken_over_though_the_old_one_answer
             assert agent.wait() == 0
 
 
-@pytest.mark.parametrize("line", [b"x" * 5000, b"{}\n", b"\xff\xfe\n", b"\n"])
-def test_other_lines_change_nothing(driver: Driver, line: bytes) -> None:
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [(b"x" * 5000, b""), (b"{}\n", READ), (b"\xff\xfe\n", READ), (b"\n", READ), (b"?\n", READ)],
+)
+def test_other_lines_change_nothing(driver: Driver, line: bytes, answer: bytes) -> None:
     driver.python(WAIT, **WAITS)
     with agent_of(driver) as agent:
         ready = driver.wait(AgentReady)
-
-        async def send() -> bytes:
-            reader, writer = await asyncio.open_connection(ready.address, ready.probe_port)
-            writer.write(line)
-            answer = await asyncio.wait_for(reader.read(), 5.0)
-            writer.close()
-            return answer
-
-        assert asyncio.run(send()).startswith(b"+")
+        assert asyncio.run(send(ready.address, ready.probe_port, line)) == answer
         driver.shutdown()
         assert agent.wait() == 0
 

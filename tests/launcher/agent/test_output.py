@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,25 @@ def test_links_lead_to_the_workers_folder_and_can_be_made_again(tmp_path: Path) 
     link_ranks(tmp_path, 2, {"h.0.2": 0})
     link_ranks(tmp_path, 2, {"h.0.1": 0})
     assert (tmp_path / "by-rank" / "2" / "0" / "stdout.log").read_text() == "here"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+@pytest.mark.parametrize("link", [False, True])
+def test_what_another_user_has_prepared_among_the_files_is_not_written_to(
+    tmp_path: Path, link: bool
+) -> None:
+    precious, logs = tmp_path / "precious", tmp_path / "logs"
+    for place in (logs / "h.0.1", logs / "by-rank"):
+        precious.mkdir(exist_ok=True)
+        place.parent.mkdir(exist_ok=True)
+        if link:
+            place.symlink_to(precious)
+        else:
+            place.mkdir(0o777)
+        os.chown(place, 12345, 12345, follow_symlinks=False)
+    why = "it is a link" if link else "it belongs to user 12345"
+    with pytest.raises(PermissionError, match=why):
+        LogFile(logs / "h.0.1" / "stdout.log")
+    with pytest.raises(PermissionError, match=why):
+        link_ranks(logs, 2, {"h.0.1": 0})
+    assert list(precious.iterdir()) == []

@@ -15,9 +15,12 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerStarted
+from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import children
 from launcher.backends import local_agents
+from launcher.backends.adopted import AdoptedProcess, find_agent
 from launcher.backends.local import LocalBackend
+from launcher.launch.traces import agents_here
 from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually, lives
 from tests.launcher.backends.machine import command
 
@@ -182,3 +185,26 @@ def test_a_host_of_an_adopted_agent_gets_a_new_one_that_stays(
     eventually(lambda: reasons, 5)
     assert not lives(agent)
     assert lives(newer)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process of another user needs root")
+def test_a_process_of_another_user_with_the_job_s_variables_is_not_the_job_s(
+    tmp_path: Path,
+) -> None:
+    """Root may read the variables of all users' processes."""
+    run_dir = RunDir(tmp_path, "run")
+    marks = {contract.JOB_MARK: str(run_dir.token_file)}
+    for user, counts in ((None, True), (65534, False)):
+        argv = ["/bin/sh", "-c", "sleep 60; :", "-m", "launcher.agent", "--host", "h"]
+        argv += ["--incarnation", "1"]
+        with subprocess.Popen(argv, env=marks, user=user) as process:
+            eventually(lambda p=process: "launcher.agent" in psutil.Process(p.pid).cmdline())
+            found = AdoptedProcess.open(process.pid, marks)
+            try:
+                assert (found is not None) is counts
+                assert find_agent("h", 1, marks) == (process.pid if counts else 0)
+                assert agents_here(run_dir) == ([process.pid] if counts else [])
+            finally:
+                if found is not None:
+                    found.close()
+                process.kill()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+
+import pytest
 
 from elastic_driver.core.documents import Failure
 from elastic_driver.runtime.results import JobResult
@@ -32,6 +35,18 @@ def test_a_job_that_ends_without_a_failed_worker_tells_its_reason(tmp_path: Path
     file = tmp_path / "error.json"
     write_error_file(JobResult(exit_code=75, reason="no hosts", ended=1.0), {ERROR_FILE: str(file)})
     assert json.loads(file.read_bytes())["message"]["message"] == "no hosts"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a link away needs root")
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    precious, file = tmp_path / "precious", tmp_path / "error.json"
+    precious.write_text("precious")
+    file.symlink_to(precious)
+    os.chown(file, 12345, 12345, follow_symlinks=False)
+    assert "it is a link that user 12345 has made" in write_error_file(
+        FAILED, {ERROR_FILE: str(file)}
+    )
+    assert precious.read_text() == "precious"
 
 
 def test_nothing_is_written_where_nothing_failed_or_nobody_asks(tmp_path: Path) -> None:

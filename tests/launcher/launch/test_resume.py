@@ -25,7 +25,7 @@ from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import Head
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.results import JobResult
-from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.run_dir import RunDir, read_endpoint
 from elastic_driver.runtime.run_lock import Holder
 from elastic_driver.settings import Settings
 from launcher import cli
@@ -306,3 +306,19 @@ def test_a_journal_that_may_not_be_read_is_one_line(
     journal.unlink()
     journal.mkdir()
     assert "run big cannot go on" in refuse(state_dir, capsys)
+
+
+@pytest.mark.timeout(20)
+def test_a_folder_that_others_may_write_to_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """A pipe in the place of a file would hold the command up for ever."""
+    run_dir = RunDir(tmp_path / "state", "big")
+    run_dir.path.mkdir(parents=True)
+    run_dir.path.chmod(0o777)
+    for name in ("events.jsonl", "lock", "journal.db"):
+        os.mkfifo(run_dir.path / name)
+    with pytest.raises(UsageError, match="other users may write to it"):
+        take_unfinished(resolve(START, {}), run_dir, str(tmp_path))
+    with pytest.raises(UsageError, match="other users may write to it"):
+        take_named(resolve(("--resume", "--run-id", "big"), {}), tmp_path / "state")
+    os.mkfifo(run_dir.path / "endpoint.json")
+    assert read_endpoint(run_dir.path) is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import re
 import sqlite3
 import stat
 from pathlib import Path
@@ -81,6 +83,45 @@ def test_a_journal_in_which_no_job_has_begun_is_told_apart(tmp_path: Path) -> No
     with pytest.raises(NotBegunError, match="the journal is empty"):
         load_run(path)
     first.free()
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        ("CREATE VIEW extra AS SELECT * FROM events", "a view 'extra'"),
+        (
+            "CREATE TRIGGER t AFTER INSERT ON events BEGIN DELETE FROM terms; END",
+            "a trigger 't'",
+        ),
+        ("CREATE TABLE more (a)", "a table 'more'"),
+        ("CREATE VIRTUAL TABLE words USING fts5(a)", "a table 'words'"),
+        ("CREATE INDEX other ON events (abs(n))", "an index 'other'"),
+        ("ALTER TABLE terms RENAME TO t2", "a table 't2'"),
+        ("ALTER TABLE keys ADD COLUMN b AS (zeroblob(9))", "another table 'keys'"),
+        (
+            "ALTER TABLE events RENAME TO e; CREATE VIEW events AS SELECT * FROM e",
+            "a table 'e'",
+        ),
+    ],
+)
+def test_a_journal_with_what_runs_by_itself_is_refused(
+    made: str, named: str, tmp_path: Path
+) -> None:
+    """An earlier version read through a view, and let triggers run when it went on."""
+    path = tmp_path / "journal.db"
+    write_some(path, 3)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.executescript(made)
+    before = path.read_bytes()
+    refused = f"the file holds {named}, which no journal has"
+    for read in (Replay, load_run):
+        with pytest.raises(JournalError, match=re.escape(refused)):
+            read(path)
+    store = SqliteStore(path)
+    with pytest.raises(sqlite3.DatabaseError, match=re.escape(refused)):
+        store.open(Head("run", term=2, n=3))
+    store.free()
+    assert path.read_bytes() == before, "nothing is changed"
 
 
 def test_a_journal_of_another_format_or_with_a_damaged_event_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from elastic_driver.errors import ElasticError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
+from elastic_driver.worker.checkpoints.tensors import file_name
 from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.sharing import LiveState
 from elastic_driver.worker.state_sync.steps import Steps
@@ -252,6 +253,38 @@ def test_one_of_an_earlier_run_with_the_same_name_is_kept_and_never_written_into
     found = shared(3)
     after.each[0].load_newest(found)
     assert contents(found) == contents(shared(2))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+@pytest.mark.parametrize("what", ["folder", "link to a folder", "link to a file"])
+def test_what_others_have_prepared_in_a_shared_place_is_not_written_to(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who knows the name of a checkpoint to come could lead it to files of ours."""
+    precious = tmp_path / "precious" / file_name(0)
+    precious.parent.mkdir()
+    precious.write_bytes(b"precious")
+    known = Ranks(tmp_path / "elsewhere", 1)
+    known.take(10, shared(1))
+    assert known.drain()
+    (path,) = folders.newest_first(tmp_path / "elsewhere")
+    place = tmp_path / "shared" / path.name
+    place.parent.mkdir()
+    if what == "link to a folder":
+        place.symlink_to(precious.parent)
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+        (place / file_name(0)).symlink_to(precious)
+    if what != "link to a file":
+        os.chown(place, 12345, 12345, follow_symlinks=False)
+    ranks = Ranks(tmp_path / "shared", 1)
+    ranks.take(10, shared(2))
+    ranks.drain()
+    assert precious.read_bytes() == b"precious"
+    assert ranks.complete() == []
+    said = {"folder": "it belongs to user 12345", "link to a folder": "it is a link"}
+    assert said.get(what, "Too many levels of symbolic links") in capsys.readouterr().err
 
 
 def test_room_that_is_never_made_costs_that_checkpoint_and_not_the_old_one(
