@@ -32,10 +32,10 @@ NODES = frozenset({Role.NODE})
 JOBS = frozenset({Role.JOB})
 TRAINERS = frozenset({Role.WORKER, Role.OPERATOR})
 STORE = frozenset({Role.AGENT, Role.WORKER, Role.OPERATOR})  # its routes
-# The page: its files, and the session that a request begins or ends for its own browser.
+# The page: its files, and the session that a request begins for its own browser.
 LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
 PAGE_FILES = ("/assets/app.css", "/assets/app.js", "/assets/icon.svg")
-_PAGE = ("/", LOGIN_PATH, LOGOUT_PATH, *PAGE_FILES)
+_PAGE = ("/", LOGIN_PATH, *PAGE_FILES)
 # Routes that anyone may use, without a token.
 OPEN = frozenset({wire.HEALTH_PATH, "/v1/nodes/hello", "/v1/nodes/proof", *_PAGE})
 
@@ -67,6 +67,7 @@ ROUTES = (
     RouteRights("GET", "/v1/status", WATCHERS),
     RouteRights("GET", "/v1/history", WATCHERS),
     RouteRights("GET", "/v1/live", WATCHERS),
+    RouteRights("POST", LOGOUT_PATH, PEOPLE),
     RouteRights("POST", "/v1/login-codes", OPERATORS),
     RouteRights("GET", "/metrics", WATCHERS),
     RouteRights("GET", "/v1/openapi.json", WATCHERS | AGENTS),
