@@ -13,8 +13,9 @@ are answered 410 `sealed`. In the store, scope and key are one name, `scope/key`
 
 Other modules' handlers are mounted behind the same middlewares: `guard` checks the token or the
 session and its rights, keeps its owner (`caller_of`) and gives errors one shape, `PostsOnce`
-answers repeated POSTs. Handlers read typed bodies with `read_json`, answer with `json_answer`, and raise `Problem`
-to answer with an error. Any other exception becomes a 500 that only tells the client where to look.
+answers repeated POSTs. Handlers read typed bodies with `read_json`, answer with `json_answer`, and
+raise `Problem` to answer with an error. Any other exception becomes a 500 that only tells the
+client where to look.
 """
 
 import asyncio
