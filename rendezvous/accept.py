@@ -52,7 +52,7 @@ class Acceptor:
                 self._rest()
                 return
             try:
-                accepted, _ = self._listener.accept()
+                accepted, name = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:  # no descriptor or no memory is left
@@ -61,7 +61,7 @@ class Acceptor:
                 return
             room = self._connections.has_room(accepted.fileno())
             if room or self._connections.make_room():
-                self._open(accepted)
+                self._open(accepted, str(name[0]))
             else:
                 self._refuse(accepted)
 
@@ -71,9 +71,10 @@ class Acceptor:
         go_on = partial(self._loop.add_reader, self._listener, self._accept)
         self._pause = self._loop.call_later(PAUSE_S, go_on)
 
-    def _open(self, accepted: socket.socket) -> None:
+    def _open(self, accepted: socket.socket, address: str) -> None:
         accepted.setblocking(False)
-        task = self._loop.create_task(self._connect(accepted, self._connections.opened()))
+        client = self._connections.opened(address)
+        task = self._loop.create_task(self._connect(accepted, client))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 

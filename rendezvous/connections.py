@@ -1,8 +1,9 @@
 """The open connections of one server: how many there may be, and how long each may take.
 
 A connection without an authorized request so far is one of a few, and has little time. If too many
-come, the oldest of them goes; if descriptors become scarce, one that rests goes too. A
-client whose connection was closed connects again, and repeats the request if it had sent one.
+come, the oldest one of the address with the most goes; if descriptors become scarce, one that rests
+goes too, and if none does, one of the client with the most. A client whose connection was closed
+connects again, and repeats the request if it had sent one.
 
 Everything runs on the server's loop. Times are seconds.
 """
@@ -10,24 +11,31 @@ Everything runs on the server's loop. Times are seconds.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import TypeVar
 
 from rendezvous.auth import Caller, Role
 from rendezvous.limits import Hits, Limits, reserve_of
+from rendezvous.shares import Shares, open_to, share_of
 
 SWEEP_S = 1.0
 YOUNG_S = 0.2  # a connection has this long before it may be closed to make room for another one
 IDLE_S = 600.0  # without a request; then the client has to connect again
 _LOOKS = 64  # at connections, to find one that rests
-_BOUNDED_ROLES = (Role.AGENT, Role.WORKER)
+K = TypeVar("K", bound=Hashable)
+FEW = 8  # connections of one client, all of which it keeps while others have more
 
 
 class Client:
     """The state of one connection; the protocols that serve it keep it up to date."""
 
-    __slots__ = ("begun", "busy", "caller", "has_head", "held", "moved", "stuck", "transport")
+    __slots__ = (
+        *("address", "begun", "busy", "caller", "has_head", "held", "moved", "stuck"),
+        "transport",
+    )
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, address: str = "") -> None:
+        self.address = address  # of the other end, without its port
         self.transport: asyncio.WriteTransport | None = None  # of the socket, once there is one
         self.caller: Caller | None = None  # the owner of its first authorized request
         self.moved = now  # when bytes last came or went
@@ -60,11 +68,13 @@ class Connections:
         self._most_unproven = min(limits.unproven, max(1, self._most // 4))
         self._handshake = handshake
         self._unproven: dict[Client, float] = {}  # since when; the oldest first
+        self._of_address: dict[str, dict[Client, None]] = {}  # the same, by address
         self._proven: dict[Client, None] = {}  # about in the order of their last requests
-        self._of_caller: Counter[Caller] = Counter()
-        self._arriving = 0  # bytes
+        self._of_caller: dict[Caller, dict[Client, None]] = {}  # the same, by client
+        self._arriving = Shares(limits.arriving_bytes)
         self._leaving: dict[int, tuple[int, int]] = {}  # id of an answer → readers, bytes
         self._leaving_bytes = 0
+        self._leaving_to: Counter[Caller | None] = Counter()  # bytes, each answer for each reader
         self._sweep = self.loop.call_later(SWEEP_S, self._end_late)
 
     def close(self) -> None:
@@ -73,40 +83,43 @@ class Connections:
 
     # ---- how many ------------------------------------------------------------------------
 
-    def opened(self) -> Client:
-        """Record a new connection."""
+    def opened(self, address: str = "") -> Client:
+        """Record a new connection from an address."""
         now = self.loop.time()
-        client = Client(now)
+        client = Client(now, address)
         self._unproven[client] = now + self._handshake
+        self._of_address.setdefault(address, {})[client] = None
         return client
 
     def closed(self, client: Client) -> None:
         """Record that a connection has ended; may be called again."""
-        self._unproven.pop(client, None)
+        self._forget_unproven(client)
         if client in self._proven:
             del self._proven[client]
             self._release(client)
         self.hold(client, 0)
 
+    def _forget_unproven(self, client: Client) -> None:
+        if self._unproven.pop(client, None) is not None:
+            _remove(self._of_address, client.address, client)
+
     def prove(self, client: Client, caller: Caller) -> bool:
         """Record an authorized request; return False if its caller has too many connections."""
         if client.caller is None:
-            if caller.role in _BOUNDED_ROLES:
-                if self._of_caller[caller] >= self.limits.of_one_caller:
-                    self.hits.count("caller")
-                    return False
-                self._of_caller[caller] += 1
+            own = self._of_caller.setdefault(caller, {})
+            if len(own) >= self.limits.of_one_caller and caller.role is not Role.DRIVER:
+                self.hits.count("caller")
+                return False
+            own[client] = None
+            self.hold(client, 0)  # as a stranger's; what follows is its own
             client.caller = caller
-            self._unproven.pop(client, None)
+            self._forget_unproven(client)
             self._proven[client] = None
         return True
 
     def _release(self, client: Client) -> None:
-        caller = client.caller
-        if caller is not None and caller.role in _BOUNDED_ROLES:
-            self._of_caller[caller] -= 1
-            if not self._of_caller[caller]:
-                del self._of_caller[caller]
+        if client.caller is not None:
+            _remove(self._of_caller, client.caller, client)
 
     def may_open(self) -> bool:
         """Return whether one more client may connect; close an older one for it if need be."""
@@ -128,19 +141,35 @@ class Connections:
     def make_room(self) -> bool:
         """Free a descriptor: close the connection that is needed least; False: there is none."""
         self.hits.count("files")
-        return self._close_oldest_unproven() or self._close_resting()
+        return self._close_oldest_unproven() or self._close_resting() or self._close_of_greediest()
 
     def _oldest_unproven(self) -> Client | None:
-        """Return the oldest unproven connection, unless all are young."""
-        client, since = next(iter(self._unproven.items()), (None, 0.0))
-        return client if self.loop.time() - since >= YOUNG_S else None
+        """Return the oldest unproven connection of the address with the most, unless it is young.
+
+        So an address that connects without end closes its own connections.
+        """
+        most = max(self._of_address.values(), key=len, default={})
+        client = next(iter(most), None)
+        young = client is None or self.loop.time() - self._unproven[client] < YOUNG_S
+        return None if young else client
 
     def _close_oldest_unproven(self) -> bool:
         client = self._oldest_unproven()
         if client is not None:
-            del self._unproven[client]
+            self._forget_unproven(client)
             client.abort()
         return client is not None
+
+    def _close_of_greediest(self) -> bool:
+        """Close a connection of the client with the most, if these are not few."""
+        others = (own for caller, own in self._of_caller.items() if caller.role is not Role.DRIVER)
+        most = max(others, key=len, default={})
+        if len(most) <= FEW:
+            return False
+        client = next((each for each in most if not each.busy), next(iter(most)))
+        self.closed(client)
+        client.abort()
+        return True
 
     def _close_resting(self) -> bool:
         """Close a connection that rests, if there is one among the next few."""
@@ -160,40 +189,47 @@ class Connections:
     def hold(self, client: Client, size: int) -> bool:
         """Record that so many bytes of a client's requests are kept; False: that is too much."""
         more = size - client.held
-        if more > 0 and self._arriving + more > self.limits.arriving_bytes:
+        if more > 0 and not self._arriving.take(client.caller, more):
             self.hits.count("arriving")
             return False
-        self._arriving += more
+        if more < 0:
+            self._arriving.give_back(client.caller, -more)
         client.held = size
         return True
 
-    def may_leave(self, answer: bytes) -> bool:
+    def may_leave(self, answer: bytes, caller: Caller | None) -> bool:
         """Return whether a large answer may be kept until its client has taken it."""
-        if self._leaving_bytes + len(answer) <= self.limits.leaving_bytes:
+        room, size = self.limits.leaving_bytes, len(answer)
+        new = 0 if id(answer) in self._leaving else size  # others get the same bytes
+        own, share = self._leaving_to[caller], share_of(caller, room)
+        fits = not own or share == room or own + size <= share
+        if fits and self._leaving_bytes + new <= open_to(caller, room):
             return True
-        if id(answer) in self._leaving:
-            return True  # others get the same bytes
         self.hits.count("leaving")
         return False
 
     @contextlib.contextmanager
-    def leaving(self, answer: bytes) -> Iterator[None]:
+    def leaving(self, answer: bytes, caller: Caller | None) -> Iterator[None]:
         """Record that an answer is kept meanwhile, perhaps for several clients."""
-        self.begin_leaving(answer)
+        self.begin_leaving(answer, caller)
         try:
             yield
         finally:
-            self.end_leaving(answer)
+            self.end_leaving(answer, caller)
 
-    def begin_leaving(self, answer: bytes) -> None:
+    def begin_leaving(self, answer: bytes, caller: Caller | None) -> None:
         """Record that an answer is kept for one more client; `end_leaving` follows."""
         readers, size = self._leaving.get(id(answer), (0, len(answer)))
         self._leaving[id(answer)] = readers + 1, size
         self._leaving_bytes += 0 if readers else size
+        self._leaving_to[caller] += size
 
-    def end_leaving(self, answer: bytes) -> None:
+    def end_leaving(self, answer: bytes, caller: Caller | None) -> None:
         """Record that a client has taken an answer, or has gone."""
         readers, size = self._leaving.pop(id(answer))
+        self._leaving_to[caller] -= size
+        if not self._leaving_to[caller]:
+            del self._leaving_to[caller]
         if readers > 1:
             self._leaving[id(answer)] = readers - 1, size
         else:
@@ -208,7 +244,7 @@ class Connections:
             client, since = next(iter(self._unproven.items()))
             if now - since <= self.limits.unproven_s:
                 break
-            del self._unproven[client]
+            self._forget_unproven(client)
             self.hits.count("unproven_time")
             client.abort()
         for client in (*self._unproven, *self._proven):
@@ -226,3 +262,11 @@ class Connections:
             client.abort()
         elif not client.busy and not client.stuck and still > IDLE_S:
             client.abort()
+
+
+def _remove(table: dict[K, dict[Client, None]], key: K, client: Client) -> None:
+    """Take a client out of a table of clients by key."""
+    clients = table.get(key, {})
+    clients.pop(client, None)
+    if not clients:
+        table.pop(key, None)

@@ -18,6 +18,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple, TypeAlias
 
 from rendezvous.auth import Caller, Role
@@ -67,27 +68,29 @@ class Sessions:
         roles = set(_ROLES.values())
         self._sessions: dict[Role, _Known] = {role: OrderedDict() for role in roles}
         self._codes: dict[Role, _Known] = {role: OrderedDict() for role in roles}
+        self._numbers = count(1)
 
     def begin(self, caller: Caller, cookies: Mapping[str, str], now: float) -> Begun | None:
         """Return a new session of a browser with these cookies; None: this role has none."""
-        owner = _owner(caller)
-        if owner is None:
+        role = _ROLES.get(caller.role)
+        if role is None:
             return None
         cookie = cookies.get(self.cookie, "")
         if not any(now < known.until for known in self._of_browser(_digest(cookie))):
             cookie = secrets.token_urlsafe(32)
         key = secrets.token_urlsafe(32)
+        owner = Caller(role, f"page {next(self._numbers)}")  # a client of its own
         session = Session(owner, now + SESSION_S, _digest(cookie))
-        _keep(self._sessions[owner.role], key, session, MOST_SESSIONS)
+        _keep(self._sessions[role], key, session, MOST_SESSIONS)
         return Begun(cookie, key, owner)
 
     def make_code(self, caller: Caller, now: float) -> str | None:
         """Return a code with which one session may begin; None: this role has no sessions."""
-        owner = _owner(caller)
-        if owner is None:
+        role = _ROLES.get(caller.role)
+        if role is None:
             return None
         code = secrets.token_urlsafe(16)
-        _keep(self._codes[owner.role], code, Session(owner, now + CODE_S), MOST_CODES)
+        _keep(self._codes[role], code, Session(Caller(role), now + CODE_S), MOST_CODES)
         return code
 
     def redeem(self, code: str, now: float) -> Caller | None:
@@ -121,11 +124,6 @@ class Sessions:
     def _of_browser(self, browser: bytes) -> list[Session]:
         every = (each for known in self._sessions.values() for each in known.values())
         return [each for each in every if hmac.compare_digest(each.browser, browser)]
-
-
-def _owner(caller: Caller) -> Caller | None:
-    role = _ROLES.get(caller.role)
-    return None if role is None else Caller(role, "")
 
 
 def _keep(known: _Known, secret: str, session: Session, most: int) -> None:

@@ -20,7 +20,9 @@ class Queue(Enum):
     NEW = "new"  # first requests of connections
     COSTLY = "costly"  # requests that are large, or of connections whose last ones took long
     ANSWER = "answer"  # large answers to be encoded
-    GENERAL = "general"  # requests for aiohttp
+    STRANGERS = "strangers"  # requests for aiohttp that have no token: hellos, logins, guesses
+    GENERAL = "general"  # of machines
+    PEOPLE = "people"  # of operators, and of readers' sessions
 
 
 class Turns:
@@ -38,10 +40,10 @@ class Turns:
         """Call `work` in one of the next turns."""
         self._add(queue, work)
 
-    async def wait(self) -> None:
+    async def wait(self, queue: Queue) -> None:
         """Return in a turn in which no other caller of this method goes on."""
         mine: asyncio.Future[None] = self._loop.create_future()
-        self._add(Queue.GENERAL, mine)
+        self._add(queue, mine)
         await mine
 
     def _add(self, queue: Queue, work: Callable[[], object] | asyncio.Future[None]) -> None:

@@ -39,6 +39,7 @@ from rendezvous.request_times import RequestTimes
 from rendezvous.round_members import RoundMembers
 from rendezvous.service import AnswerMemory, StoreService
 from rendezvous.sessions import HEADER, Session, Sessions
+from rendezvous.shares import Shares
 from rendezvous.space import Owner
 
 # Neither version nor library, in any answer: also in one to a request that is none.
@@ -279,20 +280,27 @@ class PostsOnce:
     def __init__(self) -> None:
         self._memory: AnswerMemory[PostAnswer] = AnswerMemory()
         self._pending: dict[str, asyncio.Future[PostAnswer]] = {}
+        self._shares = Shares(_MOST_PENDING)  # of those that are pending
 
     def knows(self, key: str) -> bool:
         """Return whether this POST was received before."""
         return key in self._pending or self._memory.get(key) is not None
 
-    def begin(self, key: str) -> None:
+    def may_begin(self, caller: Caller) -> bool:
+        """Return whether one more POST of a client may be answered now."""
+        return self._shares.has_room(caller)
+
+    def begin(self, key: str, caller: Caller) -> None:
         """Record that a POST is being answered outside of the middleware; `end` follows."""
+        self._shares.take(caller)
         self._pending[key] = asyncio.get_running_loop().create_future()
 
-    def end(self, key: str, status: int, body: bytes) -> None:
+    def end(self, key: str, caller: Caller, status: int, body: bytes) -> None:
         """Record that a POST was answered outside of the middleware, with a JSON document."""
         pending = self._pending.pop(key, None)
-        answer = self._keep(key, PostAnswer(status, body, {"Content-Type": JSON}))
+        answer = self._keep(key, caller, PostAnswer(status, body, {"Content-Type": JSON}))
         if pending is not None:
+            self._shares.give_back(caller)
             pending.set_result(answer)
 
     @web.middleware
@@ -303,13 +311,17 @@ class PostsOnce:
         if request.method != "POST" or elsewhere or not request_id:
             return await handler(request)
         await request.read()  # now, as the connection may end before the handler reads
-        key = f"{request.path} {caller_of(request).own_id(request_id)}"
+        caller = caller_of(request)
+        key = f"{request.path} {caller.own_id(request_id)}"
         answer = self._memory.get(key)
         if answer is None:
             pending = self._pending.get(key)
             if pending is None:
-                if len(self._pending) >= _MOST_PENDING:
-                    problem = f"{_MOST_PENDING} requests are being answered already"
+                if not self._shares.take(caller):
+                    problem = (
+                        "this client has its share of the requests that are being answered, or "
+                        "there are too many"
+                    )
                     raise Problem(503, "busy", problem, "try again in a moment")
                 call = self._call(key, request, handler)
                 pending = self._pending[key] = asyncio.create_task(call)
@@ -317,16 +329,21 @@ class PostsOnce:
         return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
 
     async def _call(self, key: str, request: web.Request, handler: Handler) -> PostAnswer:
-        response = await shape_errors(request, handler)
+        caller = caller_of(request)
+        try:
+            response = await shape_errors(request, handler)
+        finally:
+            del self._pending[key]
+            self._shares.give_back(caller)
         body = response.body if isinstance(response, web.Response) else b""
         content = body if isinstance(body, bytes) else b""
-        del self._pending[key]
-        return self._keep(key, PostAnswer(response.status, content, response.headers))
+        return self._keep(key, caller, PostAnswer(response.status, content, response.headers))
 
-    def _keep(self, key: str, answer: PostAnswer) -> PostAnswer:
+    def _keep(self, key: str, caller: Caller, answer: PostAnswer) -> PostAnswer:
         if answer.status < 500:
             size = _ANSWER_BYTES + len(key) + len(answer.body)
-            self._memory.put(key, answer, size, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            self._memory.put(key, answer, size, now, owner=owner_of(caller))
         return answer
 
 

@@ -18,7 +18,7 @@ def begin(sessions: Sessions, caller: Caller, cookies: dict[str, str] | None = N
 
 def caller(sessions: Sessions, begun: Begun, now: float = 1.0) -> Caller | None:
     found = sessions.find({sessions.cookie: begun.cookie}, begun.key, now)
-    return None if found is None else found.caller
+    return None if found is None else Caller(found.caller.role)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,8 @@ def test_a_session_has_the_rights_of_an_operator_or_a_reader(
         return
     assert code is not None
     begun = begin(sessions, token)
-    assert begun.caller == session
+    assert begun.caller.role is session.role
+    assert begun.caller != begin(sessions, token).caller, "each is a client of its own"
     assert caller(sessions, begun) == session
     assert sessions.redeem(code, 1.0) == session
 

@@ -245,10 +245,14 @@ def test_a_stream_resumes_after_the_last_event_a_reader_has_seen(api: Api) -> No
     connection.close()
 
 
-def test_readers_that_leave_are_forgotten_and_too_many_are_refused(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def one_stream_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_driver.runtime.status_routes.MAX_STREAMS", 1)
+
+
+def test_readers_that_leave_are_forgotten_and_too_many_are_refused(
+    one_stream_only: None, api: Api
+) -> None:
     connection, response = api.open("GET", "/v1/events", Accept="text/event-stream")
     assert response.status == 200
     status, answer = api.call("GET", "/v1/events", Accept="text/event-stream")

@@ -259,11 +259,10 @@ class Stream:
 
     def __init__(self, page: Page, session: Headers) -> None:
         self.connection, self.response = page.open("GET", "/v1/live", **session)
-        assert self.response.status == 200
-        assert self.response.headers["Content-Type"] == "text/event-stream"
 
     def next(self, kind: str) -> Any:
         """Return the data of the next message of a kind."""
+        assert self.response.headers["Content-Type"] == "text/event-stream"
         found = ""
         while line := self.response.readline().decode():
             if line.startswith("event: "):
@@ -354,12 +353,36 @@ def test_the_driver_is_asked_only_while_somebody_looks(page: Page) -> None:
     assert len(asked) == looks
 
 
-def test_there_are_at_most_so_many_streams(page: Page) -> None:
-    session = page.login(token=TOKEN)
-    streams = [Stream(page, session) for _ in range(MAX_STREAMS)]
-    status, _, body = page.call("GET", "/v1/live", **session)
-    assert status == 503
-    assert json.loads(body)["error"]["code"] == "too_many_streams"
-    for stream in streams:
-        stream.connection.close()
-        stream.response.close()
+def test_one_client_has_a_share_of_the_streams_and_people_have_a_reserve(page: Page) -> None:
+    """A reader's token and workers take all that they can get; people still see the job."""
+    agents, streams = agent_token(TOKEN, "a"), list[Stream]()
+    try:
+        for token in (reader_token(TOKEN), *(worker_token(agents, f"a.0.{n}") for n in range(4))):
+            streams += streams_until_refused(page, {"Authorization": f"Bearer {token}"})
+        assert len(streams) == MAX_STREAMS - MAX_STREAMS // 8
+        reader = page.login(token=reader_token(TOKEN))
+        streams += streams_until_refused(page, reader)
+        assert len(streams) == MAX_STREAMS - MAX_STREAMS // 16
+        streams += streams_until_refused(page, page.login(token=operator_token(TOKEN)))
+        assert len(streams) == MAX_STREAMS
+        for stream in streams:
+            assert stream.response.status == 200
+            stream.next("hello")
+    finally:
+        for stream in streams:
+            stream.connection.close()
+            stream.response.close()
+
+
+def streams_until_refused(page: Page, headers: Headers) -> list[Stream]:
+    """Return as many streams as a client gets."""
+    found = list[Stream]()
+    while len(found) <= MAX_STREAMS:
+        stream = Stream(page, headers)
+        if stream.response.status != 200:
+            refused = json.loads(stream.response.read())
+            stream.connection.close()
+            assert refused["error"]["code"] == "too_many_streams"
+            return found
+        found.append(stream)
+    raise AssertionError("there is no bound")
