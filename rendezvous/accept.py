@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from rendezvous.connections import Client, Connections
+from rendezvous.peers import peer_of
 
 AT_ONCE = 32  # in one turn of the loop; so the first bytes of each are read soon
 PAUSE_S = 0.05  # when there is no room
@@ -61,7 +62,7 @@ class Acceptor:
                 return
             room = self._connections.has_room(accepted.fileno())
             if room or self._connections.make_room():
-                self._open(accepted, str(name[0]))
+                self._open(accepted, peer_of(accepted, name))
             else:
                 self._refuse(accepted)
 
@@ -71,9 +72,9 @@ class Acceptor:
         go_on = partial(self._loop.add_reader, self._listener, self._accept)
         self._pause = self._loop.call_later(PAUSE_S, go_on)
 
-    def _open(self, accepted: socket.socket, address: str) -> None:
+    def _open(self, accepted: socket.socket, peer: str) -> None:
         accepted.setblocking(False)
-        client = self._connections.opened(address)
+        client = self._connections.opened(peer)
         task = self._loop.create_task(self._connect(accepted, client))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)

@@ -1,7 +1,7 @@
 """The open connections of one server: how many there may be, and how long each may take.
 
 A connection without an authorized request so far is one of a few, and has little time. If too many
-come, the oldest one of the address with the most goes; if descriptors become scarce, one that rests
+come, the oldest one of the peer with the most goes; if descriptors become scarce, one that rests
 goes too, and if none does, one of the client with the most. A client whose connection was closed
 connects again, and repeats the request if it had sent one.
 
@@ -30,12 +30,12 @@ class Client:
     """The state of one connection; the protocols that serve it keep it up to date."""
 
     __slots__ = (
-        *("address", "begun", "busy", "caller", "has_head", "held", "moved", "stuck"),
-        "transport",
+        *("begun", "busy", "caller", "has_head", "held", "moved", "peer"),
+        *("stuck", "transport"),
     )
 
-    def __init__(self, now: float, address: str = "") -> None:
-        self.address = address  # of the other end, without its port
+    def __init__(self, now: float, peer: str = "") -> None:
+        self.peer = peer  # see `peers`
         self.transport: asyncio.WriteTransport | None = None  # of the socket, once there is one
         self.caller: Caller | None = None  # the owner of its first authorized request
         self.moved = now  # when bytes last came or went
@@ -68,7 +68,7 @@ class Connections:
         self._most_unproven = min(limits.unproven, max(1, self._most // 4))
         self._handshake = handshake
         self._unproven: dict[Client, float] = {}  # since when; the oldest first
-        self._of_address: dict[str, dict[Client, None]] = {}  # the same, by address
+        self._of_peer: dict[str, dict[Client, None]] = {}  # the same, by peer
         self._proven: dict[Client, None] = {}  # about in the order of their last requests
         self._of_caller: dict[Caller, dict[Client, None]] = {}  # the same, by client
         self._arriving = Shares(limits.arriving_bytes)
@@ -83,12 +83,12 @@ class Connections:
 
     # ---- how many ------------------------------------------------------------------------
 
-    def opened(self, address: str = "") -> Client:
-        """Record a new connection from an address."""
+    def opened(self, peer: str = "") -> Client:
+        """Record a new connection of a peer (see `peers`)."""
         now = self.loop.time()
-        client = Client(now, address)
+        client = Client(now, peer)
         self._unproven[client] = now + self._handshake
-        self._of_address.setdefault(address, {})[client] = None
+        self._of_peer.setdefault(peer, {})[client] = None
         return client
 
     def closed(self, client: Client) -> None:
@@ -101,7 +101,7 @@ class Connections:
 
     def _forget_unproven(self, client: Client) -> None:
         if self._unproven.pop(client, None) is not None:
-            _remove(self._of_address, client.address, client)
+            _remove(self._of_peer, client.peer, client)
 
     def prove(self, client: Client, caller: Caller) -> bool:
         """Record an authorized request; return False if its caller has too many connections."""
@@ -144,11 +144,11 @@ class Connections:
         return self._close_oldest_unproven() or self._close_resting() or self._close_of_greediest()
 
     def _oldest_unproven(self) -> Client | None:
-        """Return the oldest unproven connection of the address with the most, unless it is young.
+        """Return the oldest unproven connection of the peer with the most, unless it is young.
 
-        So an address that connects without end closes its own connections.
+        So a peer that connects without end closes its own connections.
         """
-        most = max(self._of_address.values(), key=len, default={})
+        most = max(self._of_peer.values(), key=len, default={})
         client = next(iter(most), None)
         young = client is None or self.loop.time() - self._unproven[client] < YOUNG_S
         return None if young else client

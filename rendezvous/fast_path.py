@@ -100,7 +100,8 @@ class FastPath:
             if results is None:
                 answer(503, _STOPPING)
             elif wire.is_large(results, LARGE_RESULTS):
-                self.turns.add(Queue.ANSWER, lambda: answer(200, wire.encode_reply(results)))
+                encode = partial(wire.encode_reply, results)
+                self.turns.add(Queue.ANSWER, lambda: answer(200, encode()), caller)
             else:
                 answer(200, wire.encode_reply(results))
 
@@ -183,7 +184,8 @@ class FastConnection(asyncio.Protocol):
     def _take_later(self, queue: Queue) -> None:
         if not self._planned:
             self._planned = True
-            self._shared.turns.add(queue, partial(self._take_turn, queue))
+            client = self._client.caller or self._client.peer
+            self._shared.turns.add(queue, partial(self._take_turn, queue), client)
 
     def _take_turn(self, queue: Queue) -> None:
         self._planned = False

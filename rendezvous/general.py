@@ -16,7 +16,7 @@ from rendezvous.connections import Client, Connections
 from rendezvous.request_times import WAITS
 from rendezvous.shares import is_person
 from rendezvous.turns import Queue, Turns
-from rendezvous.web import CALLER, REQUEST_TIMES, Problem
+from rendezvous.web import CALLER, PEER, REQUEST_TIMES, Problem
 from rendezvous.wire import MAX_BODY_BYTES
 
 LARGE_ANSWER = 64 * 1024  # bytes; smaller ones fit into the buffer of each connection
@@ -94,6 +94,7 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
     connection = _connection_of(request)
     if connection is None:
         return web.Response(status=400)  # the client has gone
+    request[PEER] = connection.client.peer
     connection.begin()
     began = monotonic()
     try:
@@ -131,7 +132,8 @@ def within(connections: Connections, turns: Turns) -> Middleware:
         if request.headers.get("Content-Encoding", "identity") != "identity":
             problem = "the body is compressed, and this server unpacks none"
             raise Problem(415, "compressed", problem, "send it without Content-Encoding")
-        await turns.wait(_queue_of(request))
+        client = connection.client
+        await turns.wait(_queue_of(request), client.caller or client.peer)
         try:
             if size:
                 await _read_body(request, connections, connection.client, size)

@@ -49,6 +49,7 @@ T = TypeVar("T")
 
 JSON = "application/json"
 CALLER = web.RequestKey("caller", Caller)
+PEER = web.RequestKey("peer", str)  # who has connected (`peers`), whatever the request says
 SESSION = web.RequestKey("session", Session)  # of a request without a token
 FORBIDDEN = "forbidden"
 REFUSALS = web.AppKey("refusals", Refusals)
@@ -175,7 +176,7 @@ class _Refuser:
         answer: web.StreamResponse | None = None,
     ) -> web.StreamResponse:
         """Return the answer to a request after a pause; `answer`: that of a login."""
-        address, transport = request.remote or "a client that is gone", request.transport
+        address, transport = request[PEER] or "a client that is gone", request.transport
         pause = self._refusals.unauthorized(address, asyncio.get_running_loop().time())
         if pause is None and transport is not None:
             transport.abort()
