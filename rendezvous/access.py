@@ -31,6 +31,7 @@ WORKERS = frozenset({Role.WORKER})
 NODES = frozenset({Role.NODE})
 JOBS = frozenset({Role.JOB})
 TRAINERS = frozenset({Role.WORKER, Role.OPERATOR})
+SEALERS = OPERATORS  # of prefixes of users' keys: they end the keys of others, for ever
 STORE = frozenset({Role.AGENT, Role.WORKER, Role.OPERATOR})  # its routes
 # The page: its files, and the session that a request begins for its own browser.
 LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
@@ -142,6 +143,8 @@ def refused(
         elif isinstance(operation, wire.DeletePrefix):
             if not (rights.users[_WRITE] and _is_of_users(operation.prefix)):
                 return _sentence(caller, "delete what is below", operation.prefix)
+            if operation.seal and caller.role not in SEALERS:
+                return _sentence(caller, "seal", operation.prefix)
         elif not rights.allow(caller.subject, operation.key, _WRITE, rounds):
             return _sentence(caller, "write", operation.key)
     return None

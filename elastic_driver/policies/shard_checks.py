@@ -16,13 +16,7 @@ MAX_TOKEN = 2**60
 
 def check_shards(dataset: m.Description, state: m.LedgerState, held: Iterable[Shard] = ()) -> None:
     """Raise `UsageError` if a state, or what is held beside it, has a shard that cannot exist."""
-    if not 1 <= state.next_token <= MAX_TOKEN:
-        raise _impossible(f"its next token would be {state.next_token}")
-    sure = [*state.outstanding, *held]
-    others = [*(each.shard for each in state.quarantined), *(shard for shard, _ in state.losses)]
-    for shard in (*sure, *others):
-        if not _exists(dataset, shard):
-            raise _impossible(f"{shard.name} are no shard")
+    _raise(_strange_shards(dataset, state, held))
 
 
 def check_saved(dataset: m.Description, state: m.LedgerState) -> None:
@@ -31,22 +25,40 @@ def check_saved(dataset: m.Description, state: m.LedgerState) -> None:
     What the source has given is done, or is to do again; `check_shards` holds, too.
     """
     check_shards(dataset, state)
+    _raise(_strange_numbers(dataset, state))
+
+
+def _raise(why: str) -> None:
+    if why:
+        raise UsageError(f"the saved shard progress cannot be one of this data set: {why}")
+
+
+def _strange_shards(dataset: m.Description, state: m.LedgerState, held: Iterable[Shard]) -> str:
+    """Return what cannot be, or ""."""
+    if not 1 <= state.next_token <= MAX_TOKEN:
+        return f"its next token would be {state.next_token}"
+    done = (*(each.shard for each in state.quarantined), *(shard for shard, _ in state.losses))
+    for shard in (*state.outstanding, *held, *done):
+        if not _exists(dataset, shard):
+            return f"{shard.name} are no shard"
+    return ""
+
+
+def _strange_numbers(dataset: m.Description, state: m.LedgerState) -> str:
+    """Return which numbers do not fit, or ""."""
     if len(set(state.outstanding)) < len(state.outstanding):
-        raise _impossible("a shard is to do twice")
+        return "a shard is to do twice"
     given, was_given = _given(dataset, state)
     if early := [shard for shard in state.outstanding if not was_given(shard)]:
-        raise _impossible(f"{early[0].name} are to do again, and have not had their turn")
+        return f"{early[0].name} are to do again, and have not had their turn"
     left = {*state.outstanding, *filter(was_given, (each.shard for each in state.quarantined))}
     found = state.done_records + sum(shard.records for shard in left)
     if found != given:
-        raise _impossible(f"{found} records are done or to do again, and {given} had their turn")
-    most, size = state.done_records, dataset.shard_records
-    if not -(-state.done_records // size) <= state.done <= most:
-        raise _impossible(f"{state.done} shards cannot have {state.done_records} records")
-
-
-def _impossible(why: str) -> UsageError:
-    return UsageError(f"the saved shard progress cannot be one of this data set: {why}")
+        return f"{found} records are done or to do again, and {given} had their turn"
+    records, size = state.done_records, dataset.shard_records
+    if not -(-records // size) <= state.done <= records:
+        return f"{state.done} shards cannot have {records} records"
+    return ""
 
 
 def _exists(dataset: m.Description, shard: Shard) -> bool:
@@ -67,11 +79,11 @@ def _given(dataset: m.Description, state: m.LedgerState) -> tuple[int, Callable[
     source = state.source
     if isinstance(dataset, m.StreamDescription):
         if not isinstance(source, m.StreamState) or source.offsets.keys() - dataset.partitions:
-            raise _impossible("it is of another stream")
+            raise UsageError("the saved shard progress is of another stream")
         offsets = source.offsets
         behind = [at - dataset.partitions[name] for name, at in offsets.items()]
         if min(behind, default=0) < 0:
-            raise _impossible("a partition begins later")
+            raise UsageError("the saved shard progress is of another stream, which begins earlier")
         return sum(behind), lambda shard: shard.stop <= offsets.get(shard.partition, 0)
     loaded = RangeSource(dataset)
     loaded.load(source)
