@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -9,12 +10,21 @@ import sys
 
 import pytest
 
-from rendezvous.peers import peer_of
+from rendezvous.peers import Peers
+
+
+def peer_of(connection: socket.socket, name: tuple[str, int]) -> str:
+    with contextlib.closing(Peers()) as peers:
+        found = peers.of(connection, name)
+        assert peers.of(connection, name) == found, "asked again, it says the same"
+        return found
+
 
 _CONNECT = """
 import os, socket, sys
 os.setuid(int(sys.argv[3]))
-with socket.create_connection((sys.argv[1], int(sys.argv[2]))):
+with socket.socket() as client:
+    client.connect((sys.argv[1], int(sys.argv[2])))
     sys.stdin.read()
 """
 
@@ -34,6 +44,7 @@ def test_a_client_of_this_machine_counts_with_its_user(host: str) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may be somebody else")
 def test_another_user_is_another_client_also_behind_a_mapped_address() -> None:
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
+        listener.settimeout(30)
         port = str(listener.getsockname()[1])
         argv = [sys.executable, "-c", _CONNECT, "127.0.0.1", port, "65534"]
         with subprocess.Popen(argv, stdin=subprocess.PIPE) as other:
