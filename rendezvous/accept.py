@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from rendezvous.connections import Client, Connections
+from rendezvous.peers import Peers
 
 AT_ONCE = 32  # in one turn of the loop; so the first bytes of each are read soon
 PAUSE_S = 0.05  # when there is no room
@@ -36,6 +37,7 @@ class Acceptor:
         self._listener, self._connections, self._serve = listener, connections, serve
         self._refusal = _FULL % (len(refusal), refusal) if refusal else b""
         self._loop = asyncio.get_running_loop()
+        self._peers = Peers()
         self._opening: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._loop.add_reader(listener, self._accept)
@@ -43,6 +45,7 @@ class Acceptor:
     def stop(self) -> None:
         """Accept no more connections."""
         self._loop.remove_reader(self._listener)
+        self._peers.close()
         if self._pause is not None:
             self._pause.cancel()
 
@@ -52,7 +55,7 @@ class Acceptor:
                 self._rest()
                 return
             try:
-                accepted, _ = self._listener.accept()
+                accepted, name = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:  # no descriptor or no memory is left
@@ -61,7 +64,7 @@ class Acceptor:
                 return
             room = self._connections.has_room(accepted.fileno())
             if room or self._connections.make_room():
-                self._open(accepted)
+                self._open(accepted, self._peers.of(accepted, name))
             else:
                 self._refuse(accepted)
 
@@ -71,9 +74,10 @@ class Acceptor:
         go_on = partial(self._loop.add_reader, self._listener, self._accept)
         self._pause = self._loop.call_later(PAUSE_S, go_on)
 
-    def _open(self, accepted: socket.socket) -> None:
+    def _open(self, accepted: socket.socket, peer: str) -> None:
         accepted.setblocking(False)
-        task = self._loop.create_task(self._connect(accepted, self._connections.opened()))
+        client = self._connections.opened(peer)
+        task = self._loop.create_task(self._connect(accepted, client))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 

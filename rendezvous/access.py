@@ -34,11 +34,12 @@ WORKERS = frozenset({Role.WORKER})
 NODES = frozenset({Role.NODE})
 JOBS = frozenset({Role.JOB})
 TRAINERS = frozenset({Role.WORKER, Role.OPERATOR})
+SEALERS = OPERATORS  # of prefixes of users' keys: they end the keys of others, for ever
 STORE = frozenset({Role.AGENT, Role.WORKER, Role.OPERATOR})  # its routes
-# The page: its files, and the session that a request begins or ends for its own browser.
+# The page: its files, and the session that a request begins for its own browser.
 LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
 PAGE_FILES = ("/assets/app.css", "/assets/app.js", "/assets/icon.svg")
-_PAGE = ("/", LOGIN_PATH, LOGOUT_PATH, *PAGE_FILES)
+_PAGE = ("/", LOGIN_PATH, *PAGE_FILES)
 # Routes that anyone may use, without a token.
 OPEN = frozenset({wire.HEALTH_PATH, "/v1/nodes/hello", "/v1/nodes/proof", *_PAGE})
 
@@ -70,6 +71,7 @@ ROUTES = (
     RouteRights("GET", "/v1/status", WATCHERS),
     RouteRights("GET", "/v1/history", WATCHERS),
     RouteRights("GET", "/v1/live", WATCHERS),
+    RouteRights("POST", LOGOUT_PATH, PEOPLE),
     RouteRights("POST", "/v1/login-codes", OPERATORS),
     RouteRights("GET", "/metrics", WATCHERS),
     RouteRights("GET", "/v1/openapi.json", WATCHERS | AGENTS),
@@ -144,6 +146,8 @@ def refused(
         elif isinstance(operation, wire.DeletePrefix):
             if not (rights.users[_WRITE] and _is_of_users(operation.prefix)):
                 return _sentence(caller, "delete what is below", operation.prefix)
+            if operation.seal and caller.role not in SEALERS:
+                return _sentence(caller, "seal", operation.prefix)
         elif not rights.allow(caller.subject, operation.key, _WRITE, rounds):
             return _sentence(caller, "write", operation.key)
     return None

@@ -46,7 +46,8 @@ class Role(Enum):
 class Caller(NamedTuple):
     """The owner of a token: its role, and its name.
 
-    This is the host of an agent, the name of a node, the id of a worker, or the run id of a job.
+    This is the host of an agent, the name of a node, the id of a worker, or the run id of a job. A
+    session of a browser has a number, "page 3".
     """
 
     role: Role

@@ -1,8 +1,9 @@
 """The open connections of one server: how many there may be, and how long each may take.
 
 A connection without an authorized request so far is one of a few, and has little time. If too many
-come, the oldest of them goes; if descriptors become scarce, one that rests goes too. A
-client whose connection was closed connects again, and repeats the request if it had sent one.
+come, the oldest one of the peer with the most goes; if descriptors become scarce, one that rests
+goes too, and if none does, one of the client with the most. A client whose connection was closed
+connects again, and repeats the request if it had sent one.
 
 Everything runs on the server's loop. Times are seconds.
 """
@@ -10,24 +11,32 @@ Everything runs on the server's loop. Times are seconds.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import TypeVar
 
 from rendezvous.auth import Caller, Role
 from rendezvous.limits import Hits, Limits, reserve_of
+from rendezvous.shares import Shares, open_to, share_of
 
 SWEEP_S = 1.0
 YOUNG_S = 0.2  # a connection has this long before it may be closed to make room for another one
 IDLE_S = 600.0  # without a request; then the client has to connect again
 _LOOKS = 64  # at connections, to find one that rests
-_BOUNDED_ROLES = (Role.AGENT, Role.WORKER)
+K = TypeVar("K", bound=Hashable)
+FEW = 8  # connections of one client, all of which it keeps while others have more
 
 
 class Client:
     """The state of one connection; the protocols that serve it keep it up to date."""
 
-    __slots__ = ("begun", "busy", "caller", "has_head", "held", "moved", "stuck", "transport")
+    __slots__ = (
+        *("begun", "busy", "caller", "has_head", "held", "moved", "patience", "peer"),
+        *("stuck", "transport"),
+    )
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, peer: str = "") -> None:
+        self.peer = peer  # see `peers`
+        self.patience = 0.0  # more time until its first request, for a handshake
         self.transport: asyncio.WriteTransport | None = None  # of the socket, once there is one
         self.caller: Caller | None = None  # the owner of its first authorized request
         self.moved = now  # when bytes last came or went
@@ -59,15 +68,14 @@ class Connections:
         self._most = max(1, self._highest - used)
         self._most_unproven = min(limits.unproven, max(1, self._most // 4))
         self._handshake = handshake
-        # Since when; the oldest first. The second has those that shake hands on a server that is
-        # not for TLS alone.
-        self._unproven: dict[Client, float] = {}
-        self._shaking: dict[Client, float] = {}
+        self._unproven: dict[Client, float] = {}  # since when; the oldest first
+        self._of_peer: dict[str, dict[Client, None]] = {}  # the same, by peer
         self._proven: dict[Client, None] = {}  # about in the order of their last requests
-        self._of_caller: Counter[Caller] = Counter()
-        self._arriving = 0  # bytes
+        self._of_caller: dict[Caller, dict[Client, None]] = {}  # the same, by client
+        self._arriving = Shares(limits.arriving_bytes)
         self._leaving: dict[int, tuple[int, int]] = {}  # id of an answer → readers, bytes
         self._leaving_bytes = 0
+        self._leaving_to: Counter[Caller | None] = Counter()  # bytes, each answer for each reader
         self._sweep = self.loop.call_later(SWEEP_S, self._end_late)
 
     def close(self) -> None:
@@ -76,17 +84,18 @@ class Connections:
 
     # ---- how many ------------------------------------------------------------------------
 
-    def opened(self) -> Client:
-        """Record a new connection."""
+    def opened(self, peer: str = "") -> Client:
+        """Record a new connection of a peer (see `peers`)."""
         now = self.loop.time()
-        client = Client(now)
-        self._unproven[client] = now + self._handshake
+        client = Client(now, peer)
+        client.patience = self._handshake
+        self._unproven[client] = now
+        self._of_peer.setdefault(peer, {})[client] = None
         return client
 
     def shakes_hands(self, client: Client, patience: float) -> None:
         """Record that a handshake has begun: the connection has this much more time."""
-        if self._unproven.pop(client, None) is not None:
-            self._shaking[client] = self.loop.time() + patience
+        client.patience = patience
 
     def closed(self, client: Client) -> None:
         """Record that a connection has ended; may be called again."""
@@ -96,33 +105,31 @@ class Connections:
             self._release(client)
         self.hold(client, 0)
 
+    def _forget_unproven(self, client: Client) -> None:
+        if self._unproven.pop(client, None) is not None:
+            _remove(self._of_peer, client.peer, client)
+
     def prove(self, client: Client, caller: Caller) -> bool:
         """Record an authorized request; return False if its caller has too many connections."""
         if client.caller is None:
-            if caller.role in _BOUNDED_ROLES:
-                if self._of_caller[caller] >= self.limits.of_one_caller:
-                    self.hits.count("caller")
-                    return False
-                self._of_caller[caller] += 1
+            own = self._of_caller.setdefault(caller, {})
+            if len(own) >= self.limits.of_one_caller and caller.role is not Role.DRIVER:
+                self.hits.count("caller")
+                return False
+            own[client] = None
+            self.hold(client, 0)  # as a stranger's; what follows is its own
             client.caller = caller
             self._forget_unproven(client)
             self._proven[client] = None
         return True
 
     def _release(self, client: Client) -> None:
-        caller = client.caller
-        if caller is not None and caller.role in _BOUNDED_ROLES:
-            self._of_caller[caller] -= 1
-            if not self._of_caller[caller]:
-                del self._of_caller[caller]
-
-    def _forget_unproven(self, client: Client) -> None:
-        self._unproven.pop(client, None)
-        self._shaking.pop(client, None)
+        if client.caller is not None:
+            _remove(self._of_caller, client.caller, client)
 
     def may_open(self) -> bool:
         """Return whether one more client may connect; close an older one for it if need be."""
-        if len(self._unproven) + len(self._shaking) < self._most_unproven:
+        if len(self._unproven) < self._most_unproven:
             return True
         if self._oldest_unproven() is None:
             return False  # try again in a moment
@@ -134,21 +141,27 @@ class Connections:
 
         The system gives the lowest number that is free, so the number says how many are in use.
         """
-        many = len(self._unproven) + len(self._shaking) + len(self._proven)
+        many = len(self._unproven) + len(self._proven)
         return many < self._most and descriptor < self._highest
 
     def make_room(self) -> bool:
         """Free a descriptor: close the connection that is needed least; False: there is none."""
         self.hits.count("files")
-        return self._close_oldest_unproven() or self._close_resting()
+        return self._close_oldest_unproven() or self._close_resting() or self._close_of_greediest()
 
     def _oldest_unproven(self) -> Client | None:
-        """Return the oldest unproven connection, unless all are young."""
-        for clients in (self._unproven, self._shaking):
-            client, since = next(iter(clients.items()), (None, 0.0))
-            if client is not None and self.loop.time() - since >= YOUNG_S:
-                return client
-        return None
+        """Return the oldest unproven connection of the peer with the most, unless it is young.
+
+        So a peer that connects without end closes its own connections. Handshakes have more time
+        only while there is no other peer that waits.
+        """
+        most = max(self._of_peer.values(), key=len, default={})
+        client = next(iter(most), None)
+        if client is None:
+            return None
+        patience = client.patience if len(self._of_peer) == 1 else 0.0
+        young = self.loop.time() - self._unproven[client] < YOUNG_S + patience
+        return None if young else client
 
     def _close_oldest_unproven(self) -> bool:
         client = self._oldest_unproven()
@@ -156,6 +169,17 @@ class Connections:
             self._forget_unproven(client)
             client.abort()
         return client is not None
+
+    def _close_of_greediest(self) -> bool:
+        """Close a connection of the client with the most, if these are not few."""
+        others = (own for caller, own in self._of_caller.items() if caller.role is not Role.DRIVER)
+        most = max(others, key=len, default={})
+        if len(most) <= FEW:
+            return False
+        client = next((each for each in most if not each.busy), next(iter(most)))
+        self.closed(client)
+        client.abort()
+        return True
 
     def _close_resting(self) -> bool:
         """Close a connection that rests, if there is one among the next few."""
@@ -175,40 +199,47 @@ class Connections:
     def hold(self, client: Client, size: int) -> bool:
         """Record that so many bytes of a client's requests are kept; False: that is too much."""
         more = size - client.held
-        if more > 0 and self._arriving + more > self.limits.arriving_bytes:
+        if more > 0 and not self._arriving.take(client.caller, more):
             self.hits.count("arriving")
             return False
-        self._arriving += more
+        if more < 0:
+            self._arriving.give_back(client.caller, -more)
         client.held = size
         return True
 
-    def may_leave(self, answer: bytes) -> bool:
+    def may_leave(self, answer: bytes, caller: Caller | None) -> bool:
         """Return whether a large answer may be kept until its client has taken it."""
-        if self._leaving_bytes + len(answer) <= self.limits.leaving_bytes:
+        room, size = self.limits.leaving_bytes, len(answer)
+        new = 0 if id(answer) in self._leaving else size  # others get the same bytes
+        own, share = self._leaving_to[caller], share_of(caller, room)
+        fits = not own or share == room or own + size <= share
+        if fits and self._leaving_bytes + new <= open_to(caller, room):
             return True
-        if id(answer) in self._leaving:
-            return True  # others get the same bytes
         self.hits.count("leaving")
         return False
 
     @contextlib.contextmanager
-    def leaving(self, answer: bytes) -> Iterator[None]:
+    def leaving(self, answer: bytes, caller: Caller | None) -> Iterator[None]:
         """Record that an answer is kept meanwhile, perhaps for several clients."""
-        self.begin_leaving(answer)
+        self.begin_leaving(answer, caller)
         try:
             yield
         finally:
-            self.end_leaving(answer)
+            self.end_leaving(answer, caller)
 
-    def begin_leaving(self, answer: bytes) -> None:
+    def begin_leaving(self, answer: bytes, caller: Caller | None) -> None:
         """Record that an answer is kept for one more client; `end_leaving` follows."""
         readers, size = self._leaving.get(id(answer), (0, len(answer)))
         self._leaving[id(answer)] = readers + 1, size
         self._leaving_bytes += 0 if readers else size
+        self._leaving_to[caller] += size
 
-    def end_leaving(self, answer: bytes) -> None:
+    def end_leaving(self, answer: bytes, caller: Caller | None) -> None:
         """Record that a client has taken an answer, or has gone."""
         readers, size = self._leaving.pop(id(answer))
+        self._leaving_to[caller] -= size
+        if not self._leaving_to[caller]:
+            del self._leaving_to[caller]
         if readers > 1:
             self._leaving[id(answer)] = readers - 1, size
         else:
@@ -219,15 +250,12 @@ class Connections:
     def _end_late(self) -> None:
         """Cut off clients that take too long, and close idle connections."""
         now = self.loop.time()
-        for clients in (self._unproven, self._shaking):
-            while clients:
-                client, since = next(iter(clients.items()))
-                if now - since <= self.limits.unproven_s:
-                    break
-                del clients[client]
+        for client, since in tuple(self._unproven.items()):
+            if now - since > self.limits.unproven_s + client.patience:
+                self._forget_unproven(client)
                 self.hits.count("unproven_time")
                 client.abort()
-        for client in (*self._unproven, *self._shaking, *self._proven):
+        for client in (*self._unproven, *self._proven):
             self._end_if_late(client, now)
         self._sweep = self.loop.call_later(SWEEP_S, self._end_late)
 
@@ -242,3 +270,11 @@ class Connections:
             client.abort()
         elif not client.busy and not client.stuck and still > IDLE_S:
             client.abort()
+
+
+def _remove(table: dict[K, dict[Client, None]], key: K, client: Client) -> None:
+    """Take a client out of a table of clients by key."""
+    clients = table.get(key, {})
+    clients.pop(client, None)
+    if not clients:
+        table.pop(key, None)

@@ -100,7 +100,8 @@ class FastPath:
             if results is None:
                 answer(503, _STOPPING)
             elif wire.is_large(results, LARGE_RESULTS):
-                self.turns.add(Queue.ANSWER, lambda: answer(200, wire.encode_reply(results)))
+                encode = partial(wire.encode_reply, results)
+                self.turns.add(Queue.ANSWER, lambda: answer(200, encode()), caller)
             else:
                 answer(200, wire.encode_reply(results))
 
@@ -183,7 +184,8 @@ class FastConnection(asyncio.Protocol):
     def _take_later(self, queue: Queue) -> None:
         if not self._planned:
             self._planned = True
-            self._shared.turns.add(queue, partial(self._take_turn, queue))
+            client = self._client.caller or self._client.peer
+            self._shared.turns.add(queue, partial(self._take_turn, queue), client)
 
     def _take_turn(self, queue: Queue) -> None:
         self._planned = False
@@ -210,6 +212,9 @@ class FastConnection(asyncio.Protocol):
             start = end + len(_END)
             arrived, body = self._inbox, self._inbox[start : start + head.length]
             if len(body) < head.length:
+                if not self._shared.clients.prove(self._client, caller):
+                    self._give_to_general()
+                    return
                 self._record_half(has_head=True)
                 break
             if head.length > SMALL_BODY and queue is not Queue.COSTLY:
@@ -260,7 +265,7 @@ class FastConnection(asyncio.Protocol):
         # The store itself knows repeated batches.
         known_by_id = head.request_id is not None and path != wire.BATCH_PATH
         key = f"{path} {caller.own_id(head.request_id or '')}" if known_by_id else ""
-        if key and shared.posts_once.knows(key):
+        if key and (shared.posts_once.knows(key) or not shared.posts_once.may_begin(caller)):
             return False
         if not shared.clients.prove(self._client, caller):
             return False
@@ -272,32 +277,32 @@ class FastConnection(asyncio.Protocol):
             self._client.moved,
         )
         self._client.busy = True
-        leave = post(caller, head.path, body, partial(self._answer, key))
+        leave = post(caller, head.path, body, partial(self._answer, key, caller))
         if leave is None:
             self._client.busy = False
         elif self._client.busy and key:  # its client may repeat it, so it goes on
-            shared.posts_once.begin(key)
+            shared.posts_once.begin(key, caller)
         elif self._client.busy:
             self._leave = leave
             if path == wire.BATCH_PATH:
                 self._times = shared.waits
         return leave is not None
 
-    def _answer(self, key: str, status: int, body: bytes) -> None:
+    def _answer(self, key: str, caller: Caller, status: int, body: bytes) -> None:
         """Send an answer, then go on with the next request."""
         if key:
-            self._shared.posts_once.end(key, status, body)
+            self._shared.posts_once.end(key, caller, status, body)
         self._client.busy, self._leave = False, None
         self._times.observe(monotonic() - self._arrived)
         if self.transport.is_closing():
             return
-        if len(body) > PIECE_BYTES and not self._shared.clients.may_leave(body):
+        if len(body) > PIECE_BYTES and not self._shared.clients.may_leave(body, caller):
             status, body = 503, _FULL
         head = _HEADS[status] % len(body)
         if len(body) <= PIECE_BYTES:
             self.transport.write(head + body)
         else:
-            self._shared.clients.begin_leaving(body)
+            self._shared.clients.begin_leaving(body, caller)
             self.transport.write(head)
             self._rest, self._large = memoryview(body), body
             self._write_rest()
@@ -316,7 +321,7 @@ class FastConnection(asyncio.Protocol):
         """Record that the answer has been written, or that nobody wants it any more."""
         self._rest = None
         if self._large is not None:
-            self._shared.clients.end_leaving(self._large)
+            self._shared.clients.end_leaving(self._large, self._client.caller)
             self._large = None
 
     # ---- the end -------------------------------------------------------------------------

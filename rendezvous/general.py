@@ -14,8 +14,9 @@ from aiohttp.typedefs import Handler, Middleware
 
 from rendezvous.connections import Client, Connections
 from rendezvous.request_times import WAITS
-from rendezvous.turns import Turns
-from rendezvous.web import CALLER, REQUEST_TIMES, Problem
+from rendezvous.shares import is_person
+from rendezvous.turns import Queue, Turns
+from rendezvous.web import CALLER, PEER, REQUEST_TIMES, Problem
 from rendezvous.wire import MAX_BODY_BYTES
 
 LARGE_ANSWER = 64 * 1024  # bytes; smaller ones fit into the buffer of each connection
@@ -93,6 +94,7 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
     connection = _connection_of(request)
     if connection is None:
         return web.Response(status=400)  # the client has gone
+    request[PEER] = connection.client.peer
     connection.begin()
     began = monotonic()
     try:
@@ -130,7 +132,8 @@ def within(connections: Connections, turns: Turns) -> Middleware:
         if request.headers.get("Content-Encoding", "identity") != "identity":
             problem = "the body is compressed, and this server unpacks none"
             raise Problem(415, "compressed", problem, "send it without Content-Encoding")
-        await turns.wait()
+        client = connection.client
+        await turns.wait(_queue_of(request), client.caller or client.peer)
         try:
             if size:
                 await _read_body(request, connections, connection.client, size)
@@ -140,15 +143,23 @@ def within(connections: Connections, turns: Turns) -> Middleware:
             connections.hold(connection.client, 0)
         body = response.body if isinstance(response, web.Response) else None
         if isinstance(body, bytes) and len(body) > LARGE_ANSWER:
-            if not connections.may_leave(body):
+            caller = connection.client.caller
+            if not connections.may_leave(body, caller):
                 problem = "clients have not taken the answers to other requests yet"
                 raise Problem(503, "busy", problem, "try again in a moment")
-            with connections.leaving(body):
+            with connections.leaving(body, caller):
                 await response.prepare(request)
                 await response.write_eof()
         return response
 
     return bounded
+
+
+def _queue_of(request: web.Request) -> Queue:
+    """Return where a request waits for its turn: however many others send, people come next."""
+    if CALLER not in request:
+        return Queue.STRANGERS
+    return Queue.PEOPLE if is_person(request[CALLER]) else Queue.GENERAL
 
 
 def _size_of_body(request: web.Request) -> int:

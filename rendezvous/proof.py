@@ -70,15 +70,15 @@ class OpenHello(NamedTuple):
     """A hello that the server has answered and that waits for its proof."""
 
     handshake: Handshake
-    peer: str  # the address of the node
+    peer: str  # the address of the node, and its user if it is on this machine
     until: float
 
 
 class OpenHellos:
     """The hellos that wait for a proof; each is good for one proof and a few seconds.
 
-    They are bounded (`Limits`). A new one replaces the oldest one of its peer, or the oldest one of
-    all, so that a program that only says hello does not keep others out.
+    They are bounded (`Limits`). A new one replaces the oldest one of its peer, or of the peer with
+    the most, so that a program that only says hello does not keep others out.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -96,7 +96,8 @@ class OpenHellos:
         if len(own) >= self._limits.hellos_of_peer:
             gone.append(self._remove(next(iter(own))))
         elif len(self._open) >= self._limits.hellos:
-            gone.append(self._remove(next(iter(self._open))))
+            most = max(self._of_peer.values(), key=len)
+            gone.append(self._remove(next(iter(most))))
         self._open[handshake.server_nonce] = OpenHello(handshake, peer, now + self._limits.hello_s)
         self._of_peer.setdefault(peer, OrderedDict())[handshake.server_nonce] = None
         return gone

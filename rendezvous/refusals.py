@@ -1,9 +1,9 @@
 """Requests that tokens do not allow: counted, slowed for each peer, and reported once.
 
-A peer is an address. Its first few requests without a good token are answered at once, each later
-one after a longer pause, and few may wait at the same time: the connections of the others are cut
-off. Requests with a good token are never slowed, whatever else comes from their address. Only the
-server's thread uses this. Times are seconds.
+A peer is an address, and on this machine a user (`peers`). Its first few requests without a good
+token are answered at once, each later one after a longer pause, and few may wait at the same time:
+the connections of the others are cut off. Requests with a good token are never slowed, whatever
+else comes from their peer. Only the server's thread uses this. Times are seconds.
 """
 
 import logging

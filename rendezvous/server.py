@@ -51,6 +51,7 @@ from rendezvous.web import (
     KVRoutes,
     PostsOnce,
     Problem,
+    dress,
     guard,
     problem_body,
 )
@@ -353,6 +354,7 @@ class RendezvousServer:
         app[HITS], app[REFUSALS], app[ROUNDS] = self.hits, self.refusals, self.rounds
         app[REQUEST_TIMES] = self.request_times
         app[SESSIONS], app[TOKENS] = sessions, self._tokens
+        app.on_response_prepare.append(dress)
         KVRoutes(service).add_to(app)
         if self._routes is not None:
             self._routes(app)

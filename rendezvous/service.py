@@ -6,7 +6,7 @@ nothing about keys (`store` does) and knows nothing about HTTP (`web` does).
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +33,21 @@ Done = Callable[[Results | None], None]
 V = TypeVar("V")
 
 
+@dataclass(slots=True)
+class _Kept(Generic[V]):
+    """An answer that is kept, about how many bytes it has, since when, and of whom it is."""
+
+    answer: V
+    size: int
+    since: float
+    owner: Owner
+
+
 class AnswerMemory(Generic[V]):
     """Answers by request id: at most `count`, `size` bytes in all, none older than `seconds`.
 
+    One owner (None: the driver, which may have all) has a quarter of both at most: who asks without
+    end pushes out no answers but its own.
     By default an answer is kept for twice the longest wait: by then its client has repeated the
     request or given up.
     """
@@ -45,28 +57,47 @@ class AnswerMemory(Generic[V]):
     ) -> None:
         self._seconds, self._count, self._max_size = seconds, count, size
         self._size = 0
-        self._kept: OrderedDict[str, tuple[V, int, float]] = OrderedDict()  # the oldest first
+        self._kept: OrderedDict[str, _Kept[V]] = OrderedDict()  # the oldest first
+        self._ids_of: dict[Owner, OrderedDict[str, None]] = {}  # the same, by owner
+        self._size_of: Counter[Owner] = Counter()
 
     def get(self, request_id: str) -> V | None:
         """Return the answer to a request; None if it is not known."""
         kept = self._kept.get(request_id)
-        return None if kept is None else kept[0]
+        return None if kept is None else kept.answer
 
-    def put(self, request_id: str, answer: V, size: int, now: float) -> None:
+    def put(
+        self, request_id: str, answer: V, size: int, now: float, *, owner: Owner = None
+    ) -> None:
         """Keep an answer of about `size` bytes; drop the oldest while they are too old or many."""
         self._drop(request_id)
+        own = self._ids_of.setdefault(owner, OrderedDict())
+        while own and owner is not None and self._is_full(len(own), self._size_of[owner], 4):
+            self._drop(next(iter(own)))
         while self._kept:
-            oldest, (_, _, since) = next(iter(self._kept.items()))
-            full = len(self._kept) >= self._count or self._size > self._max_size
-            if not full and since > now - self._seconds:
+            oldest, found = next(iter(self._kept.items()))
+            full = self._is_full(len(self._kept), self._size, 1)
+            if not full and found.since > now - self._seconds:
                 break
             self._drop(oldest)
-        self._kept[request_id] = (answer, size, now)
+        self._kept[request_id] = _Kept(answer, size, now, owner)
+        self._ids_of.setdefault(owner, own)[request_id] = None
         self._size += size
+        self._size_of[owner] += size
+
+    def _is_full(self, count: int, size: int, parts: int) -> bool:
+        return count >= max(1, self._count // parts) or size > self._max_size // parts
 
     def _drop(self, request_id: str) -> None:
-        if (kept := self._kept.pop(request_id, None)) is not None:
-            self._size -= kept[1]
+        kept = self._kept.pop(request_id, None)
+        if kept is None:
+            return
+        self._size -= kept.size
+        self._size_of[kept.owner] -= kept.size
+        own = self._ids_of[kept.owner]
+        del own[request_id]
+        if not own:
+            del self._ids_of[kept.owner], self._size_of[kept.owner]
 
 
 @dataclass(eq=False)
@@ -77,6 +108,7 @@ class _WaitingRequest:
     before: Results  # of earlier attempts, whose clients have all gone
     clients: list[Done]
     ticket: Done  # of the current attempt
+    owner: Owner
 
 
 class StoreService:
@@ -148,9 +180,9 @@ class StoreService:
         elif len(before := self._memory.get(request_id) or ()) == len(operations):
             done(before)
         else:
-            ticket = partial(self._answered, request_id)
+            ticket = partial(self._answered, request_id, owner)
             request = self._requests[request_id] = _WaitingRequest(
-                operations, before, [done], ticket
+                operations, before, [done], ticket, owner
             )
             self._submit(ticket, operations[len(before) :], bounded, owner)
             return partial(self._leave, request_id, request, done)
@@ -192,11 +224,11 @@ class StoreService:
             self._store.cancel(ticket)
             _answer(cast("Done", ticket), None)
 
-    def _answered(self, request_id: str, results: Results | None) -> None:
+    def _answered(self, request_id: str, owner: Owner, results: Results | None) -> None:
         request = self._requests.pop(request_id)
         if results is not None:
             results = request.before + results
-            self._remember(request_id, results)
+            self._remember(request_id, owner, results)
         for done in request.clients:
             _answer(done, results)
 
@@ -207,7 +239,7 @@ class StoreService:
         if not request.clients:
             del self._requests[request_id]
             results = request.before + (self._store.cancel(request.ticket) or ())
-            self._remember(request_id, results)
+            self._remember(request_id, request.owner, results)
             for operation, result in zip(request.operations, results, strict=False):
                 if isinstance(operation, Set) and operation.lease and isinstance(result, Written):
                     renewed = operation.key, result.revision
@@ -219,9 +251,9 @@ class StoreService:
         if self._on_client_left is not None and not back and not self._closed:
             self._on_client_left(key)
 
-    def _remember(self, request_id: str, results: Results) -> None:
+    def _remember(self, request_id: str, owner: Owner, results: Results) -> None:
         size = sum(map(size_of, results))
-        self._memory.put(request_id, results, size, self._loop.time())
+        self._memory.put(request_id, results, size, self._loop.time(), owner=owner)
 
     # ---- the store -----------------------------------------------------------------------
 

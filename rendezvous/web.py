@@ -11,15 +11,17 @@
 A GET whose wait runs out is answered 408 `timed_out`: ask again. Keys below a sealed prefix
 are answered 410 `sealed`. In the store, scope and key are one name, `scope/key`.
 
-Other modules' handlers are mounted behind the same middlewares: `guard` checks the token and its
-rights, keeps its owner (`caller_of`) and gives errors one shape, `PostsOnce` answers repeated
-POSTs. Handlers read typed bodies with `read_json`, answer with `json_answer`, and raise `Problem`
-to answer with an error. Any other exception becomes a 500 that only tells the client where to look.
+Other modules' handlers are mounted behind the same middlewares: `guard` checks the token or the
+session and its rights, keeps its owner (`caller_of`) and gives errors one shape, `PostsOnce`
+answers repeated POSTs. Handlers read typed bodies with `read_json`, answer with `json_answer`, and
+raise `Problem` to answer with an error. Any other exception becomes a 500 that only tells the
+client where to look.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -36,7 +38,8 @@ from rendezvous.refusals import OF_CONNECTION, Refusals
 from rendezvous.request_times import RequestTimes
 from rendezvous.round_members import RoundMembers
 from rendezvous.service import AnswerMemory, StoreService
-from rendezvous.sessions import HEADER, Sessions, may_act
+from rendezvous.sessions import HEADER, Session, Sessions
+from rendezvous.shares import Shares
 from rendezvous.space import Owner
 
 # Neither version nor library, in any answer: also in one to a request that is none.
@@ -46,6 +49,8 @@ T = TypeVar("T")
 
 JSON = "application/json"
 CALLER = web.RequestKey("caller", Caller)
+PEER = web.RequestKey("peer", str)  # who has connected (`peers`), whatever the request says
+SESSION = web.RequestKey("session", Session)  # of a request without a token
 FORBIDDEN = "forbidden"
 REFUSALS = web.AppKey("refusals", Refusals)
 HITS = web.AppKey("hits", Hits)  # of the server, for handlers that show them
@@ -92,7 +97,7 @@ async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:
 def guard(tokens: Tokens, refusals: Refusals, sessions: Sessions) -> Middleware:
     """Return the middleware that lets in who may use a route, and shapes all errors.
 
-    A request without a token may have a session, whose cookie a browser sends by itself.
+    A request without a token may have a session: a cookie and a header. The request ends with it.
     """
     refuse = _Refuser(refusals).refuse
 
@@ -103,22 +108,57 @@ def guard(tokens: Tokens, refusals: Refusals, sessions: Sessions) -> Middleware:
             answer = await shape_errors(request, handler)
             wrong = request.path == access.LOGIN_PATH and answer.status == 401
             return await refuse(request, answer=answer) if wrong else answer
-        if header is None and request.cookies:
-            caller = sessions.caller(request.cookies, asyncio.get_running_loop().time())
+        session = None
+        if header is None:
+            session = session_of(request, sessions)
+            caller = None if session is None else session.caller
         else:
             caller = tokens.identify(header)
         if caller is None:
             return await refuse(request, header=header)
-        if problem := _right_lacking(request, caller, by_cookie=header is None):
+        if problem := _right_lacking(request, caller):
             refusals.forbidden(caller, problem.message)
             return error_answer(problem)
         request[CALLER] = caller
-        shaped = await shape_errors(request, handler)
-        if header is None and not shaped.prepared:
-            shaped.headers["Cache-Control"] = "no-store"  # what a session sees, it alone may see
-        return shaped
+        if session is None:
+            return await shape_errors(request, handler)
+        request[SESSION] = session
+        with _ends_with(session, request.transport):
+            return await shape_errors(request, handler)
 
     return guarded
+
+
+def session_of(request: web.Request, sessions: Sessions) -> Session | None:
+    """Return the session of a request, or None."""
+    now = asyncio.get_running_loop().time()
+    return sessions.find(request.cookies, request.headers.get(HEADER, ""), now)
+
+
+@contextmanager
+def _ends_with(session: Session, transport: asyncio.Transport | None) -> Iterator[None]:
+    """Break off what is answered meanwhile, such as a stream, when its session ends."""
+    if transport is None:  # the client has gone
+        yield
+        return
+    cut = transport.abort
+    timer = asyncio.get_running_loop().call_at(session.until, cut)
+    session.cuts.add(cut)
+    try:
+        yield
+    finally:
+        session.cuts.discard(cut)
+        timer.cancel()
+
+
+async def dress(_request: web.Request, response: web.StreamResponse) -> None:
+    """Give any answer the headers that each has: what one caller sees is kept nowhere for another.
+
+    Pages of other servers neither load an answer, nor take it for something that it is not.
+    """
+    response.headers.setdefault("Cache-Control", "no-store")
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers["Cross-Origin-Resource-Policy"] = "same-origin"
 
 
 class _Refuser:
@@ -136,7 +176,7 @@ class _Refuser:
         answer: web.StreamResponse | None = None,
     ) -> web.StreamResponse:
         """Return the answer to a request after a pause; `answer`: that of a login."""
-        address, transport = request.remote or "a client that is gone", request.transport
+        address, transport = request[PEER] or "a client that is gone", request.transport
         pause = self._refusals.unauthorized(address, asyncio.get_running_loop().time())
         if pause is None and transport is not None:
             transport.abort()
@@ -157,10 +197,8 @@ class _Refuser:
         return answer
 
 
-def _right_lacking(request: web.Request, caller: Caller, *, by_cookie: bool) -> Problem | None:
+def _right_lacking(request: web.Request, caller: Caller) -> Problem | None:
     """Return the problem of a request that its caller may not make; None: it may."""
-    if by_cookie and not may_act(request.method, request.headers):
-        return forbidden(f"a request by cookie needs the header {HEADER}")
     resource = request.match_info.route.resource
     if resource is not None and not access.may_call(caller, request.method, resource.canonical):
         what = f"{request.method} {resource.canonical}"
@@ -243,20 +281,27 @@ class PostsOnce:
     def __init__(self) -> None:
         self._memory: AnswerMemory[PostAnswer] = AnswerMemory()
         self._pending: dict[str, asyncio.Future[PostAnswer]] = {}
+        self._shares = Shares(_MOST_PENDING)  # of those that are pending
 
     def knows(self, key: str) -> bool:
         """Return whether this POST was received before."""
         return key in self._pending or self._memory.get(key) is not None
 
-    def begin(self, key: str) -> None:
+    def may_begin(self, caller: Caller) -> bool:
+        """Return whether one more POST of a client may be answered now."""
+        return self._shares.has_room(caller)
+
+    def begin(self, key: str, caller: Caller) -> None:
         """Record that a POST is being answered outside of the middleware; `end` follows."""
+        self._shares.take(caller)
         self._pending[key] = asyncio.get_running_loop().create_future()
 
-    def end(self, key: str, status: int, body: bytes) -> None:
+    def end(self, key: str, caller: Caller, status: int, body: bytes) -> None:
         """Record that a POST was answered outside of the middleware, with a JSON document."""
         pending = self._pending.pop(key, None)
-        answer = self._keep(key, PostAnswer(status, body, {"Content-Type": JSON}))
+        answer = self._keep(key, caller, PostAnswer(status, body, {"Content-Type": JSON}))
         if pending is not None:
+            self._shares.give_back(caller)
             pending.set_result(answer)
 
     @web.middleware
@@ -267,13 +312,17 @@ class PostsOnce:
         if request.method != "POST" or elsewhere or not request_id:
             return await handler(request)
         await request.read()  # now, as the connection may end before the handler reads
-        key = f"{request.path} {caller_of(request).own_id(request_id)}"
+        caller = caller_of(request)
+        key = f"{request.path} {caller.own_id(request_id)}"
         answer = self._memory.get(key)
         if answer is None:
             pending = self._pending.get(key)
             if pending is None:
-                if len(self._pending) >= _MOST_PENDING:
-                    problem = f"{_MOST_PENDING} requests are being answered already"
+                if not self._shares.take(caller):
+                    problem = (
+                        "this client has its share of the requests that are being answered, or "
+                        "there are too many"
+                    )
                     raise Problem(503, "busy", problem, "try again in a moment")
                 call = self._call(key, request, handler)
                 pending = self._pending[key] = asyncio.create_task(call)
@@ -281,16 +330,21 @@ class PostsOnce:
         return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
 
     async def _call(self, key: str, request: web.Request, handler: Handler) -> PostAnswer:
-        response = await shape_errors(request, handler)
+        caller = caller_of(request)
+        try:
+            response = await shape_errors(request, handler)
+        finally:
+            del self._pending[key]
+            self._shares.give_back(caller)
         body = response.body if isinstance(response, web.Response) else b""
         content = body if isinstance(body, bytes) else b""
-        del self._pending[key]
-        return self._keep(key, PostAnswer(response.status, content, response.headers))
+        return self._keep(key, caller, PostAnswer(response.status, content, response.headers))
 
-    def _keep(self, key: str, answer: PostAnswer) -> PostAnswer:
+    def _keep(self, key: str, caller: Caller, answer: PostAnswer) -> PostAnswer:
         if answer.status < 500:
             size = _ANSWER_BYTES + len(key) + len(answer.body)
-            self._memory.put(key, answer, size, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            self._memory.put(key, answer, size, now, owner=owner_of(caller))
         return answer
 
 

@@ -18,6 +18,7 @@ from msgspec import Struct, field
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies import shard_messages as m
+from elastic_driver.policies.shard_checks import check_saved, check_shards
 from elastic_driver.policies.shard_messages import Quarantined, Shard
 from elastic_driver.policies.shard_sources import RangeSource, Source, StreamSource
 from elastic_driver.words import counted
@@ -76,6 +77,7 @@ class ShardLedger:
         self._blamed: set[str] = set()  # holders that lost a member and were not heard since
         self._base: m.LedgerState | None = None  # where a world begins whose model knows nothing
         self._agreed: OrderedDict[str, m.Agreed] = OrderedDict()  # newest answers, by request
+        self.users: set[str] = set()  # who has got shards, and has not ended
 
     # ---- requests of workers ----------------------------------------------------------------
 
@@ -115,6 +117,7 @@ class ShardLedger:
         """Give a shard to a worker; return its token, a new one where none is given."""
         if not token:
             token, self._next_token = self._next_token, self._next_token + 1
+        self.users.add(worker)
         self._holders.setdefault(worker, _Holder(expires=now)).tokens[shard] = token
         self._doing[shard] = worker
         self.renew(worker, now)
@@ -205,6 +208,7 @@ class ShardLedger:
     def worker_left(self, worker: str) -> list[Shard]:
         """Move a worker's shards to the front of the queue, oldest first; return them."""
         self._last_done.pop(worker, None)
+        self.users.discard(worker)
         shards = list(self._holders[worker].tokens) if worker in self._holders else []
         self._return(shards)
         return shards
@@ -266,6 +270,7 @@ class ShardLedger:
             self._base = self.checkpoint().state
         if state is None:
             state, held = self._base, ()
+        check_shards(self.dataset, state, [claim.shard for claim in held])
         mine = dict(self._holders[worker].tokens) if worker in self._holders else {}
         self._go_back(state, {claim.shard for claim in held}, [worker])
         self._blamed.discard(worker)
@@ -380,8 +385,9 @@ class ShardLedger:
     def restore(self, saved: m.ShardCheckpoint) -> None:
         """Go back to a checkpoint; tokens given out before are refused from now on.
 
-        Raises `UsageError` for the checkpoint of another data set.
+        Raises `UsageError` for the checkpoint of another data set, or one that none can have made.
         """
+        check_saved(self.dataset, saved.state)
         self._go_back(saved.state, set(), self.workers())
         self._last_done.clear()
         self._first_token = self._next_token

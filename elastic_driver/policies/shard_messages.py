@@ -113,6 +113,18 @@ class ShardCheckpoint(Struct, frozen=True, forbid_unknown_fields=True):
     state: LedgerState
 
 
+class RestoreRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """`worker` goes back to a checkpoint; refused once another one has got a shard."""
+
+    worker: WorkerId
+    saved: ShardCheckpoint
+
+    @property
+    def dataset(self) -> Description:
+        """The description in the checkpoint."""
+        return self.saved.dataset
+
+
 # ---- requests and answers ------------------------------------------------------------------
 
 
@@ -265,12 +277,12 @@ class ReadCheckpoint(Struct, frozen=True):
 
 
 Request = (NextRequest | DoneRequest | ResumeRequest | ExtendRequest | ShardCheckpoint) | (
-    AgreeRequest | ReadStatus | ReadCheckpoint
+    RestoreRequest | AgreeRequest | ReadStatus | ReadCheckpoint
 )
 
 
 class ShardRequest(Struct, frozen=True, tag="shard_request"):
-    """A request for a data set; a `ShardCheckpoint` in it is to be restored."""
+    """A request for a data set; a `ShardCheckpoint` in it is to be restored, whoever trains."""
 
     machine: ClassVar[Literal["shards"]] = "shards"
 

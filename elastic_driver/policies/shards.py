@@ -8,7 +8,7 @@ request within each `LEASE_S`. Pure. Times are monotonic seconds.
 import heapq
 import re
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, get_args
 
 import msgspec
 
@@ -108,9 +108,7 @@ class DataSets(Restorable):
                 heapq.heappush(self._ends, (waiting.until, ticket))
             if self._due is None:
                 self._due = now + LEASE_S / 4
-        elif isinstance(request, m.ShardCheckpoint | m.AgreeRequest) and not self._fits(
-            name, request
-        ):
+        elif isinstance(request, _SAVED) and not self._fits(name, request):
             self._out.append(Reply(ticket, _TOO_LARGE))
         else:
             if isinstance(request, m.AgreeRequest):
@@ -136,13 +134,18 @@ class DataSets(Restorable):
                     return ledger.checkpoint()
                 case m.ShardCheckpoint():
                     ledger.restore(request)
+                case m.RestoreRequest(worker, saved):
+                    if others := sorted(ledger.users - {worker}):
+                        problem = f"{others[0]} has got shards of this data set already"
+                        return Rejection("in_use", problem, _RESTORE_HINT)
+                    ledger.restore(saved)
                 case m.ExtendRequest(partition, end, closed):
                     if isinstance(ledger.source, RangeSource):
                         problem = "this data set has a length and does not grow"
                         return Rejection("no_stream", problem)
                     ledger.source.extend(partition, end, closed=closed)
         except UsageError as error:
-            restoring = isinstance(request, m.ShardCheckpoint | m.AgreeRequest)
+            restoring = isinstance(request, _SAVED)
             return Rejection("other_source" if restoring else "unknown_partition", str(error))
         return None
 
@@ -207,6 +210,9 @@ class DataSets(Restorable):
         self._alive.discard(worker)
         self._stopping.discard(worker)
         self._gone[worker] = None
+        if not self._alive:  # nor is the world
+            for ledger in self._ledgers.values():
+                ledger.users.clear()
         if len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
         for name, ledger in self._ledgers.items():
@@ -272,9 +278,7 @@ class DataSets(Restorable):
         self._ledgers[name] = ledger
         return ledger
 
-    def _fits(
-        self, name: str, document: m.Description | m.ShardCheckpoint | m.AgreeRequest
-    ) -> bool:
+    def _fits(self, name: str, document: "m.Description | _Saved") -> bool:
         """Return whether there is room for a description or a state, and take it."""
         size = len(msgspec.json.encode(document))
         if sum(self._sizes.values()) - self._sizes.get(name, 0) + size > MAX_BYTES:
@@ -283,7 +287,10 @@ class DataSets(Restorable):
         return True
 
 
-_DESCRIBING = (m.NextRequest, m.ResumeRequest, m.AgreeRequest, m.ShardCheckpoint)
+_Saved: TypeAlias = m.ShardCheckpoint | m.RestoreRequest | m.AgreeRequest
+_SAVED = get_args(_Saved)
+_DESCRIBING = (m.NextRequest, m.ResumeRequest, *_SAVED)
+_RESTORE_HINT = "restore before the first shard is asked for, or with an operator's token"
 _TOO_LARGE = Rejection(
     "too_large",
     f"the data sets take more than {MAX_BYTES >> 20} MiB as JSON",

@@ -23,9 +23,11 @@ from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.driver_port import DriverPort, Request
 from elastic_driver.words import counted
 from rendezvous.auth import Caller, Role
+from rendezvous.shares import Shares
 from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
 from rendezvous.wire import EVENTS_PATH, UNREADABLE
 
+MOST_MAIL = 65_536  # events that wait for the driver's thread, fewer than its mailbox takes
 TAKE_S = 5.0  # for an event to be taken from the mailbox and written into the journal
 # The event that a POST to each path puts into the mailbox. The event's fields are those of the
 # JSON body and the names in the path; a body may be empty if every other field has a default.
@@ -62,6 +64,7 @@ class EventRoutes:
     def __init__(self, driver: DriverPort, status: Callable[[], Awaitable[bytes]]) -> None:
         self._driver, self._status = driver, status
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._mail = Shares(MOST_MAIL)
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
@@ -76,7 +79,7 @@ class EventRoutes:
         if not may_report(caller, event):
             owner = f"the token of {caller.role.value} {caller.subject}"
             raise forbidden(f"{owner} may not report {type(event).__name__} of another")
-        return await self._accept(event)
+        return await self._accept(caller, event)
 
     def take_event(
         self, caller: Caller, _path: str, body: bytes, answer: Callable[[int, bytes], None]
@@ -89,9 +92,26 @@ class EventRoutes:
         if not may_report(caller, event):
             return None
         self._loop = asyncio.get_running_loop()
-        if not self._driver.deliver(event, partial(answer, 202, _ACCEPTED)):
+        if not self._deliver(caller, event, partial(answer, 202, _ACCEPTED)):
             return None
         return lambda: None  # the event stays, whether its sender reads the answer or not
+
+    def _deliver(self, caller: Caller, event: Request, taken: Callable[[], None]) -> bool:
+        """Put an event into the mailbox; call `taken` once the journal has it.
+
+        Returns False if the mailbox is full, or this client's share of it.
+        """
+        if not self._mail.take(caller):
+            return False
+
+        def acknowledge() -> None:
+            self._mail.give_back(caller)
+            taken()
+
+        if self._driver.deliver(event, acknowledge):
+            return True
+        self._mail.give_back(caller)
+        return False
 
     def acknowledge(self, acts: list[Callable[[], None]]) -> None:
         """Answer the senders of events; any thread may call this."""
@@ -108,7 +128,7 @@ class EventRoutes:
 
             event = await read_json(request, decode)
             await self._check(event)
-            return await self._accept(event)
+            return await self._accept(caller_of(request), event)
 
         return handler
 
@@ -147,10 +167,10 @@ class EventRoutes:
         self._driver.request_stop(f"told to stop: {reason}", int(ExitCode.TERMINATED))
         return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
 
-    async def _accept(self, event: Request) -> web.Response:
+    async def _accept(self, caller: Caller, event: Request) -> web.Response:
         self._loop = asyncio.get_running_loop()
         taken = asyncio.Event()
-        if not self._driver.deliver(event, taken.set):
+        if not self._deliver(caller, event, taken.set):
             problem = "the job is over or has too much to do"
             raise Problem(503, "not_accepting", problem, "try again later")
         try:

@@ -34,6 +34,7 @@ from elastic_driver.core.status import HostStatus, MemberStatus, SlowStatus
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.event_log import EventLog, LoggedEvent
 from elastic_driver.runtime.event_words import sentence
+from rendezvous.auth import Caller
 from rendezvous.web import Problem, caller_of
 from rendezvous.wire import UNREADABLE
 
@@ -191,8 +192,8 @@ class Live:
         status: returns the status document, or raises Problem.
         history: returns the history since then (unix seconds).
         log: the event log.
-        one_stream: counts one reader more while its context is open; raises Problem if there are
-            too many. It is called with a hint for them.
+        one_stream: counts one stream of a client while its context is open; raises Problem if
+            there are too many. It is called with the client and a hint for it.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Live:
         status: Callable[[], Awaitable[bytes]],
         history: Callable[[float], History],
         log: EventLog,
-        one_stream: Callable[[str], AbstractContextManager[None]],
+        one_stream: Callable[[Caller, str], AbstractContextManager[None]],
     ) -> None:
         self._status, self._history, self._log, self._one_stream = status, history, log, one_stream
         self._readers: set[asyncio.Event] = set()
@@ -218,7 +219,7 @@ class Live:
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Send the job as it changes, as server-sent events, until it is over."""
-        with self._one_stream("close a page of this job"):
+        with self._one_stream(caller_of(request), "close a page of this job"):
             response = web.StreamResponse(headers={"Cache-Control": "no-store"})
             response.content_type = EVENT_STREAM
             await response.prepare(request)

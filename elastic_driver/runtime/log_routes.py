@@ -7,6 +7,7 @@ loop; files are read by a thread.
 """
 
 import asyncio
+from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import web
@@ -14,7 +15,7 @@ from aiohttp import web
 from elastic_driver import contract
 from elastic_driver.core.output_lines import LogsTaken, WorkerLines
 from elastic_driver.runtime.worker_logs import LogQuery, WorkerLogs, read_page
-from rendezvous.auth import Role
+from rendezvous.auth import Caller, Role
 from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
 
 LEAST_WAIT_S = 0.5  # between two requests of an agent
@@ -31,6 +32,8 @@ class LogRoutes:
         self._taken: dict[
             str, tuple[int, int]
         ] = {}  # by host: incarnation, number of its last line
+        # Each client's pages are read one after the other, so that one does not use up the threads.
+        self._reading: WeakValueDictionary[Caller, asyncio.Lock] = WeakValueDictionary()
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
@@ -63,5 +66,7 @@ class LogRoutes:
         except msgspec.ValidationError as error:
             problem = f"the query has the wrong form: {error}"
             raise Problem(422, "invalid", problem, "see GET /v1/openapi.json") from error
-        page = await asyncio.to_thread(read_page, self._logs.folder, query)
+        reading = self._reading.setdefault(caller_of(request), asyncio.Lock())
+        async with reading:
+            page = await asyncio.to_thread(read_page, self._logs.folder, query)
         return web.Response(body=msgspec.json.encode(page), content_type=JSON)

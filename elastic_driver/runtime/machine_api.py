@@ -62,7 +62,7 @@ _STATUS = {"unknown_dataset": 404, "timed_out": 408, "too_large": 413}
 _STATUS |= dict.fromkeys(_UNPROCESSABLE, 422)  # 409 for all other rejections
 _OF_WORKERS = (
     *(shards.NextRequest, shards.DoneRequest),
-    *(shards.ResumeRequest, shards.AgreeRequest),
+    *(shards.ResumeRequest, shards.AgreeRequest, shards.ExtendRequest),
 )
 _encode = msgspec.json.Encoder().encode
 _DECODE_FAST: dict[str, Callable[[bytes], shards.NextRequest | shards.DoneRequest]] = {
@@ -148,12 +148,17 @@ class OpenRequests:
     def may_ask(self, caller: Caller, request: Struct) -> bool:
         """Return whether a caller may send this: a worker asks and reports in its own name.
 
-        A member of the newest world may also do so for the world.
+        A member of the newest world may also do so for the world. It alone may say what the model
+        of the world was trained with, or how far a stream goes.
         """
         if caller.role is not Role.WORKER or not isinstance(request, _OF_WORKERS):
             return True
+        if isinstance(request, shards.ExtendRequest):
+            return self._rounds.may_speak_for_world(caller.subject)
         if request.worker == shards.WORLD:
             return self._rounds.may_speak_for_world(caller.subject)
+        if isinstance(request, shards.AgreeRequest):
+            return False
         opens = isinstance(request, shards.ResumeRequest) and not request.held
         return request.worker == caller.subject or (opens and request.worker == shards.OPENING)
 
@@ -208,8 +213,11 @@ def _handler(
         asked: Any = await read_json(request, decode)
         caller = caller_of(request)
         if not requests.may_ask(caller, asked):
-            said = f"worker {caller.subject} may not speak for {asked.worker!r}"
-            raise forbidden(f"{said}: a worker holds shards in its own name")
+            whom = getattr(asked, "worker", shards.WORLD)
+            said = f"worker {caller.subject} may not speak for {whom!r} here"
+            raise forbidden(f"{said}: it holds shards in its own name, or as a member of the world")
+        if isinstance(asked, shards.ShardCheckpoint) and caller.role is Role.WORKER:
+            asked = shards.RestoreRequest(caller.subject, asked)
         dataset = request.match_info.get("dataset")
         if dataset is None:
             found = await requests.ask(lambda ticket: tf.TfRequest(ticket, asked))

@@ -18,7 +18,7 @@ from aiohttp import web
 from elastic_driver.core import join_messages as join
 from rendezvous.limits import Hits, Limits
 from rendezvous.proof import Handshake, OpenHello, OpenHellos, Speaker, make_nonce
-from rendezvous.web import Problem, json_answer, read_json
+from rendezvous.web import PEER, Problem, json_answer, read_json
 
 PAUSE_S = 1.0  # before the answer to a wrong proof
 MOST_NAMED = 100  # addresses that are reported
@@ -51,7 +51,7 @@ class NodeProofs:
         nonce = (await _read(request, _decode_hello)).nonce
         handshake = Handshake(nonce, make_nonce(), self._fingerprint)
         with self._lock:
-            gone = self._hellos.add(handshake, request.remote or "?", time.monotonic())
+            gone = self._hellos.add(handshake, request[PEER], time.monotonic())
         self._tell(gone)
         proofs = tuple(handshake.prove(secret, Speaker.SERVER) for secret in self._secrets)
         return json_answer(join.HelloAnswer(handshake.server_nonce, proofs))

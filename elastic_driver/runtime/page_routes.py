@@ -3,20 +3,20 @@
 | route | answer |
 |---|---|
 | `GET /` and `GET /assets/…` | the page, without any data of the job |
-| `GET /login` | `LoginState`: whether this browser has a session |
-| `POST /login` | a token or a code becomes a session, whose secret is in a cookie |
-| `POST /logout` | 204; the session ends |
+| `GET /login` | `LoginState`: whether this page has a session |
+| `POST /login` | a token or a code becomes a session: a cookie, and a key for the page alone |
+| `POST /logout` | 204; the sessions of this browser end |
 | `POST /v1/login-codes` | a code for one login, for `elasticctl open` |
 
-The files are the committed bundle in `elastic_driver/page/`, which `make page` builds. A login is a
-form or JSON. The cookie is for this site only, and no script can read it.
+The files are the committed bundle in `elastic_driver/page/`, which `make page` builds. No script
+can read the cookie, and no other origin the key (`rendezvous.sessions`). A login has a header that
+pages of others cannot send, so nobody logs a browser in to a session of his own.
 """
 
 import asyncio
 import hashlib
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import parse_qs
 
 import msgspec
 from aiohttp import web
@@ -27,8 +27,17 @@ from elastic_driver import contract
 from elastic_driver.core.documents import LoginCode
 from rendezvous.access import PAGE_FILES
 from rendezvous.auth import Caller, bearer
-from rendezvous.sessions import CODE_S, HEADER, may_act
-from rendezvous.web import SESSIONS, TOKENS, Problem, caller_of, json_answer, read_json
+from rendezvous.sessions import CODE_S, HEADER
+from rendezvous.web import (
+    SESSION,
+    SESSIONS,
+    TOKENS,
+    Problem,
+    caller_of,
+    json_answer,
+    read_json,
+    session_of,
+)
 
 FOLDER = Path(__file__).resolve().parent.parent / "page"
 CONTENT_TYPES = {
@@ -46,11 +55,10 @@ POLICY = "; ".join(
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_FORM = "application/x-www-form-urlencoded"
 _Secret = Annotated[str, Meta(max_length=1024)]
 
 
@@ -62,9 +70,10 @@ class Login(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoginState(Struct, frozen=True):
-    """The session of a browser: its role, or None if there is no session."""
+    """The session of a page: its role, or None if there is no session; its key after a login."""
 
     role: str | None
+    key: str = ""
 
 
 class Nothing(Struct, frozen=True):
@@ -87,14 +96,15 @@ class PageRoutes:
         app.router.add_post(contract.LOGIN_CODES_PATH, self.make_code)
 
     async def get_login(self, request: web.Request) -> web.Response:
-        """Answer whether this browser has a session."""
-        caller = request.app[SESSIONS].caller(request.cookies, _now())
-        return json_answer(LoginState(None if caller is None else caller.role.value))
+        """Answer whether this page has a session."""
+        session = session_of(request, request.app[SESSIONS])
+        return json_answer(LoginState(None if session is None else session.caller.role.value))
 
     async def login(self, request: web.Request) -> web.Response:
         """Begin a session with a token or a code."""
-        by_form = request.content_type == _FORM
-        given = await read_json(request, decode_form if by_form else _decode)
+        if HEADER not in request.headers:
+            raise Problem(403, "no_page", f"a login needs the header {HEADER}", "open the page")
+        given = await read_json(request, _decode)
         sessions = request.app[SESSIONS]
         caller = (
             sessions.redeem(given.code, _now())
@@ -103,16 +113,13 @@ class PageRoutes:
         )
         if caller is None:
             raise _not_known(given)
-        begun = sessions.begin(caller, _now())
+        begun = sessions.begin(caller, request.cookies, _now())
         if begun is None:
             raise _no_session(caller)
-        secret, owner = begun
-        answer = json_answer(LoginState(owner.role.value))
-        if by_form:
-            answer = web.Response(status=303, headers={"Location": "/"})
+        answer = json_answer(LoginState(begun.caller.role.value, begun.key))
         answer.set_cookie(
             sessions.cookie,
-            secret,
+            begun.cookie,
             httponly=True,
             samesite="Strict",
             secure=request.secure,
@@ -121,13 +128,13 @@ class PageRoutes:
         return answer
 
     async def logout(self, request: web.Request) -> web.Response:
-        """End the session of this browser."""
-        if not may_act(request.method, request.headers):
-            raise Problem(403, "no_page", f"a request by cookie needs the header {HEADER}")
-        sessions = request.app[SESSIONS]
-        sessions.end(request.cookies)
-        answer = web.Response(status=204)
+        """End the sessions of this browser; a token has none."""
+        sessions, answer = request.app[SESSIONS], web.Response(status=204)
         answer.del_cookie(sessions.cookie, path="/")
+        session = request.get(SESSION)
+        if session is not None and request.transport is not None:
+            session.cuts.discard(request.transport.abort)  # all but this request
+            sessions.end(session)
         return answer
 
     async def make_code(self, request: web.Request) -> web.Response:
@@ -156,12 +163,6 @@ def _file(path: str) -> Handler:
         return web.Response(body=body, headers=headers, content_type=kind, charset="utf-8")
 
     return get
-
-
-def decode_form(body: bytes) -> Login:
-    """Return the login in a form; raises `UNREADABLE` errors."""
-    fields = parse_qs(body.decode(), max_num_fields=4)
-    return msgspec.convert({name: values[-1] for name, values in fields.items()}, Login)
 
 
 def _not_known(given: Login) -> Problem:

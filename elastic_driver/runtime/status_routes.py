@@ -16,7 +16,9 @@ from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.live import EVENT_STREAM, KEEP_ALIVE_S
 from elastic_driver.runtime.openapi import HistorySince
-from rendezvous.web import HITS, JSON, REFUSALS, REQUEST_TIMES, Problem
+from rendezvous.auth import Caller
+from rendezvous.shares import Shares
+from rendezvous.web import HITS, JSON, REFUSALS, REQUEST_TIMES, Problem, caller_of
 from rendezvous.wire import EVENTS_PATH
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
@@ -28,7 +30,7 @@ class StatusRoutes:
 
     def __init__(self, driver: DriverPort, log: EventLog, times: JobTimes) -> None:
         self._driver, self._log, self._times = driver, log, times
-        self._streams = 0
+        self._streams = Shares(MAX_STREAMS)
         self._asking = asyncio.Lock()  # held while the driver is asked for its status
         self._next_status: asyncio.Task[bytes] | None = None
         self._app: web.Application | None = None
@@ -112,20 +114,23 @@ class StatusRoutes:
         return web.Response(body=b'{"events":[%b],"last":%d}' % (body, last), content_type=JSON)
 
     @contextmanager
-    def one_stream(self, hint: str) -> Iterator[None]:
-        """Count one more reader while the context is open; raises Problem if there are too many."""
-        if self._streams >= MAX_STREAMS:
-            raise Problem(503, "too_many_streams", f"{MAX_STREAMS} readers follow already", hint)
-        self._streams += 1
+    def one_stream(self, caller: Caller, hint: str) -> Iterator[None]:
+        """Count one more stream of a client while the context is open.
+
+        Raises Problem if the client, or all together, have too many.
+        """
+        if not self._streams.take(caller):
+            problem = f"this client has its share of the {MAX_STREAMS} streams, or all are taken"
+            raise Problem(503, "too_many_streams", problem, hint)
         try:
             yield
         finally:
-            self._streams -= 1
+            self._streams.give_back(caller)
 
     async def _stream(self, request: web.Request, since: int) -> web.StreamResponse:
         """Send past and new events as server-sent events until the job is over."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
-        with self.one_stream("ask without -f"):
+        with self.one_stream(caller_of(request), "ask without -f"):
             response = web.StreamResponse(headers={"Cache-Control": "no-store"})
             response.content_type = EVENT_STREAM
             with self._log.listening(lambda: machine_api.call_on(loop, news.set)):

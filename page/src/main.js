@@ -3,7 +3,7 @@
 import { Charts } from "./charts.js";
 import { $, counted, element, forgetColours, say } from "./format.js";
 import { drawLanes, drawLegend } from "./lanes.js";
-import { follow, post, role } from "./live.js";
+import { follow, logIn, logOut, post, role } from "./live.js";
 import { Model } from "./model.js";
 import { drawEvents, drawGoodput, drawHosts, drawMembers, drawPoints, drawStacks, drawTiles } from "./tables.js";
 
@@ -76,10 +76,13 @@ function dressHost(cells, host) {
 
 const hostPath = (host, verb) => `/v1/hosts/${encodeURIComponent(host)}:${verb}`;
 
-async function act(path, body = {}) {
+const act = (path, body = {}) => tried(() => post(path, body));
+
+/** Do it and return true, or show the problem. */
+async function tried(work) {
   $("problem").hidden = true;
   try {
-    await post(path, body);
+    await work();
     return true;
   } catch (error) {
     say($("problem"), error.message);
@@ -148,11 +151,10 @@ function listen() {
   $("login").addEventListener("submit", async (event) => {
     event.preventDefault();
     const token = $("token").value.trim().split("\n")[0];
-    if (await act("/login", { token })) begin();
+    if (await tried(() => logIn({ token }))) begin();
   });
   $("logout").addEventListener("click", async () => {
-    await act("/logout");
-    location.reload();
+    if (await tried(logOut)) location.reload();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     forgetColours();
@@ -233,7 +235,7 @@ async function start() {
   const code = /^#code=([\w-]+)$/.exec(location.hash);
   if (code) {
     history.replaceState(null, "", "/");
-    if (await act("/login", { code: code[1] })) return begin();
+    if (await tried(() => logIn({ code: code[1] }))) return begin();
   }
   return (await role()) ? begin() : showLogin();
 }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import ClassVar
 
+import aiohttp
 import pytest
 
 from rendezvous.auth import read_token_file
@@ -54,6 +58,8 @@ async def watch(job: RunningJob, folder: Path) -> None:
         await works_by_keyboard(page, job)
         await fits_a_phone(page)
         await shows_a_reader_no_buttons(page, job)
+        await keeps_its_session_from_other_ports(page, address)
+        await is_unknown_in_a_new_tab(page)
         refused = ("/login", "/v1/scale")  # as this test wants it
         assert [fault for fault in page.faults if not fault.endswith(refused)] == []
         await escapes(page)
@@ -150,6 +156,64 @@ async def shows_a_reader_no_buttons(page: Tab, job: RunningJob) -> None:
     await page.until(f"{SIZE} === '2'")
     assert await page.evaluate("document.querySelector('#controls').hidden")
     assert not await page.evaluate("document.querySelector('#hosts button')")
+
+
+async def is_unknown_in_a_new_tab(page: Tab) -> None:
+    """What another tab stores is not here: it shows the login; a reload goes on."""
+    await page.order("Page.reload")
+    await page.until(f"{SIZE} === '2'", "the job after a reload")
+    key = await page.evaluate("sessionStorage.getItem('elastic')")
+    await page.evaluate("sessionStorage.clear()")
+    await page.order("Page.reload")
+    await page.until("document.querySelector('#login')?.hidden === false", "the form")
+    await page.evaluate(f"sessionStorage.setItem('elastic', {json.dumps(key)})")
+    await page.order("Page.reload")
+    await page.until(f"{SIZE} === '2'", "the job with its key")
+
+
+class OtherUser(http.server.BaseHTTPRequestHandler):
+    """Another user's server on the same machine; it keeps the headers that browsers send."""
+
+    seen: ClassVar[list[dict[str, str]]] = []
+
+    def do_GET(self) -> None:
+        self.seen.append({name.lower(): value for name, value in self.headers.items()})
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>free GPUs</title>")
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+async def keeps_its_session_from_other_ports(page: Tab, address: str) -> None:
+    """The server at another port of this name gets the cookie, which opens nothing there."""
+    url, before = address.partition("/#")[0], len(page.faults)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OtherUser) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        await page.order("Page.navigate", url=f"http://127.0.0.1:{other.server_port}/")
+        await page.until("document.title === 'free GPUs'")
+        assert await page.evaluate("Object.keys(sessionStorage).length") == 0
+        for options in ("{credentials: 'include'}", "{mode: 'no-cors', credentials: 'include'}"):
+            script = f"fetch('{url}/v1/status', {options}).then(a => a.type + a.status, () => '-')"
+            assert await page.evaluate(script) == "-", "its script learns nothing"
+        other.shutdown()
+    del page.faults[before:]  # the browser's own, about that script
+    stolen = OtherUser.seen[0]
+    assert stolen["cookie"].startswith("elastic_"), "the browser sends it to any port"
+    assert not [value for name, value in stolen.items() if name.startswith("x-")]
+    replayed = {"Cookie": stolen["cookie"], "X-Elastic": "page"}
+    async with aiohttp.ClientSession(url, headers=replayed) as thief:
+        for method, path in (
+            *(("GET", "/v1/status"), ("GET", "/v1/live"), ("GET", "/v1/logs")),
+            *(("POST", "/v1/scale"), ("POST", "/v1/stop"), ("POST", "/v1/login-codes")),
+        ):
+            async with thief.request(method, path, json={}) as answer:
+                assert answer.status == 401, (method, path, await answer.text())
+        async with thief.get("/login") as answer:
+            assert (await answer.json())["role"] is None
+    await page.order("Page.navigate", url=url)
+    await page.until(f"{SIZE} === '2'", "the job, with the tab's own key")
 
 
 async def escapes(page: Tab) -> None:

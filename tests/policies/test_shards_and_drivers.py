@@ -14,6 +14,7 @@ from typing import Any
 from elastic_driver.core.driver_events import DriverResumed
 from elastic_driver.core.events import WorkerStarted
 from elastic_driver.policies.messages import Reply
+from elastic_driver.policies.shard_checks import check_saved
 from elastic_driver.policies.shard_messages import (
     DoneRequest,
     End,
@@ -76,6 +77,8 @@ class Run:
         self.journal.append(event)
         replies = [each for each in self.machine.handle(event, 0.0) if isinstance(each, Reply)]
         assert self.machine.check() == []
+        for ledger in self.machine._ledgers.values():
+            check_saved(ledger.dataset, ledger.checkpoint().state)  # it could be restored
         self.waiting += [(len(self.journal), reply) for reply in replies]
         if self.answers_early:
             self.answer(len(self.journal))

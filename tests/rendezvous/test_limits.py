@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from rendezvous import connections
-from rendezvous.auth import agent_token, worker_token
+from rendezvous.auth import agent_token, node_token, operator_token, reader_token, worker_token
 from rendezvous.client import RendezvousClient
 from rendezvous.limits import Limits
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import Add, Get, KVBatch, Number, Set, Watch, encode
+from rendezvous.wire import Add, Get, KVBatch, Number, Operation, Set, Watch, encode
 from tests.rendezvous.common import TOKEN, error_of, eventually, request
 from tests.rendezvous.test_fast_path import Caller, batch, head
 
@@ -216,7 +216,7 @@ def test_requests_that_arrive_slowly_have_a_bounded_size_together() -> None:
 
 def server_arriving(server: RendezvousServer) -> int:
     assert server._connections is not None
-    return server._connections._arriving
+    return server._connections._arriving.taken
 
 
 def test_answers_that_nobody_takes_have_a_bounded_size_together() -> None:
@@ -247,6 +247,84 @@ def test_answers_that_nobody_takes_have_a_bounded_size_together() -> None:
         found.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         assert found.answer()[0] == 200
         assert request(server, "GET", "/v1/kv/k/3")[0] == 200
+
+
+def test_one_client_neither_fills_what_arrives_nor_what_leaves() -> None:
+    """Half-sent requests and answers that it does not take; others and people go on."""
+    size = 3_000_000
+    bounds = Limits(arriving_bytes=4_000_000, leaving_bytes=17 * size)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(RendezvousServer(token=TOKEN, limits=bounds))
+        server.apply([Set(f"u/{n}", bytes(size)) for n in range(8)])
+        others = (worker_token(agent_token(TOKEN, "a"), "a.0.2"), operator_token(TOKEN))
+
+        def send(token: str, text: bytes) -> Caller:
+            caller = stack.enter_context(Caller(server, receive_buffer=4096))
+            caller.send(text)
+            return caller
+
+        def put(token: str) -> bytes:
+            line = f"PUT /v1/kv/u/x HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
+            return f"{line}Content-Length: 400000\r\n\r\n".encode()
+
+        half = [send(WORKER, put(WORKER) + b"x") for _ in range(2)]
+        eventually(lambda: server_arriving(server) == 800_000, "two have their places")
+        assert send(WORKER, put(WORKER)).answer()[0] == 503
+        body = batch_of(Add("u/n", 1))
+        assert send(WORKER, head("/v1/kv:batch", len(body), WORKER) + body).answer()[0] == 200
+        for token in others:
+            whole = send(token, put(token) + b"x" * 400_000)
+            assert whole.socket.recv(12) == b"HTTP/1.1 204"
+        answers = list[int]()
+        for number in range(8):
+            body = batch_of(Get((f"u/{number}",)))
+            asked = send(WORKER, head("/v1/kv:batch", len(body), WORKER) + body)
+            answers.append(int(asked.socket.recv(12)[9:]))
+        assert set(answers) == {200, 503}
+        assert answers.count(200) == 3, "4/3 of three are a quarter"
+        for token in others:
+            assert request(server, "GET", "/v1/kv/u/7", token=token)[0] == 200
+        assert len(half) == 2
+
+
+def batch_of(*operations: Operation) -> bytes:
+    return encode(KVBatch(operations, "id"))
+
+
+def test_a_reader_has_a_bounded_number_of_connections() -> None:
+    with contextlib.ExitStack() as stack:
+        bounds = Limits(of_one_caller=3)
+        server = stack.enter_context(RendezvousServer(token=TOKEN, limits=bounds))
+
+        def ask(token: str) -> int:
+            caller = stack.enter_context(Caller(server))
+            line = f"GET /v1/kv/a/b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
+            caller.send(line.encode())
+            return caller.answer()[0]
+
+        for token in (reader_token(TOKEN), operator_token(TOKEN), node_token(TOKEN, "n")):
+            found = [ask(token) for _ in range(4)]
+            assert found[3] == 429 or found[0] == 403, found
+        assert [ask(operator_token(TOKEN)) for _ in range(1)] == [429]
+        assert ask(TOKEN) == 404
+
+
+def test_an_address_that_connects_without_end_closes_its_own_connections() -> None:
+    bounds = Limits(unproven=20, unproven_s=30.0)
+    with RendezvousServer(token=TOKEN, limits=bounds) as server, contextlib.ExitStack() as stack:
+
+        def connect(address: str) -> socket.socket:
+            made = socket.create_connection(("127.0.0.1", server.port), 30, (address, 0))
+            return stack.enter_context(made)
+
+        quiet = connect("127.0.0.2")
+        for _ in range(5):
+            time.sleep(connections.YOUNG_S)
+            for _ in range(19):
+                connect("127.0.0.3")
+        quiet.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert quiet.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert server.hits.snapshot()["unproven"] >= 60
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_bug(

@@ -5,9 +5,20 @@ from __future__ import annotations
 import pytest
 
 from rendezvous.auth import Caller, Role
-from rendezvous.sessions import CODE_S, MOST_CODES, MOST_SESSIONS, SESSION_S, Sessions, may_act
+from rendezvous.sessions import CODE_S, MOST_CODES, MOST_SESSIONS, SESSION_S, Begun, Sessions
 
 OPERATOR, READER = Caller(Role.OPERATOR), Caller(Role.READER)
+
+
+def begin(sessions: Sessions, caller: Caller, cookies: dict[str, str] | None = None) -> Begun:
+    begun = sessions.begin(caller, cookies or {}, 0.0)
+    assert begun is not None
+    return begun
+
+
+def caller(sessions: Sessions, begun: Begun, now: float = 1.0) -> Caller | None:
+    found = sessions.find({sessions.cookie: begun.cookie}, begun.key, now)
+    return None if found is None else Caller(found.caller.role)
 
 
 @pytest.mark.parametrize(
@@ -25,16 +36,16 @@ def test_a_session_has_the_rights_of_an_operator_or_a_reader(
     token: Caller, session: Caller | None
 ) -> None:
     sessions = Sessions()
-    begun, code = sessions.begin(token, 0.0), sessions.make_code(token, 0.0)
+    code = sessions.make_code(token, 0.0)
     if session is None:
-        assert begun is None
+        assert sessions.begin(token, {}, 0.0) is None
         assert code is None
         return
-    assert begun is not None
     assert code is not None
-    secret, owner = begun
-    assert owner == session
-    assert sessions.caller({sessions.cookie: secret}, 1.0) == session
+    begun = begin(sessions, token)
+    assert begun.caller.role is session.role
+    assert begun.caller != begin(sessions, token).caller, "each is a client of its own"
+    assert caller(sessions, begun) == session
     assert sessions.redeem(code, 1.0) == session
 
 
@@ -51,45 +62,66 @@ def test_a_code_is_good_once_and_for_a_while() -> None:
 
 def test_a_session_ends_twelve_hours_after_the_login_however_it_is_used() -> None:
     sessions = Sessions()
-    begun = sessions.begin(READER, 0.0)
-    assert begun is not None
-    cookies = {sessions.cookie: begun[0]}
-    assert sessions.caller(cookies, SESSION_S - 1.0) == READER
-    assert sessions.caller(cookies, SESSION_S) is None
-    assert sessions.caller(cookies, 1.0) is None, "it is forgotten"
-    assert sessions.caller({sessions.cookie: "x" * 65}, 0.0) is None
-    assert sessions.caller({"elastic_other": begun[0]}, 0.0) is None
+    begun = begin(sessions, READER)
+    assert caller(sessions, begun, SESSION_S - 1.0) == READER
+    assert caller(sessions, begun, SESSION_S) is None
+    assert caller(sessions, begun) is None, "it is forgotten"
 
 
-def test_a_session_that_was_ended_is_unknown() -> None:
+def test_cookie_and_key_count_together_only() -> None:
     sessions = Sessions()
-    begun = sessions.begin(READER, 0.0)
-    assert begun is not None
-    sessions.end({sessions.cookie: begun[0]})
-    assert sessions.caller({sessions.cookie: begun[0]}, 0.0) is None
+    one, two = begin(sessions, OPERATOR), begin(sessions, READER)
+    cookies = {sessions.cookie: one.cookie}
+    assert one.key != one.cookie
+    for key in ("", "x", one.cookie, two.key, "x" * 65):
+        assert sessions.find(cookies, key, 1.0) is None
+    for wrong in ({}, {sessions.cookie: ""}, {sessions.cookie: one.key}, {"other": one.cookie}):
+        assert sessions.find(wrong, one.key, 1.0) is None
+    assert sessions.find({sessions.cookie: two.cookie}, one.key, 1.0) is None
+    assert caller(sessions, one) == OPERATOR
+
+
+def test_tabs_of_a_browser_share_a_cookie_and_have_a_key_each() -> None:
+    sessions = Sessions()
+    one = begin(sessions, OPERATOR)
+    two = begin(sessions, READER, {sessions.cookie: one.cookie})
+    assert two.cookie == one.cookie
+    assert two.key != one.key
+    assert caller(sessions, one) == OPERATOR
+    assert caller(sessions, two) == READER
+    planted = begin(sessions, READER, {sessions.cookie: "of somebody else"})
+    assert planted.cookie != "of somebody else", "only a cookie of ours goes on"
+
+
+def test_a_session_that_ends_takes_those_of_its_browser_and_their_requests_with_it() -> None:
+    sessions, cut = Sessions(), list[str]()
+    one = begin(sessions, READER)
+    two = begin(sessions, READER, {sessions.cookie: one.cookie})
+    other = begin(sessions, READER)
+    for name, begun in (("one", one), ("two", two), ("other", other)):
+        found = sessions.find({sessions.cookie: begun.cookie}, begun.key, 1.0)
+        assert found is not None
+        found.cuts.add(lambda name=name: cut.append(name))  # type: ignore[misc]
+        if begun is one:
+            ended = found
+    sessions.end(ended)
+    assert sorted(cut) == ["one", "two"]
+    assert [caller(sessions, begun) for begun in (one, two, other)] == [None, None, READER]
 
 
 def test_readers_push_out_no_operator() -> None:
     sessions = Sessions()
-    begun, code = sessions.begin(OPERATOR, 0.0), sessions.make_code(OPERATOR, 0.0)
+    begun, code = begin(sessions, OPERATOR), sessions.make_code(OPERATOR, 0.0)
     for _ in range(MOST_SESSIONS + 1):
-        sessions.begin(READER, 0.0)
+        begin(sessions, READER)
         sessions.make_code(READER, 0.0)
-    assert begun is not None
-    assert sessions.caller({sessions.cookie: begun[0]}, 1.0) == OPERATOR
+    assert caller(sessions, begun) == OPERATOR
     assert sessions.redeem(code or "", 1.0) == OPERATOR
 
 
 def test_the_oldest_session_makes_room() -> None:
     sessions = Sessions()
-    begun = [sessions.begin(READER, 0.0) for _ in range(MOST_SESSIONS + 1)]
-    callers = [sessions.caller({sessions.cookie: each[0]}, 1.0) for each in begun if each]
-    assert callers == [None, *[READER] * MOST_SESSIONS]
+    begun = [begin(sessions, READER) for _ in range(MOST_SESSIONS + 1)]
+    assert [caller(sessions, each) for each in begun] == [None, *[READER] * MOST_SESSIONS]
     codes = [sessions.make_code(READER, 0.0) or "" for _ in range(MOST_CODES + 1)]
     assert [sessions.redeem(code, 1.0) for code in codes] == [None, *[READER] * MOST_CODES]
-
-
-def test_only_our_page_acts_by_cookie() -> None:
-    assert may_act("GET", {})
-    assert not may_act("POST", {"Content-Type": "text/plain"})
-    assert may_act("POST", {"X-Elastic": "page"})

@@ -47,7 +47,7 @@ def test_callers_that_wait_go_on_one_in_each_turn_and_those_that_left_are_skippe
         turns, order = Turns(), list[int]()
 
         async def caller(number: int) -> None:
-            await turns.wait()
+            await turns.wait(Queue.GENERAL)
             order.append(number)
             await asyncio.sleep(0)
             assert order[-1] == number
@@ -68,7 +68,7 @@ def test_work_that_fails_does_not_stop_the_queue() -> None:
         turns, done = Turns(), list[int]()
         turns.add(Queue.NEW, lambda: 1 // 0)
         turns.add(Queue.NEW, lambda: done.append(1))
-        await turns.wait()
+        await turns.wait(Queue.GENERAL)
         return done
 
     assert asyncio.run(main()) == [1]
@@ -83,8 +83,8 @@ def test_the_queues_take_turns() -> None:
             turns.add(Queue.COSTLY, lambda: seen.append("costly"))
         turns.add(Queue.NEW, lambda: seen.append("new"))
         turns.add(Queue.ANSWER, lambda: seen.append("answer"))
-        await turns.wait()
-        await turns.wait()
+        await turns.wait(Queue.GENERAL)
+        await turns.wait(Queue.GENERAL)
 
     asyncio.run(main())
     assert sorted(seen[:3]) == ["answer", "costly", "new"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from elastic_driver.core.events import (
     DrainRequested,
     RunningWorker,
     ScaleRequested,
+    WorkerReady,
     WorkerStarted,
 )
 from elastic_driver.core.measured import History
@@ -23,7 +25,7 @@ from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.event_routes import may_report
-from rendezvous.auth import Caller, Role
+from rendezvous.auth import Caller, Role, agent_token, operator_token, worker_token
 from rendezvous.server import RendezvousServer
 from tests.runtime.waiting import until
 
@@ -36,7 +38,7 @@ class NotingDriver:
     def __init__(self) -> None:
         self.posted: list[Request] = []
         self.stops: list[tuple[str, int]] = []
-        self.accepting = True
+        self.accepting = self.reading = True
         self.hosts = [
             {"host": "a", "state": "usable"},
             {"host": "b", "state": "drained"},
@@ -50,8 +52,10 @@ class NotingDriver:
         return self.accepting
 
     def deliver(self, event: Request, acknowledge: Callable[[], None]) -> bool:
-        acknowledge()  # the callers are on the server's loop
-        return self.post(event)
+        taken = self.post(event)
+        if taken and self.reading:
+            acknowledge()  # the callers are on the server's loop
+        return taken
 
     def request_stop(self, reason: str, exit_code: int) -> None:
         self.stops.append((reason, exit_code))
@@ -98,6 +102,38 @@ def api() -> Iterator[Api]:
     with subject.server:
         yield subject
         subject.log.close()
+
+
+@pytest.fixture
+def few_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_driver.runtime.event_routes.MOST_MAIL", 16)
+
+
+def test_one_worker_fills_its_share_of_the_mailbox_and_no_more(few_events: None, api: Api) -> None:
+    """The driver's thread does not read for a while, and a worker reports without end."""
+    api.driver.reading = False
+    agents = agent_token(TOKEN, "a")
+
+    def report(number: int) -> int:
+        name = f"a.{number}.1"
+        body = msgspec.json.encode(WorkerReady(name, 1, 0, clean=True, reason="again and again"))
+        token = f"Bearer {worker_token(agents, name)}"
+        connection = http.client.HTTPConnection("127.0.0.1", api.server.port, timeout=0.5)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/events", body, {"Authorization": token})
+            try:
+                answer = connection.getresponse()
+            except TimeoutError:
+                return 0  # it waits
+            answer.read()
+            return answer.status
+
+    assert [report(0) for _ in range(5)] == [0, 0, 0, 0, 503]
+    assert [report(1) for _ in range(5)] == [0, 0, 0, 0, 503]
+    assert len(api.driver.posted) == 8
+    operator = f"Bearer {operator_token(TOKEN)}"
+    api.driver.reading = True
+    assert api.call("POST", "/v1/scale", b'{"num_proc": 3}', Authorization=operator)[0] == 202
 
 
 def test_a_typed_event_goes_into_the_mailbox(api: Api) -> None:
@@ -245,10 +281,14 @@ def test_a_stream_resumes_after_the_last_event_a_reader_has_seen(api: Api) -> No
     connection.close()
 
 
-def test_readers_that_leave_are_forgotten_and_too_many_are_refused(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def one_stream_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_driver.runtime.status_routes.MAX_STREAMS", 1)
+
+
+def test_readers_that_leave_are_forgotten_and_too_many_are_refused(
+    one_stream_only: None, api: Api
+) -> None:
     connection, response = api.open("GET", "/v1/events", Accept="text/event-stream")
     assert response.status == 200
     status, answer = api.call("GET", "/v1/events", Accept="text/event-stream")

@@ -17,6 +17,7 @@ from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.page_routes import FOLDER
 from elastic_driver.runtime.status_routes import MAX_STREAMS
+from rendezvous import sessions
 from rendezvous.access import PAGE_FILES
 from rendezvous.auth import agent_token, operator_token, reader_token, worker_token
 from rendezvous.server import RendezvousServer
@@ -26,7 +27,8 @@ from tests.support.certificates import CertificateAuthority
 from tests.support.pictures import status_of_size
 
 HOSTILE = '<img src=x onerror="document.title=1">'
-JSON_TYPE = {"Content-Type": "application/json"}
+OURS = {"X-Elastic": "page"}
+Headers = dict[str, str]
 
 
 class PictureDriver(NotingDriver):
@@ -67,11 +69,13 @@ class Page:
         finally:
             connection.close()
 
-    def login(self, **given: str) -> str:
-        """Log in and return the cookie."""
-        status, headers, body = self.call("POST", "/login", given)
+    def login(self, *, cookie: str = "", **given: str) -> Headers:
+        """Log in and return the headers of the session."""
+        headers = {**OURS, "Cookie": cookie} if cookie else OURS
+        status, told, body = self.call("POST", "/login", given, **headers)
         assert status == 200, body
-        return str(headers["Set-Cookie"]).partition(";")[0]
+        cookie = str(told["Set-Cookie"]).partition(";")[0]
+        return {"Cookie": cookie, "X-Elastic": json.loads(body)["key"]}
 
 
 @pytest.fixture
@@ -92,7 +96,11 @@ def test_the_page_needs_no_token_and_allows_nothing_of_others(page: Page, path: 
     policy = headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
     assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
     assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Cross-Origin-Opener-Policy"] == "same-origin"
+    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert headers["Cache-Control"] == "no-cache"
     assert page.call("GET", path, **{"If-None-Match": headers["ETag"]})[0] == 304
     assert b"http://" not in body.replace(b"http://www.w3.org/", b"")
 
@@ -110,17 +118,18 @@ def test_the_bundle_is_small_and_loads_nothing_from_elsewhere() -> None:
 
 
 def test_a_token_becomes_a_cookie_that_no_script_and_no_other_site_has(page: Page) -> None:
-    status, headers, body = page.call("POST", "/login", {"token": TOKEN})
-    assert (status, json.loads(body)) == (200, {"role": "operator"})
-    cookie = headers["Set-Cookie"]
+    status, headers, body = page.call("POST", "/login", {"token": TOKEN}, **OURS)
+    assert (status, json.loads(body)["role"]) == (200, "operator")
+    key, cookie = json.loads(body)["key"], headers["Set-Cookie"]
+    assert key not in cookie
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
     assert "Path=/" in cookie
     assert "Secure" not in cookie, "this server speaks plain HTTP"
     assert TOKEN not in cookie
-    secret = cookie.partition(";")[0]
-    assert page.call("GET", "/v1/status", Cookie=secret)[0] == 200
-    assert json.loads(page.call("GET", "/login", Cookie=secret)[2]) == {"role": "operator"}
+    both = {"Cookie": cookie.partition(";")[0], "X-Elastic": key}
+    assert page.call("GET", "/v1/status", **both)[0] == 200
+    assert json.loads(page.call("GET", "/login", **both)[2])["role"] == "operator"
 
 
 def test_with_tls_the_cookie_travels_over_tls_only(tmp_path: Path) -> None:
@@ -132,33 +141,84 @@ def test_with_tls_the_cookie_travels_over_tls_only(tmp_path: Path) -> None:
         known = ssl.create_default_context(cafile=str(authority.ca))
         address = ("127.0.0.1", server.port)
         connection = http.client.HTTPSConnection(*address, timeout=30, context=known)
-        connection.request("POST", "/login", json.dumps({"token": TOKEN}))
+        connection.request("POST", "/login", json.dumps({"token": TOKEN}), OURS)
         answer = connection.getresponse()
         assert answer.status == 200
         assert "Secure" in answer.headers["Set-Cookie"]
         connection.close()
 
 
-def test_a_form_logs_in_without_a_script(page: Page) -> None:
+def test_a_cookie_alone_is_no_session(page: Page) -> None:
+    """Every server of this host's name gets it from the browser, those of other users too."""
+    both = page.login(token=TOKEN)
+    cookie, key = both["Cookie"], both["X-Elastic"]
+    name = cookie.partition("=")[0]
+    for headers in (
+        {"Cookie": cookie},
+        {"Cookie": cookie, **OURS},
+        {"X-Elastic": key},
+        {"Cookie": f"{name}={key}", "X-Elastic": key},
+        {"Cookie": cookie, "X-Elastic": cookie.partition("=")[2]},
+        {"Cookie": cookie, "X-Elastic": page.login(token=TOKEN)["X-Elastic"]},
+    ):
+        assert page.call("GET", "/v1/live", **headers)[0] == 401
+        status, told, _ = page.call("GET", "/v1/status", **headers)
+        assert (status, told["Cache-Control"]) == (401, "no-store")
+        assert json.loads(page.call("GET", "/login", **headers)[2])["role"] is None
+        page.server.refusals._peers.clear()  # this test is in a hurry
+    assert page.call("POST", "/v1/scale", {"num_proc": 3}, Cookie=cookie, **OURS)[0] == 401
+    assert page.call("POST", "/logout", {}, Cookie=cookie, **OURS)[0] == 401
+    assert page.driver.posted == []
+    assert page.call("GET", "/v1/status", **both)[0] == 200
+
+
+def test_a_second_tab_logs_in_for_itself_and_leaves_the_first_one_alone(page: Page) -> None:
+    first = page.login(token=TOKEN)
+    second = page.login(cookie=first["Cookie"], token=reader_token(TOKEN))
+    assert first["Cookie"] == second["Cookie"], "they share the browser's cookies"
+    for tab, role in ((first, "operator"), (second, "reader")):
+        assert json.loads(page.call("GET", "/login", **tab)[2])["role"] == role
+    assert page.call("POST", "/logout", {}, **first)[0] == 204
+    assert page.call("GET", "/v1/status", **second)[0] == 401, "the browser is logged out"
+
+
+def test_no_other_site_logs_a_browser_in(page: Page) -> None:
     form = {"Content-Type": "application/x-www-form-urlencoded"}
-    status, headers, _ = page.call("POST", "/login", f"token={TOKEN}", **form)
-    assert (status, headers["Location"]) == (303, "/")
-    assert headers["Set-Cookie"]
+    for body, headers in ((f"token={TOKEN}", form), (json.dumps({"token": TOKEN}), {})):
+        status, told, _ = page.call("POST", "/login", body, **headers)
+        assert (status, told["Set-Cookie"]) == (403, None)
+
+
+def test_nothing_that_is_answered_is_kept(page: Page) -> None:
+    operator, reader = page.login(token=TOKEN), page.login(token=reader_token(TOKEN))
+    for wanted, method, path, headers in (
+        (200, "GET", "/v1/status", operator),
+        (200, "GET", "/login", operator),
+        (404, "GET", "/v1/nothing", operator),
+        (422, "GET", "/v1/history?since=x", operator),
+        (405, "PUT", "/v1/status", operator),
+        (403, "POST", "/v1/stop", reader),
+        (401, "GET", "/v1/status", {}),
+        (204, "POST", "/logout", operator),
+    ):
+        status, told, _ = page.call(method, path, **headers)
+        found = status, told["Cache-Control"], told["X-Content-Type-Options"]
+        assert found == (wanted, "no-store", "nosniff"), path
 
 
 def test_without_a_session_there_is_no_data(page: Page) -> None:
-    assert json.loads(page.call("GET", "/login")[2]) == {"role": None}
+    assert json.loads(page.call("GET", "/login")[2])["role"] is None
     assert page.call("GET", "/v1/live")[0] == 401
     assert page.call("GET", "/v1/status", Cookie="elastic_session=guessed")[0] == 401
-    assert page.call("POST", "/login", {"token": "wrong"})[0] == 401
-    assert page.call("POST", "/login", {"code": "wrong"})[0] == 401
-    assert page.call("POST", "/login", {"token": 7})[0] == 422
+    assert page.call("POST", "/login", {"token": "wrong"}, **OURS)[0] == 401
+    assert page.call("POST", "/login", {"code": "wrong"}, **OURS)[0] == 401
+    assert page.call("POST", "/login", {"token": 7}, **OURS)[0] == 422
     assert page.server.refusals.snapshot()["unauthorized"] == 4, "they count as wrong tokens"
 
 
 def test_a_worker_gets_no_page(page: Page) -> None:
     token = worker_token(agent_token(TOKEN, "a"), "a.0.1")
-    status, _, body = page.call("POST", "/login", {"token": token})
+    status, _, body = page.call("POST", "/login", {"token": token}, **OURS)
     assert (status, json.loads(body)["error"]["code"]) == (403, "no_session")
     for refused in (token, reader_token(TOKEN)):
         bearer = {"Authorization": f"Bearer {refused}"}
@@ -168,27 +228,26 @@ def test_a_worker_gets_no_page(page: Page) -> None:
 def test_a_code_logs_in_once(page: Page) -> None:
     bearer = {"Authorization": f"Bearer {operator_token(TOKEN)}"}
     code = json.loads(page.call("POST", "/v1/login-codes", {}, **bearer)[2])["code"]
-    cookie = page.login(code=code)
-    status, headers, _ = page.call("GET", "/v1/status", Cookie=cookie)
-    assert (status, headers["Cache-Control"]) == (200, "no-store")
+    session = page.login(code=code)
+    status, headers, _ = page.call("GET", "/v1/status", **session)
+    assert status == 200
     assert headers["Server"] == "elastic-driver", "neither a version nor a library"
-    assert page.call("POST", "/login", {"code": code})[0] == 401
-    assert page.call("POST", "/logout", {}, Cookie=cookie)[0] == 403, "another site's form"
-    assert page.call("POST", "/logout", {}, Cookie=cookie, **{"X-Elastic": "page"})[0] == 204
-    assert page.call("GET", "/v1/status", Cookie=cookie)[0] == 401
+    assert page.call("POST", "/login", {"code": code}, **OURS)[0] == 401
+    assert page.call("POST", "/logout", {}, Cookie=session["Cookie"])[0] == 401, "another's form"
+    assert page.call("POST", "/logout", {}, **session)[0] == 204
+    assert page.call("GET", "/v1/status", **session)[0] == 401
 
 
-def test_only_our_page_steers_by_cookie_and_only_for_an_operator(page: Page) -> None:
-    operator, ours = page.login(token=operator_token(TOKEN)), {"X-Elastic": "page"}
-    wish = {"num_proc": 3}
-    assert page.call("POST", "/v1/scale", wish, Cookie=operator)[0] == 403, "another site's form"
-    assert page.call("POST", "/v1/scale", wish, Cookie=operator, **ours)[0] == 202
+def test_only_our_page_steers_and_only_for_an_operator(page: Page) -> None:
+    operator, wish = page.login(token=operator_token(TOKEN)), {"num_proc": 3}
+    assert page.call("POST", "/v1/scale", wish, Cookie=operator["Cookie"])[0] == 401
+    assert page.call("POST", "/v1/scale", wish, **operator)[0] == 202
     assert page.driver.posted == [ScaleRequested(3)]
     reader = page.login(token=reader_token(TOKEN))
-    assert page.call("GET", "/v1/status", Cookie=reader)[0] == 200
+    assert page.call("GET", "/v1/status", **reader)[0] == 200
     for path in ("/v1/scale", "/v1/stop", "/v1/stacks", "/v1/hosts/a:drain"):
-        assert page.call("POST", path, wish, Cookie=reader, **ours)[0] == 403
-    status, _, body = page.call("POST", "/v1/kv:batch", {}, Cookie=reader, **ours)
+        assert page.call("POST", path, wish, **reader)[0] == 403
+    status, _, body = page.call("POST", "/v1/kv:batch", {}, **reader)
     assert status == 403, body
 
 
@@ -198,13 +257,12 @@ def test_only_our_page_steers_by_cookie_and_only_for_an_operator(page: Page) -> 
 class Stream:
     """Messages of `GET /v1/live`."""
 
-    def __init__(self, page: Page, cookie: str) -> None:
-        self.connection, self.response = page.open("GET", "/v1/live", Cookie=cookie)
-        assert self.response.status == 200
-        assert self.response.headers["Content-Type"] == "text/event-stream"
+    def __init__(self, page: Page, session: Headers) -> None:
+        self.connection, self.response = page.open("GET", "/v1/live", **session)
 
     def next(self, kind: str) -> Any:
         """Return the data of the next message of a kind."""
+        assert self.response.headers["Content-Type"] == "text/event-stream"
         found = ""
         while line := self.response.readline().decode():
             if line.startswith("event: "):
@@ -244,6 +302,32 @@ def test_the_stream_begins_with_the_whole_picture_and_goes_on_with_changes(page:
         stream.connection.close()
 
 
+@pytest.mark.parametrize("path", ["/v1/live", "/v1/events"])
+def test_a_stream_ends_with_its_session(
+    page: Page, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Twelve hours after the login, or when the browser logs out."""
+    monkeypatch.setattr(sessions, "SESSION_S", 1.0)
+    session = page.login(token=TOKEN)
+    connection, response = page.open("GET", path, **session, Accept="text/event-stream")
+    until_it_ends(response)
+    connection.close()
+    assert page.call("GET", "/v1/status", **session)[0] == 401
+    monkeypatch.undo()
+    session = page.login(token=TOKEN)
+    connection, response = page.open("GET", path, **session, Accept="text/event-stream")
+    assert response.status == 200
+    assert page.call("POST", "/logout", {}, **session)[0] == 204
+    until_it_ends(response)
+    connection.close()
+
+
+def until_it_ends(response: http.client.HTTPResponse) -> None:
+    """Read a stream that is broken off, within the time of the connection."""
+    with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+        response.read()
+
+
 def test_the_driver_is_asked_only_while_somebody_looks(page: Page) -> None:
     asked: list[None] = []
     before = page.driver.ask_status
@@ -253,8 +337,8 @@ def test_the_driver_is_asked_only_while_somebody_looks(page: Page) -> None:
         before(reply)
 
     page.driver.ask_status = ask  # type: ignore[method-assign]
-    cookie = page.login(token=TOKEN)
-    streams = [Stream(page, cookie) for _ in range(3)]
+    session = page.login(token=TOKEN)
+    streams = [Stream(page, session) for _ in range(3)]
     for stream in streams:
         stream.next("status")
     looks = len(asked)
@@ -265,16 +349,40 @@ def test_the_driver_is_asked_only_while_somebody_looks(page: Page) -> None:
     eventually(lambda: not page.log._listeners, "nobody looks any more")
     looks = len(asked)
     page.log.append("job_started")
-    page.call("GET", "/v1/history", Cookie=cookie)
+    page.call("GET", "/v1/history", **session)
     assert len(asked) == looks
 
 
-def test_there_are_at_most_so_many_streams(page: Page) -> None:
-    cookie = page.login(token=TOKEN)
-    streams = [Stream(page, cookie) for _ in range(MAX_STREAMS)]
-    status, _, body = page.call("GET", "/v1/live", Cookie=cookie)
-    assert status == 503
-    assert json.loads(body)["error"]["code"] == "too_many_streams"
-    for stream in streams:
-        stream.connection.close()
-        stream.response.close()
+def test_one_client_has_a_share_of_the_streams_and_people_have_a_reserve(page: Page) -> None:
+    """A reader's token and workers take all that they can get; people still see the job."""
+    agents, streams = agent_token(TOKEN, "a"), list[Stream]()
+    try:
+        for token in (reader_token(TOKEN), *(worker_token(agents, f"a.0.{n}") for n in range(4))):
+            streams += streams_until_refused(page, {"Authorization": f"Bearer {token}"})
+        assert len(streams) == MAX_STREAMS - MAX_STREAMS // 8
+        reader = page.login(token=reader_token(TOKEN))
+        streams += streams_until_refused(page, reader)
+        assert len(streams) == MAX_STREAMS - MAX_STREAMS // 16
+        streams += streams_until_refused(page, page.login(token=operator_token(TOKEN)))
+        assert len(streams) == MAX_STREAMS
+        for stream in streams:
+            assert stream.response.status == 200
+            stream.next("hello")
+    finally:
+        for stream in streams:
+            stream.connection.close()
+            stream.response.close()
+
+
+def streams_until_refused(page: Page, headers: Headers) -> list[Stream]:
+    """Return as many streams as a client gets."""
+    found = list[Stream]()
+    while len(found) <= MAX_STREAMS:
+        stream = Stream(page, headers)
+        if stream.response.status != 200:
+            refused = json.loads(stream.response.read())
+            stream.connection.close()
+            assert refused["error"]["code"] == "too_many_streams"
+            return found
+        found.append(stream)
+    raise AssertionError("there is no bound")

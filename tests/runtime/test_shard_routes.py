@@ -210,7 +210,45 @@ def test_a_worker_asks_and_reports_in_its_own_name_and_for_its_world(shards: Sha
         for what, body in (("next", {}), ("agree", {"held": []})):
             with pytest.raises(RequestError, match=r"403 forbidden: .* may not speak for 'world'"):
                 post(what, worker="world", dataset=THIRTY, **body)
+        with pytest.raises(RequestError, match=r"403 forbidden: .*h\.0\.1 may not speak for"):
+            post("agree", worker="h.0.1", dataset=THIRTY, held=[], state=None)
+        with pytest.raises(RequestError, match=r"403 forbidden: .* may not speak for 'world'"):
+            post("extend", partition="p", end=2**62, closed=True)
     assert shards.done("h.1.1", others)["type"] == "accepted", "nobody has taken it away"
+
+
+def test_a_worker_restores_only_what_no_other_one_trains(shards: Shards) -> None:
+    mine = worker_token(agent_token(shards.job.cluster.token, "h"), "h.0.1")
+    with (
+        RendezvousClient(shards.job.driver.endpoint, mine, timeout=5) as client,
+        shards.client() as operator,
+    ):
+
+        def read() -> Any:
+            return json.loads(client.get_bytes("/v1/shards/d/checkpoint"))
+
+        def restore(saved: Any, by: RendezvousClient = client) -> None:
+            by.put_json("/v1/shards/d/checkpoint", msgspec.json.encode(saved), 10.0)
+
+        shards.post("resume", worker="opening", dataset=THIRTY, held={})
+        begun = read()
+        restore(begun)
+        shards.done("h.0.1", shards.next("h.0.1"))
+        restore(begun)  # nobody else has got any
+        other = shards.next("h.1.1")
+        for saved in (begun, read()):
+            with pytest.raises(
+                RequestError, match=r"h\.1\.1 has got shards of this data"
+            ) as caught:
+                restore(saved)
+            assert (caught.value.status, caught.value.code) == (409, "in_use")
+        assert shards.done("h.1.1", other)["type"] == "accepted", "it still has its shard"
+        with pytest.raises(RequestError, match="in_use"):
+            restore(begun)
+        shards.lose("h.1.1")
+        restore(begun)
+        shards.next("h.1.2")
+        restore(begun, operator)
 
 
 def test_the_first_description_holds_and_another_one_is_refused(shards: Shards) -> None:
