@@ -53,8 +53,8 @@ class Postgres:
 
     def start(self) -> None:
         """Start the server and wait until it answers."""
-        command = [self._bin / "postgres", "-D", self.folder / "data", "-k", self.folder, *FAST]
-        command += ["-p", self._port, *self._options]
+        command: list[str | Path] = [self._bin / "postgres", "-D", self.folder / "data", *FAST]
+        command += ["-k", self.folder, "-p", self._port, *self._options]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd=self.folder, **self._user
