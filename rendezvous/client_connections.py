@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
-from ssl import SSLError
+from ssl import SSLError, SSLSocket, SSLWantReadError, SSLWantWriteError
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -179,8 +179,27 @@ class ClientConnections:
         if not self._leads_here(connection):
             raise ConnectionError("the driver has moved")
         if self.identity is not None and tls is not None:
-            arm(connection, until)
-            self.identity.shake_hands(tls)
+            self._shake_hands(self.identity, tls, connection, until)
+
+    def _shake_hands(
+        self, identity: ServerIdentity, tls: SSLSocket, connection: HTTPConnection, until: float
+    ) -> None:
+        """Meet the server; meanwhile look at the file, as a stranger may listen and say nothing."""
+        tls.setblocking(False)
+        while True:
+            try:
+                identity.shake_hands(tls)
+                return
+            except SSLWantReadError:
+                event = select.POLLIN
+            except SSLWantWriteError:
+                event = select.POLLOUT
+            while not _ready(min(until - time.monotonic(), self.slice_s), event, tls.fileno()):
+                if time.monotonic() >= until:
+                    raise TimeoutError("timed out")
+                self.read_url_file()
+                if not self._leads_here(connection):
+                    raise ConnectionError("the driver has moved")
 
 
 def parse_url(url: str) -> SplitResult:
