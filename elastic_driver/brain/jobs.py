@@ -23,7 +23,7 @@ from elastic_driver.brain.receipts import Proved
 from elastic_driver.brain.speeds import Speeds
 
 PROBE_S = 5.0  # between two probes of a driver
-TURN_S = 600.0  # the longest that a silent job without slots keeps its turn
+TURN_S = 600.0  # the longest that a silent job without processes keeps its turn
 # What a job wants, by which the Brain plans for all. It may change its mind so often at once, and
 # once more each few seconds; what comes sooner counts later.
 WANTED = ("least", "most", "held", "weight", "planned", "memory_need", "room", "starved")
@@ -150,10 +150,9 @@ class Job:
         """Its lease ends at this time."""
         self.silent_at = self.probe_at = at
         self.gather_until = None
-        if not self.claims():
+        never_was = not (self.unheard or self.has_begun or self.found_at)
+        if not self.claims() or never_was:
             self.gone_at = at + min(TURN_S, self.report.lives_on)  # for so long it keeps its turn
-        elif not (self.unheard or self.has_begun or self.found_at):
-            self.gone_at = at + self.report.lives_on
 
     def fall_silent_unseen(self, now: float) -> None:
         """Nothing is known of its lease, which may have been renewed just now."""
