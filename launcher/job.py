@@ -160,7 +160,10 @@ def run_job(
 
             check(plan, os.environ)
         if etcd is None and options.in_etcd and not options.dry_run:
-            etcd = stack.enter_context(EtcdRun(options, os.environ, run_dir, sayer(options)))
+            named = EtcdRun(
+                options, os.environ, run_dir, sayer(options), insecure=plan.driver.insecure
+            )
+            etcd = stack.enter_context(named)
         return drive(plan, run_dir, None if former is None else former[1], etcd)
 
 

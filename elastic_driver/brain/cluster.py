@@ -2,22 +2,23 @@
 
 An algorithm says how many workers each job gets and where (`plans` asks for it). The machine
 carries a plan out slot by slot: a slot that a job has to give up goes to another one when the first
-is known to have no process there any more (`Job.claims`). So no two jobs ever use one slot.
+is known to have no process there any more (`Job.claims`). So no two jobs ever use one slot. What a
+job says of itself counts up to what it was granted, so its word takes no slot from another one.
 
 A machine that comes back from a snapshot (`Cluster.restored`) plans nothing before it has heard of
 each job with slots, or the lease of that job would have ended. Pure. Times are unix seconds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from itertools import chain
 from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
 from elastic_driver.brain.algorithm import BUILT_IN, HostView, Plan, View
-from elastic_driver.brain.documents import Grant, JobOver, JobReport
-from elastic_driver.brain.handover import claimed, next_slots
-from elastic_driver.brain.jobs import Job
+from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobOver, JobReport
+from elastic_driver.brain.handover import claimed, is_on_its_way, next_slots
+from elastic_driver.brain.jobs import Job, believed
 from elastic_driver.brain.limits import too_small
 from elastic_driver.brain.messages import (
     AskAlgorithm,
@@ -36,12 +37,13 @@ from elastic_driver.brain.messages import (
     WithdrawGrant,
 )
 from elastic_driver.brain.plans import MakeView, Plans
+from elastic_driver.brain.receipts import Proved
 from elastic_driver.core.driver_events import Tick
 from elastic_driver.core.snapshots import Restorable
 from elastic_driver.errors import assert_never
 from elastic_driver.words import counted
 
-SILENT_S = 60.0  # a job without a report for so long is silent, whatever its lease says
+SILENT_S = JOB_LEASE_S  # a job without a report for so long is silent, whatever its lease says
 ENDED_KEPT = 1000  # runs that are over, whose last reports may come late
 REASON_LENGTH = 1000
 
@@ -113,7 +115,7 @@ class Cluster(Restorable):
     def _take_in(self, event: BrainEvent, now: float) -> None:
         match event:
             case JobHeard():
-                self._on_heard(event.job, event.report, now)
+                self._on_heard(event.job, event.report, event.proved, now)
             case JobEnded():
                 self._on_ended(event.job, event.over)
             case JobSilent():
@@ -127,12 +129,12 @@ class Cluster(Restorable):
             case HostsMeasured():
                 self.figures = {host.name: host for host in event.hosts}
             case Planned() | PlanFailed():
-                plan, decisions = self.plans.take(event, self._viewer(now), now)
+                plan, jobs, decisions = self.plans.take(event, self._viewer(now), now)
                 self._out += decisions
                 if plan is not None:
-                    self._adopt(plan)
+                    self._adopt(plan, jobs)
             case Tick():
-                pass
+                self._miss_reports(now)
             case _:
                 assert_never(event)
 
@@ -163,12 +165,12 @@ class Cluster(Restorable):
 
     # ---- jobs ----------------------------------------------------------------------------
 
-    def _on_heard(self, name: str, report: JobReport, now: float) -> None:
+    def _on_heard(self, name: str, report: JobReport, proved: Proved | None, now: float) -> None:
         job = self.jobs.get(name)
         if job is not None and report.began < job.report.began:
             for former in self.former:
                 if (former.name, former.report.began) == (name, report.began):
-                    former.hear(report, now)
+                    former.hear(self._believed(former, report), now)
                     former.fall_silent_unseen(now)
             return
         if job is None and report.began <= self._ended.get(name, -1.0):
@@ -179,41 +181,56 @@ class Cluster(Restorable):
                 job.fall_silent_unseen(now)
             self._tell("job_replaced", name, "another run of it has begun")
             job = None
+        if proved is not None and proved.known and proved.number <= self.number:
+            proved = None  # this Brain knows what became of that grant
         if job is None:
-            self._arrive(name, report, now)
+            self._arrive(name, report, proved, now)
         else:
-            self._hear(job, report, now)
+            self._hear(job, report, proved, now)
 
-    def _hear(self, job: Job, report: JobReport, now: float) -> None:
+    def _hear(self, job: Job, report: JobReport, proved: Proved | None, now: float) -> None:
         if not job.is_live:
             self._tell("job_back", job.name, "its driver is heard again")
         if job.unheard and job.grants:  # the Brain that made the grant may not have published it
-            self._out.append(PublishGrant(job.name, job.grants[-1], job.grants[-1].reason))
-        before, carried_out = job.claims(), job.report.carried_out
-        self.plans.because(*job.hear(report, now))
-        if report.carried_out > (job.grants[-1].number if job.grants else 0):
-            self._take_over(job, now)
-        elif job.grants and not report.carried_out and carried_out:
+            self._publish(job, job.grants[-1].reason)
+        carried_out = job.report.carried_out
+        if proved is not None and proved.number > job.newest:
+            self._take_over(job, proved, now)
+        found = self._believed(job, report, proved)
+        self.plans.because(*job.hear(found, now))
+        if job.grants and not found.carried_out and carried_out:
             # Its next driver has come late, and asks whether these slots are still its own.
             self._grant(job, job.granted, "it has these slots", now)
-        if job.claims() != before:
-            self._excuse_what_is()
 
-    def _take_over(self, job: Job, now: float) -> None:
-        """Count what a job holds as granted: its grant is of a Brain whose state is lost."""
-        number, began = job.report.carried_out, job.report.began
-        self.number = max(self.number, number)
-        hosts = {host: slots for host, slots in job.report.holding.items() if slots}
-        reason = "it had these slots already"
-        job.grant(Grant(began=began, number=number, hosts=hosts, reason=reason), now)
+    def _believed(self, job: Job, report: JobReport, proved: Proved | None = None) -> JobReport:
+        """Return what counts of a report, and say it once if the job says that it holds more."""
+        granted = dict(job.claims())
+        for host, slots in ({} if proved is None else proved.claims).items():
+            granted[host] = max(slots, granted.get(host, 0))
+        found = believed(report, granted, job.newest, self.hosts.keys())
+        more = sum(report.holding.values()) - sum(found.holding.values())
+        if more and not job.is_told:
+            job.is_told = True
+            line = f"it says that it holds {counted(more, 'slot')} more than this Brain has granted"
+            self._tell("job_disbelieved", job.name, f"{line} it; they do not count")
+        return found
 
-    def _arrive(self, name: str, report: JobReport, now: float) -> None:
+    def _take_over(self, job: Job, proved: Proved, now: float) -> None:
+        """Count what a job proves to be granted: its grant is of a Brain whose state is lost."""
+        self.number = max(self.number, proved.number)
+        job.take_over(proved, now)
+        self._excuse_what_is()
+
+    def _arrive(self, name: str, report: JobReport, proved: Proved | None, now: float) -> None:
         self.jobs.pop(name, None)  # of a former run: the new one comes last
-        self.jobs[name] = job = Job(name, now, report, heard_at=now)
+        self.jobs[name] = job = Job(name, now, believed(report, {}, 0, frozenset()), heard_at=now)
         if report.liveness:
             job.probe_at = now
-        if report.carried_out:
-            self._take_over(job, now)
+        if any(former.name == name for former in self.former):
+            job.target, job.reason = {}, "an earlier run of it may have processes"
+        if proved is not None:
+            self._take_over(job, proved, now)
+        job.report = self._believed(job, report, proved)
         self._excuse_what_is()
         self._tell("job_arrived", name, f"wants {report.least} to {report.most or 'all'} workers")
         self.plans.because("job arrived")
@@ -264,10 +281,14 @@ class Cluster(Restorable):
         for former in [former for former in self.former if former.name == name]:
             self._drop_former(name, former.report.began)
 
-    def _look_after_the_silent(self, now: float) -> None:
+    def _miss_reports(self, now: float) -> None:
+        """Note whose reports are overdue, once those that have come were taken in."""
         for job in list(self.jobs.values()):
             if job.is_live and now >= job.heard_at + SILENT_S:
                 self._on_silent(job.name, now)
+
+    def _look_after_the_silent(self, now: float) -> None:
+        for job in list(self.jobs.values()):
             if job.gone_at is not None and now >= job.gone_at:
                 self._remove(job, "job_gone", "its processes have ended; its slots are free")
         for job in list(self.former):
@@ -309,11 +330,15 @@ class Cluster(Restorable):
         return lambda event: self.view(event, now)
 
     def view(self, event: str, now: float) -> View:
-        """Return what an algorithm is to know: the slots of silent jobs are not there for it."""
+        """Return what an algorithm is to know: the slots of silent jobs are not there for it.
+
+        A job waits while an earlier run of it has slots: beginning anew brings it no more of them.
+        """
         live = [job for job in self.jobs.values() if job.is_live]
         taken = claimed(job for job in self.runs() if not job.is_live)
         free = {name: slots - taken.get(name, 0) for name, slots in self.hosts.items()}
-        views = tuple(job.view(now) for job in live)
+        earlier = {former.name for former in self.former}
+        views = tuple(job.view(now) for job in live if job.name not in earlier)
         return View(now=now, event=event, jobs=views, hosts=self._measured(free))
 
     def _measured(self, slots: Mapping[str, int]) -> tuple[HostView, ...]:
@@ -324,10 +349,11 @@ class Cluster(Restorable):
             if n > 0
         )
 
-    def _adopt(self, plan: Plan) -> None:
+    def _adopt(self, plan: Plan, jobs: Set[str]) -> None:
+        """Have these jobs go where the plan says."""
         changed = False
         for job in self.jobs.values():
-            if job.is_live:
+            if job.is_live and job.name in jobs:
                 target = {h: n for h, n in plan.workers.get(job.name, {}).items() if n}
                 changed = changed or target != job.granted
                 job.target, job.gather_until = target, None
@@ -340,9 +366,7 @@ class Cluster(Restorable):
     def _advance(self, now: float) -> None:
         self._look_after_the_silent(now)
         self._watch_excess()
-        for job in self.jobs.values():
-            if job.is_live:
-                self._carry_out(job, now)
+        self._carry_out(now)
         self._out += self.plans.look_at_the_clock(self._viewer(now), now)
         self._plan_if_needed(now)
 
@@ -355,17 +379,24 @@ class Cluster(Restorable):
         elif self.plans.asked is None:
             self.plans.nobody_is_there()
 
-    def _carry_out(self, job: Job, now: float) -> None:
-        """Give a job what its target says, as far as others have let go of it."""
-        hosts = next_slots(job, self.hosts, claimed(self.runs()), now)
-        if hosts is not None:
-            waits = job.target and not hosts
-            reason = "other jobs have to give up its slots first" if waits else job.reason
-            self._grant(job, hosts, reason, now)
+    def _carry_out(self, now: float) -> None:
+        """Give jobs what their targets say, as far as others have let go of it."""
+        live = [job for job in self.jobs.values() if job.is_live]
+        used = claimed(self.runs()) if any(map(is_on_its_way, live)) else {}
+        for job in live:
+            before = job.claims() if is_on_its_way(job) else {}
+            hosts = next_slots(job, self.hosts, used, now)
+            if hosts is not None:
+                waits = job.target and not hosts
+                reason = "other jobs have to give up its slots first" if waits else job.reason
+                self._grant(job, hosts, reason, now)
+                for host, slots in job.claims().items():
+                    used[host] = used.get(host, 0) + slots - before.get(host, 0)
 
     def _grant(self, job: Job, hosts: dict[str, int], reason: str, now: float) -> None:
         self.number += 1
-        others = claimed(other for other in self.runs() if other is not job)
+        lacks = bool(job.report.room)  # of memory; only then it matters what others use
+        others = claimed(other for other in self.runs() if lacks and other is not job)
         grant = Grant(
             began=job.report.began,
             number=self.number,
@@ -374,7 +405,10 @@ class Cluster(Restorable):
             too_small=too_small(job.view(now), self._measured(self.hosts), others),
         )
         job.grant(grant, now)
-        self._out.append(PublishGrant(job.name, job.grants[-1], reason))
+        self._publish(job, reason)
+
+    def _publish(self, job: Job, reason: str) -> None:
+        self._out.append(PublishGrant(job.name, job.grants[-1], job.claims(), reason))
 
     def _tell(self, event: str, job: str, line: str) -> None:
         self._out.append(Tell(event, job, line, line))

@@ -9,6 +9,9 @@ A slot that a job has to give up belongs to it until a report with the number of
 no process there. The slots of a job that falls silent are its own until it is heard again, or its
 driver has certainly ended; its processes end by themselves `lives_on` seconds later.
 
+A job is believed about itself only: the slots that it says it holds count as far as it was granted
+them. A Brain that has lost its state knows that by the receipt of the grant (`brain.receipts`).
+
 Times are unix seconds, durations seconds.
 """
 
@@ -18,6 +21,8 @@ from msgspec import Meta, Struct
 
 MOST_HOSTS = 10_000
 MOST_WORKERS = 100_000
+MOST_RECEIPT = 4 * 2**20  # characters of a receipt
+MOST_LIVES_ON_S = 7 * 86400.0
 JOB_LEASE_S = 10.0  # how long the lease of a job lasts after its driver has renewed it
 
 _Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=255)]
@@ -66,22 +71,23 @@ class JobReport(Struct, frozen=True, kw_only=True, tag="job_report"):
 
     `began` tells runs of the same job apart. `most` None: no limit. `held`: the number of workers
     that a user asked for. `carried_out`: the newest grant whose hosts the job uses; 0: none yet.
-    `holding`: slots with a process of the job, by host. `lives_on`: see above. `liveness`:
-    HOST:PORT where others can connect as long as the driver lives; "": nowhere. After a worker has
-    run out of memory, `memory_need` has the bytes that one should find (0: not known), and `room`
-    the most workers for which hosts have the memory. `starved`: the most workers of hosts whose
-    processors are too few for more. `planned`: the most workers of hosts by a user's plan. `speed`:
-    None while the job does not train.
+    `receipt`: that of this grant. `holding`: slots with a process of the job, by host. `lives_on`:
+    see above. `liveness`: HOST:PORT where others can connect as long as the driver lives; "":
+    nowhere. After a worker has run out of memory, `memory_need` has the bytes that one should find
+    (0: not known), and `room` the most workers for which hosts have the memory. `starved`: the most
+    workers of hosts whose processors are too few for more. `planned`: the most workers of hosts by
+    a user's plan. `speed`: None while the job does not train.
     """
 
     began: _Seconds
     least: _Workers
     most: _Workers | None = None
-    weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
     held: _Workers | None = None
     carried_out: _Count = 0
+    receipt: Annotated[str, Meta(max_length=MOST_RECEIPT)] = ""
     holding: SlotsByHost = {}
-    lives_on: _Seconds = 0.0
+    lives_on: Annotated[float, Meta(ge=0.0, le=MOST_LIVES_ON_S)] = 0.0
     liveness: Annotated[str, Meta(max_length=300)] = ""
     memory_need: _Count = 0
     room: SlotsByHost = {}
@@ -104,6 +110,7 @@ class Grant(Struct, frozen=True, kw_only=True):
     No hosts: the job has to wait. `began` is that of the run it is for (0: any): another run of the
     same job may find it, and must not use it. `too_small`: the largest of the Brain's hosts with
     its idle memory ("" and 0: not known), if they have the memory for too few of its workers.
+    `receipt`: the proof of this grant, which the job sends back with its reports.
     """
 
     began: _Seconds = 0.0
@@ -111,6 +118,7 @@ class Grant(Struct, frozen=True, kw_only=True):
     hosts: SlotsByHost
     reason: Annotated[str, Meta(max_length=1000)]
     too_small: tuple[Annotated[str, Meta(max_length=255)], _Count] | None = None
+    receipt: Annotated[str, Meta(max_length=MOST_RECEIPT)] = ""
 
 
 def lease_key(job: str) -> str:

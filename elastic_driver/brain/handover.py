@@ -19,6 +19,11 @@ def claimed(jobs: Iterable[Job]) -> dict[str, int]:
     return found
 
 
+def is_on_its_way(job: Job) -> bool:
+    """Return whether a plan wants other slots for a job than it has been granted."""
+    return job.target is not None and not (job.grants and job.target == job.granted)
+
+
 def next_slots(
     job: Job, hosts: Mapping[str, int], used: Mapping[str, int], now: float
 ) -> dict[str, int] | None:
@@ -27,7 +32,7 @@ def next_slots(
     `hosts`: the slots of each host. `used`: those that processes of all jobs may occupy.
     """
     target = job.target
-    if target is None or (job.grants and target == job.granted):
+    if target is None or not is_on_its_way(job):
         job.gather_until = None
         return None
     if any(hosts.get(host, 0) < slots for host, slots in target.items()):

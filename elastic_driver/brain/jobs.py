@@ -3,19 +3,31 @@
 A driver that is not heard may be dead, stopped, or only cut off from the Brain; then its workers
 train on. So its slots stay its own until it is certain that it has ended: the machine of the driver
 says that nobody listens any more at the address where the living driver was found before. The
-workers end by themselves some time later (`JobReport.lives_on`).
+workers end by themselves some time later (`JobReport.lives_on`). A job that never had a process,
+and whose driver was never found, is forgotten after that time, too.
+
+A report counts for its own job, and no further than what the Brain has granted it (`believed`).
 
 Pure. Times are unix seconds, durations seconds.
 """
 
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from elastic_driver.brain.algorithm import JobView
 from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobReport
 from elastic_driver.brain.messages import DriverProbed, ProbeDriver
+from elastic_driver.brain.receipts import Proved
 from elastic_driver.brain.speeds import Speeds
 
 PROBE_S = 5.0  # between two probes of a driver
+TURN_S = 600.0  # the longest that a silent job without processes keeps its turn
+# What a job wants, by which the Brain plans for all. It may change its mind so often at once, and
+# once more each few seconds; what comes sooner counts later.
+WANTED = ("least", "most", "held", "weight", "planned", "memory_need", "room", "starved")
+CHANGES, CHANGE_S = 5.0, 10.0
 
 
 @dataclass
@@ -27,6 +39,8 @@ class Job:
     heard by this Brain since it was started. `silent_at`: since when it is silent; of an unheard
     job this is still to come, and None at the very start. `gone_at`: when the processes of a job
     whose driver has ended have ended, too. `found_at`: the address at which its driver answered.
+    `has_begun`: whether it has ever carried out a grant. `is_told`: people know that it says it
+    holds more than it was granted.
     """
 
     name: str
@@ -40,6 +54,10 @@ class Job:
     silent_at: float | None = None
     gone_at: float | None = None
     found_at: str = ""
+    has_begun: bool = False
+    is_told: bool = False
+    minds: float = CHANGES  # how often it may change its mind now
+    minded_at: float = 0.0  # when that was counted last
     probe_at: float | None = None  # the next look whether its driver lives
     speeds: Speeds = field(default_factory=Speeds)
     started: float | None = None  # when it got its first slots
@@ -63,6 +81,11 @@ class Job:
         return self.grants[-1].hosts if self.grants else {}
 
     @property
+    def newest(self) -> int:
+        """The number of its newest grant; 0: there is none."""
+        return self.grants[-1].number if self.grants else 0
+
+    @property
     def size(self) -> int:
         """The slots of its newest grant."""
         return sum(self.granted.values())
@@ -79,7 +102,7 @@ class Job:
 
     def hear(self, report: JobReport, now: float) -> list[str]:
         """Take in a report; return why a plan is needed."""
-        why = []
+        report, why = self._in_time(report, now), []
         released = self.report.starved and not report.starved  # by a user
         if released or _limits(report) != _limits(self.report):
             why.append("limits changed")
@@ -90,6 +113,7 @@ class Job:
         if not self.is_live:
             why.append("job back")
         self.report, self.heard_at = report, now
+        self.has_begun = self.has_begun or report.carried_out > 0
         self.silent_at = self.gone_at = None
         self.unheard = False
         if report.liveness == self.found_at:
@@ -101,6 +125,18 @@ class Job:
         if report.speed is not None and (event := self.speeds.take(report.speed)):
             why.append(event)
         return why
+
+    def _in_time(self, report: JobReport, now: float) -> JobReport:
+        """Return a report with what the job wants now, or wanted before if it changes too often."""
+        before = {name: getattr(self.report, name) for name in WANTED}
+        if all(getattr(report, name) == wanted for name, wanted in before.items()):
+            return report
+        since = max(0.0, now - self.minded_at)
+        self.minds, self.minded_at = min(CHANGES, self.minds + since / CHANGE_S), now
+        if self.minds < 1.0:
+            return replace(report, **before)
+        self.minds -= 1.0
+        return report
 
     def _lacks_memory(self, report: JobReport) -> bool:
         """Return whether a report says that a worker has run out of memory, or finds too little."""
@@ -114,8 +150,9 @@ class Job:
         """Its lease ends at this time."""
         self.silent_at = self.probe_at = at
         self.gather_until = None
-        if not self.claims():
-            self.gone_at = at + self.report.lives_on  # for so long it keeps its turn
+        never_was = not (self.unheard or self.has_begun or self.found_at)
+        if not self.claims() or never_was:
+            self.gone_at = at + min(TURN_S, self.report.lives_on)  # for so long it keeps its turn
 
     def fall_silent_unseen(self, now: float) -> None:
         """Nothing is known of its lease, which may have been renewed just now."""
@@ -155,8 +192,18 @@ class Job:
             self.changes += bool(self.size)
         if size and self.started is None:
             self.started = now
+        if not self.grants or grant.hosts != self.granted:
+            self.floor = self.report.least
         self.grants.append(grant)
-        self.floor, self.gather_until = self.report.least, None
+        self.gather_until = None
+
+    def take_over(self, proved: Proved, now: float) -> None:
+        """Note a grant of a Brain whose state is lost."""
+        began, number = self.report.began, proved.number
+        hosts = {host: slots for host, slots in proved.hosts.items() if slots}
+        reason = "it had these slots already"
+        self.grant(Grant(began=began, number=number, hosts=hosts, reason=reason), now)
+        self.has_begun = True
 
     # ---- for algorithms ------------------------------------------------------------------
 
@@ -185,6 +232,30 @@ class Job:
             planned=dict(report.planned),
             starved=dict(report.starved),
         )
+
+
+def believed(
+    report: JobReport, granted: Mapping[str, int], newest: int, hosts: Set[str]
+) -> JobReport:
+    """Return what counts of a report.
+
+    `granted`: the most slots of each host that the job may have by its grants, of which `newest` is
+    the newest. `hosts`: those of the Brain; what is said of others is left out.
+    """
+    known = hosts | granted.keys()
+    return replace(
+        report,
+        carried_out=min(report.carried_out, newest),
+        receipt="",
+        holding={
+            host: min(slots, granted[host])
+            for host, slots in report.holding.items()
+            if slots and granted.get(host)
+        },
+        room={host: most for host, most in report.room.items() if host in known},
+        starved={host: most for host, most in report.starved.items() if host in known},
+        planned={host: most for host, most in report.planned.items() if host in known},
+    )
 
 
 def _limits(report: JobReport) -> tuple[object, ...]:

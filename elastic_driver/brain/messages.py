@@ -10,16 +10,22 @@ from msgspec import Struct
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
 from elastic_driver.brain.documents import Grant, JobOver, JobReport
+from elastic_driver.brain.receipts import Proved
 from elastic_driver.core.decisions import CausedDecision
 
 # ---- events --------------------------------------------------------------------------------
 
 
 class JobHeard(Struct, frozen=True, tag="job_heard"):
-    """The driver of a job has sent a report; its first one asks for slots."""
+    """The driver of a job has sent a report; its first one asks for slots.
+
+    `proved`: the grant that its receipt proves, of a Brain whose state is lost; None: there is no
+    such receipt.
+    """
 
     job: str
     report: JobReport
+    proved: Proved | None = None
 
 
 class JobEnded(Struct, frozen=True, tag="job_ended"):
@@ -80,10 +86,14 @@ class PlanFailed(Struct, frozen=True, tag="plan_failed"):
 
 
 class PublishGrant(CausedDecision, frozen=True, tag="publish_grant"):
-    """Write the newest grant of a job, once the Brain's state is on the disk."""
+    """Write the newest grant of a job, once the Brain's state is on the disk.
+
+    `claims`: the slots that processes of the job may occupy now, for the receipt.
+    """
 
     job: str
     grant: Grant
+    claims: dict[str, int]
     reason: str
 
 

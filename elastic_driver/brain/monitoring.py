@@ -14,11 +14,15 @@ class MonitorOptions(NamedTuple):
     """The options of a monitor. `hosts` come with their slots; none: those that it finds.
 
     `slots` of a host that is not named. `port` of what is asked on each host, if it asks there.
+    Other machines are asked over TLS, by the CA in the file `ca` ("": those of the system), or in
+    plain if `insecure`.
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
     slots: int | None = None
     port: int | None = None
+    ca: str = ""
+    insecure: bool = False
 
     def slots_of(self, host: str, found: int | None = None) -> int | None:
         """Return the slots of a host: as named, else `slots`, else what was found there."""

@@ -2,17 +2,22 @@
 
 A plan is asked for when something has happened that may change it. It is refused if it was made for
 a state that is over, or is out of bounds; if the algorithm that a user chose fails, the built-in
-one answers. One plan is asked for at a time. Pure. Times are unix seconds.
+one answers. After a few plans that came too late, what still fits of one is taken: so no job keeps
+others from their slots by changing its mind. One plan is asked for at a time. Pure. Times are unix
+seconds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
-from elastic_driver.brain.algorithm import BUILT_IN, Plan, View, faults
+from msgspec.structs import replace
+
+from elastic_driver.brain.algorithm import BUILT_IN, JobView, Plan, View, faults
 from elastic_driver.brain.messages import AskAlgorithm, PlanFailed, Planned, Tell
 
 ANSWER_S = 30.0  # an algorithm that has not answered by then is taken to have failed
 RETRY_S = 10.0  # after which a plan is asked for again, if the built-in algorithm has failed
+PATIENCE = 3  # plans in a row that may come too late
 REPLAN_S = 60.0  # a change that did not repay itself may do so later
 
 MakeView = Callable[[str], View]  # of what there is now; takes the event
@@ -40,6 +45,7 @@ class Plans:
     due: float | None = None
     asked: Asked | None = None
     request: int = 0
+    late: int = 0  # plans in a row that were made for a state that is over
 
     @property
     def deadline(self) -> float | None:
@@ -71,21 +77,30 @@ class Plans:
 
     def take(
         self, event: Planned | PlanFailed, view: MakeView, now: float
-    ) -> tuple[Plan | None, list[AskAlgorithm | Tell]]:
-        """Return the plan to carry out, if this answer is one; else ask again."""
-        asked = self.asked
+    ) -> tuple[Plan | None, Set[str], list[AskAlgorithm | Tell]]:
+        """Return the plan to carry out and the jobs that it is for; or None, and ask again."""
+        asked, nobody = self.asked, frozenset[str]()
         if asked is None or event.request != asked.request:
-            return None, []
+            return None, nobody, []
         if isinstance(event, PlanFailed):
-            return None, self._refuse(asked, event.reason, view, now)
-        if shape(view("")) != shape(asked.view):
+            return None, nobody, self._refuse(asked, event.reason, view, now)
+        seen, plan = view(""), event.plan
+        is_late, same = shape(seen) != shape(asked.view), same_jobs(seen, asked.view)
+        self.late = self.late + 1 if is_late else 0
+        if is_late and self.late <= PATIENCE:
             self.because(*asked.view.event.split(", "))
-            return None, [self._ask(asked.algorithm, view, now)]
-        if wrong := faults(asked.view, event.plan):
+            return None, nobody, [self._ask(asked.algorithm, view, now)]
+        wrong = faults(asked.view, plan)
+        if is_late and not wrong:
+            kept = {job: workers for job, workers in plan.workers.items() if job in same}
+            plan = replace(plan, workers=kept)
+            wrong = faults(seen, plan)
+            self.because(*asked.view.event.split(", "))
+        if wrong:
             why = f"its plan is out of bounds: {wrong[0]}"
-            return None, self._refuse(asked, why, view, now)
-        self.asked, self.due = None, now + REPLAN_S
-        return event.plan, []
+            return None, nobody, self._refuse(asked, why, view, now)
+        self.asked, self.due, self.late = None, now + REPLAN_S, 0
+        return plan, same, []
 
     def _ask(self, algorithm: str, view: MakeView, now: float) -> AskAlgorithm:
         shown = view(", ".join(self.triggers))
@@ -109,7 +124,17 @@ class Plans:
         return [self._ask("", view, now), Tell("plan_refused", "", line, line)]
 
 
+def same_jobs(now: View, then: View) -> Set[str]:
+    """Return the jobs that are the same in both views, with the same limits."""
+    before = {job.name: limits(job) for job in then.jobs}
+    return frozenset(job.name for job in now.jobs if before.get(job.name) == limits(job))
+
+
+def limits(job: JobView) -> tuple[object, ...]:
+    """Return which job this is, and what its size may be."""
+    return job.name, job.arrived, job.least, job.most, job.held
+
+
 def shape(view: View) -> tuple[object, ...]:
     """Return what a plan must not be older than: who is there, their limits, and the slots."""
-    jobs = [(job.name, job.arrived, job.least, job.most, job.held) for job in view.jobs]
-    return jobs, [(host.name, host.slots) for host in view.hosts]
+    return [limits(job) for job in view.jobs], [(host.name, host.slots) for host in view.hosts]

@@ -53,7 +53,7 @@ class HostsGranted(Event, frozen=True, tag="hosts_granted"):
     Each grant has a higher `number` than those before it, which it replaces. `began`: by which the
     Brain tells this run from others of its name, for the drivers that go on with it. `too_small`:
     the largest of the Brain's hosts with its idle memory in bytes ("" and 0: not known), if they
-    have the memory for too few workers.
+    have the memory for too few workers. `receipt`: what the Brain wants back with reports.
     """
 
     number: int
@@ -61,6 +61,7 @@ class HostsGranted(Event, frozen=True, tag="hosts_granted"):
     reason: str
     began: float = 0.0
     too_small: tuple[str, int] | None = None
+    receipt: str = ""
 
 
 class DiscoveryFailed(Event, frozen=True, tag="discovery_failed"):

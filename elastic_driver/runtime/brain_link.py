@@ -237,6 +237,8 @@ class BrainLink:
             self._say(f"the Brain at {self.url} is away; {meanwhile} ({why})")
 
     def _refused(self, error: UnauthorizedError | RequestError) -> None:
+        if isinstance(error, RequestError) and error.status in (429, 503):
+            return  # it has too much to do now, and is asked again
         hint = "see that the token file is this Brain's, and names this job"
         if isinstance(error, UnauthorizedError) or error.status == 403:
             found = UsageError(f"the Brain at {self.url} refused the token; {hint}")

@@ -72,6 +72,7 @@ class BrainReports:
             weight=self.weight,
             held=capacity.target,
             carried_out=job.limits.newest_grant,
+            receipt=job.limits.receipt,
             holding=self._holding(job, now),
             lives_on=self.lives_on,
             memory_need=job.limits.memory_need,
@@ -86,7 +87,9 @@ class BrainReports:
     def event_of(self, grant: Grant) -> HostsGranted:
         """Return the event of a grant for the job's machine."""
         hosts = tuple(grant.hosts.items())
-        return HostsGranted(grant.number, hosts, grant.reason, self.began, grant.too_small)
+        return HostsGranted(
+            grant.number, hosts, grant.reason, self.began, grant.too_small, grant.receipt
+        )
 
     def end(self, exit_code: int | None) -> None:
         """End the link; tell the Brain that the job is over, if its processes are gone.

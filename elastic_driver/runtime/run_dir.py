@@ -46,6 +46,11 @@ _MOST_ENDPOINT = 64 * 1024  # bytes of `endpoint.json`
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
+def is_run_id(text: str) -> bool:
+    """Return whether a job may have this name."""
+    return len(text) <= MAX_RUN_ID_CHARS and _RUN_ID.match(text) is not None
+
+
 class Endpoint(msgspec.Struct, frozen=True):
     """The content of `endpoint.json`: the URL of a run's driver."""
 
@@ -87,7 +92,7 @@ class RunDir:
 
     def __init__(self, state_dir: Path, run_id: str) -> None:
         """Only check the name; raises UsageError if it is not usable for a folder."""
-        if len(run_id) > MAX_RUN_ID_CHARS or not _RUN_ID.match(run_id):
+        if not is_run_id(run_id):
             problem = f"run id {run_id[:80]!r} is not usable as a folder's name"
             hint = "take letters, digits, '.', '_' and '-', a letter or digit first"
             raise UsageError(f"{problem}; {hint}, at most {MAX_RUN_ID_CHARS}")

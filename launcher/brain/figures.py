@@ -1,7 +1,7 @@
 """The figures of hosts for the Brain, from the database into which `elasticbrain monitor` writes.
 
-A thread reads them; a database that is away costs the figures, and never holds the Brain up. Times
-are unix seconds.
+A thread reads them; a database that is away costs the figures, and never holds the Brain up. A
+figure that cannot be counts as not known. Times are unix seconds.
 """
 
 import threading
@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_driver.brain.algorithm import HostView
+from elastic_driver.brain.documents import MOST_HOSTS
 from elastic_driver.brain.messages import HostsMeasured
 
 LOOK_S = 5.0  # between two looks into the database
+MOST_COUNT = 2**53  # slots or bytes
 
 
 class HostFigures:
@@ -54,9 +56,20 @@ class HostFigures:
         if self._failing:
             self._failing = False
             self._say("--stats-db is read again")
-        return tuple(
-            HostView(
-                name=n.name, slots=n.slots or 0, cpu=n.cpu, memory_free=n.memory_free, idle=n.idle
-            )
-            for n in nodes
-        )
+        return tuple(map(host_view, nodes[:MOST_HOSTS]))
+
+
+def host_view(node: Any) -> HostView:
+    """Return what is known of a machine, by its `Node`."""
+    cpu = node.cpu
+    return HostView(
+        name=node.name,
+        slots=_count(node.slots) or 0,
+        cpu=cpu if isinstance(cpu, float) and 0.0 <= cpu <= 1.0 else None,
+        memory_free=_count(node.memory_free),
+        idle=_count(node.idle),
+    )
+
+
+def _count(found: Any) -> int | None:
+    return found if isinstance(found, int) and 0 <= found <= MOST_COUNT else None

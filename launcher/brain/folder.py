@@ -36,10 +36,14 @@ MONITOR = "monitor"  # the name in the token of what measures the hosts
 
 
 class State(msgspec.Struct, frozen=True):
-    """The Brain on disk: how often it was started, and the snapshot of its machine."""
+    """The Brain on disk: how often it was started, and the snapshot of its machine.
+
+    `book` names this state; it stays until the state is lost.
+    """
 
     starts: int = 0
     machine: bytes = b""
+    book: str = ""
 
 
 class BrainFolder:

@@ -29,7 +29,8 @@ Other packages may bring more.
 """
 _EXAMPLE = """\
 example:
-  elasticbrain monitor --source prometheus -H n1:4,n2:4 --stats-db postgresql://ann@head/stats
+  elasticbrain monitor --source prometheus -H n1:4,n2:4 --tls-ca ca.pem \\
+      --stats-db 'postgresql://ann@head/stats?sslrootcert=ca.pem'
 """
 _EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 
@@ -58,6 +59,17 @@ def add_parser(commands: Any) -> None:
     monitor.add_argument(
         "--port", metavar="N", help="where a node_exporter listens (default: 9100)"
     )
+    monitor.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        default="",
+        help="the CA of the node_exporters' certificates (default: those of the system)",
+    )
+    monitor.add_argument(
+        "--insecure",
+        action="store_true",
+        help="ask the node_exporters of other machines in plain, too",
+    )
 
 
 def run(given: argparse.Namespace) -> int:
@@ -69,6 +81,8 @@ def run(given: argparse.Namespace) -> int:
         hosts=parse_hosts(given.hosts) if given.hosts is not None else (),
         slots=_whole("--slots-per-host", given.slots_per_host),
         port=port,
+        ca=given.tls_ca,
+        insecure=given.insecure,
     )
     monitor: Monitor = load(MONITORS, given.source)(options)
     address = given_database.address_of(given.stats_db, new=True)

@@ -9,26 +9,33 @@
 
 import asyncio
 import concurrent.futures
+import ipaddress
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from elastic_driver.brain.documents import JobOver, JobReport
 from elastic_driver.brain.messages import JobEnded, JobHeard
 from elastic_driver.contract import STATUS_PATH
+from elastic_driver.runtime.run_dir import MAX_RUN_ID_CHARS, is_run_id
+from launcher.brain.intake import MOST_JOBS
 from rendezvous.auth import Caller, Role
 from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
 from rendezvous.wire import EVENTS_PATH, UNREADABLE
 
 ANSWER_S = 5.0
+AHEAD_S = 86400.0  # by which the clock of a job's host may differ
+FIRST_PORT = 1024  # no driver listens below
 FORGET_PATH = "/v1/jobs/{job}:forget"
 _ACCEPTED = b'{"accepted":true}'
 _decode: Callable[[bytes], JobReport | JobOver] = msgspec.json.Decoder(JobReport | JobOver).decode
 _Answer = TypeVar("_Answer")
-Take = Callable[[JobHeard | JobEnded], bool]  # False: there are too many messages
+Take = Callable[[JobHeard | JobEnded], str]  # why it is not taken; "": it is
 AskStatus = Callable[[Callable[[bytes], None]], None]
 AskForget = Callable[[str, Callable[[bool | None], None]], None]  # the reply: see `is_silent`
 
@@ -37,6 +44,11 @@ def problem_with(caller: Caller, said: JobReport | JobOver) -> Problem | None:
     """Return why a caller may not say this; None: it may."""
     if caller.role is not Role.JOB:
         return forbidden("only the token of a job reports a job")
+    if not is_run_id(caller.subject):
+        hint = f"use letters, digits, '.', '_' and '-', at most {MAX_RUN_ID_CHARS}"
+        return Problem(422, "invalid", "the token is of no job's name", hint)
+    if said.began > time.time() + AHEAD_S:
+        return Problem(422, "invalid", "the job begins in the future", "set the clock of its host")
     if isinstance(said, JobReport) and said.most is not None and said.most < said.least:
         return Problem(
             422,
@@ -52,6 +64,7 @@ class BrainRoutes:
 
     def __init__(self, take: Take, ask_status: AskStatus, forget: AskForget) -> None:
         self._take, self._ask_status, self._forget = take, ask_status, forget
+        self._places: dict[str, str] = {}  # where drivers listen, as their own addresses show
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
@@ -67,7 +80,9 @@ class BrainRoutes:
             said = _decode(body)
         except UNREADABLE:
             return None
-        if problem_with(caller, said) is not None or not self._take(_event(caller.subject, said)):
+        if problem_with(caller, said) is not None or self._is_elsewhere(caller.subject, said):
+            return None
+        if self._take(_event(caller.subject, said)):
             return None
         answer(202, _ACCEPTED)
         return lambda: None
@@ -77,9 +92,27 @@ class BrainRoutes:
         said, caller = await read_json(request, _decode), caller_of(request)
         if (problem := problem_with(caller, said)) is not None:
             raise problem
-        if not self._take(_event(caller.subject, said)):
-            raise Problem(503, "not_accepting", "the Brain has too much to do", "try again later")
+        if isinstance(said, JobReport):
+            said = self._reachable(caller.subject, said, request.remote or "")
+        if why := self._take(_event(caller.subject, said)):
+            raise Problem(429, "too_many", why, "try again in a moment")
         return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
+
+    def _is_elsewhere(self, job: str, said: JobReport | JobOver) -> bool:
+        """Return whether a report names a place that its own address has not shown yet."""
+        if isinstance(said, JobOver):
+            self._places.pop(job, None)
+            return False
+        return bool(said.liveness) and self._places.get(job) != said.liveness
+
+    def _reachable(self, job: str, said: JobReport, peer: str) -> JobReport:
+        """Return a report whose driver listens where it comes from; else nobody looks there."""
+        if not listens_at(said.liveness, peer):
+            return replace(said, liveness="")
+        while len(self._places) >= MOST_JOBS:
+            del self._places[next(iter(self._places))]
+        self._places[job] = said.liveness
+        return said
 
     async def get_status(self, _request: web.Request) -> web.Response:
         """Answer with the status document."""
@@ -112,6 +145,18 @@ async def _answered(ask: Callable[[Callable[[_Answer], None]], None]) -> _Answer
     except asyncio.TimeoutError:
         problem = f"the Brain has not answered within {ANSWER_S:g} s"
         raise Problem(503, "busy", problem, "ask again in a moment") from None
+
+
+def listens_at(liveness: str, peer: str) -> bool:
+    """Return whether HOST:PORT is a place where a client of this address may listen."""
+    host, _, port = liveness.rpartition(":")
+    try:
+        place, client = (ipaddress.ip_address(text.strip("[]")) for text in (host, peer))
+    except ValueError:
+        return False
+    mapped = getattr(client, "ipv4_mapped", None)
+    own = place == (client if mapped is None else mapped)
+    return own and port.isascii() and port.isdigit() and FIRST_PORT <= int(port[:9]) < 65536
 
 
 def _event(job: str, said: JobReport | JobOver) -> JobHeard | JobEnded:

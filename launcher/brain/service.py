@@ -3,13 +3,14 @@
 Reports of jobs, leases that end, hosts that are found and plans of algorithms are messages. The
 loop numbers an event, hands it to the machine (`brain.cluster`), writes the machine's state to disk
 and only then publishes grants: a Brain that is killed at any moment has promised nothing that the
-next one does not know. The jobs train on without a Brain, so nothing here ends them. Times are unix
-seconds.
+next one does not know. Writes are some time apart, so that many reports at once delay nobody. The
+jobs train on without a Brain, so nothing here ends them. Times are unix seconds.
 """
 
 import contextlib
 import queue
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ from elastic_driver.brain.messages import (
     Tell,
     WithdrawGrant,
 )
+from elastic_driver.brain.receipts import Receipts
 from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered, Tick
 from elastic_driver.core.machine import stamped
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
@@ -40,6 +42,7 @@ from elastic_driver.runtime.identity import Identity
 from elastic_driver.runtime.mailbox import Mailbox
 from launcher.brain.figures import HostFigures
 from launcher.brain.folder import BrainFolder, State
+from launcher.brain.intake import Intake
 from launcher.brain.priors import Priors
 from launcher.brain.probes import answer_probe
 from launcher.brain.routes import BrainRoutes, job_of_lease
@@ -47,10 +50,10 @@ from launcher.brain.status import is_silent, status_document
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Delete, Set
 
-MAX_MAIL = 100_000  # waiting messages; beyond that, reports are refused with 503
 LONGEST_WAIT_S = 1.0
 SPIN_GUARD_S = 0.01  # the least time between two ticks
 KEEP_S = 5.0  # between two writes of what the machine has only measured
+APART_S = 0.2  # between any two writes
 AGAIN_S = 1.0  # before the next attempt to write, after one that failed
 
 
@@ -76,7 +79,10 @@ class Stop:
     exit_code: int
 
 
-Message: TypeAlias = BrainEvent | HostsDiscovered | DiscoveryFailed | StatusAsked | Forget | Stop
+# A `str` stands for the newest report of that job.
+Message: TypeAlias = (
+    str | BrainEvent | HostsDiscovered | DiscoveryFailed | StatusAsked | Forget | Stop
+)
 
 
 @dataclass(kw_only=True)
@@ -100,7 +106,7 @@ class BrainSetup:
 class _Unkept:
     """The grants that wait until the state is on the disk."""
 
-    grants: dict[str, Grant] = field(default_factory=dict)  # the newest of each job
+    grants: dict[str, PublishGrant] = field(default_factory=dict)  # the newest of each job
     due: float | None = None  # the next attempt; None: nothing has changed
     failed: bool = False
 
@@ -117,7 +123,10 @@ class BrainService:
         self._log = EventLog(setup.folder.events_file, clock=time.time, on_broken=self._say)
         self._server: RendezvousServer | None = None
         self._priors: Priors | None = None  # None: no database is named
-        self._unkept, self._events = _Unkept(), 0
+        self._unkept, self._events, self._kept_at = _Unkept(), 0, 0.0
+        self._ahead: int | None = None  # messages that come before the tick that is due
+        self._intake = Intake(self._mailbox.put)
+        self._receipts = Receipts(setup.token, "")
         self._started = time.time()
 
     # ---- life ----------------------------------------------------------------------------
@@ -161,13 +170,16 @@ class BrainService:
         if state.machine:
             self._cluster = Cluster.restored(state.machine)
             self._cluster.use(self._setup.algorithm)
-        self._state = msgspec.structs.replace(state, starts=state.starts + 1)
+        book = state.book or uuid.uuid4().hex
+        self._state = msgspec.structs.replace(state, starts=state.starts + 1, book=book)
+        self._receipts = Receipts(self._setup.token, book)
+        self._intake.know(job.name for job in self._cluster.runs())
         self._keep(time.time())
 
     def _open_server(self) -> RendezvousServer:
         setup = self._setup
         routes = BrainRoutes(
-            self._take,
+            self._intake.take,
             lambda reply: self._mailbox.put(StatusAsked(reply)),
             lambda job, reply: self._mailbox.put(Forget(job, reply)),
         )
@@ -185,14 +197,8 @@ class BrainService:
             on_failed=self._server_failed,
         ).start()
 
-    def _take(self, event: JobHeard | JobEnded) -> bool:
-        if len(self._mailbox) >= MAX_MAIL:
-            return False
-        self._mailbox.put(event)
-        return True
-
     def _lease_expired(self, key: str) -> None:
-        if (job := job_of_lease(key)) is not None:
+        if (job := job_of_lease(key)) is not None and self._intake.knows(job):
             self._mailbox.put(JobSilent(job))
 
     def _server_failed(self, error: Exception) -> None:
@@ -204,9 +210,13 @@ class BrainService:
     def _loop(self) -> int:
         while True:
             message = None
+            self._intake.release()
             with contextlib.suppress(queue.Empty):
                 message = self._mailbox.get(self._patience())
+                self._ahead = self._ahead and self._ahead - 1
             match message:
+                case str(job):
+                    self._decide(self._proved(self._intake.report_of(job)))
                 case Stop(exit_code):
                     self._keep(time.time())
                     return exit_code
@@ -226,11 +236,33 @@ class BrainService:
                 case _:
                     self._decide(message)
             now = time.time()
-            due = self._cluster.deadline()
-            if due is not None and due <= now:
+            if self._tick_is_due(now):
                 self._decide(Tick())
             if self._unkept.due is not None and self._unkept.due <= now:
                 self._keep(now)
+
+    def _tick_is_due(self, now: float) -> bool:
+        """Return whether it is time for a tick, and what had come by then has been taken in.
+
+        After a pause of this process, reports that have come meanwhile count before silence does.
+        """
+        due = self._cluster.deadline()
+        if due is None or due > now:
+            self._ahead = None
+        elif self._ahead is None:
+            self._ahead = len(self._mailbox)
+        if self._ahead != 0:
+            return False
+        self._ahead = None
+        return True
+
+    def _proved(self, heard: JobHeard) -> JobHeard:
+        """Return a report with what its receipt proves."""
+        report = heard.report
+        if not report.receipt:
+            return heard
+        proved = self._receipts.read(report.receipt, heard.job, report.began)
+        return msgspec.structs.replace(heard, proved=proved)
 
     def _patience(self) -> float:
         dues = [due for due in (self._cluster.deadline(), self._unkept.due) if due is not None]
@@ -244,12 +276,14 @@ class BrainService:
         decisions: list[Any] = stamped(self._cluster.handle(event, now), self._events)
         if self._priors is not None and isinstance(event, JobHeard):
             self._priors.ask(event.job, event.report.kind)
+        if isinstance(event, JobHeard) and event.job not in self._cluster.jobs:
+            self._intake.forget(event.job)  # a late report of a run that is over
         if self._unkept.due is None:
             self._unkept.due = now + KEEP_S
         for decision in decisions:
             match decision:
-                case PublishGrant(job=job, grant=grant):
-                    self._unkept.grants[job] = grant
+                case PublishGrant(job=job):
+                    self._unkept.grants[job] = decision
                 case WithdrawGrant(job=job):
                     self._withdraw(job)
                 case ProbeDriver():
@@ -260,10 +294,12 @@ class BrainService:
                 case Tell(event=name, job=job, line=line):
                     self._tell(name, job, line)
         if decisions or isinstance(event, JobEnded | JobSilent | HostsFound):
-            self._keep(now)
+            soon = max(now, self._kept_at + APART_S)
+            self._unkept.due = soon if self._unkept.failed else min(self._unkept.due, soon)
 
     def _withdraw(self, job: str) -> None:
         self._unkept.grants.pop(job, None)
+        self._intake.forget(job)
         if self._priors is not None:
             self._priors.forget(job)
         if self._server is not None:
@@ -278,7 +314,7 @@ class BrainService:
 
     def _keep(self, now: float) -> None:
         """Write the state down, then publish the grants that were made until now."""
-        unkept = self._unkept
+        unkept, self._kept_at = self._unkept, now
         state = msgspec.structs.replace(self._state, machine=self._cluster.snapshot())
         try:
             self._setup.folder.save(state)
@@ -293,13 +329,15 @@ class BrainService:
         if unkept.failed:
             self._tell("state_written", "", f"{self._setup.folder.state_file} is written again")
         grants, self._unkept = unkept.grants, _Unkept()
-        for job, grant in grants.items():
-            self._publish(job, grant)
+        for made in grants.values():
+            self._publish(made.job, made.grant, made.claims)
 
-    def _publish(self, job: str, grant: Grant) -> None:
+    def _publish(self, job: str, grant: Grant, claims: dict[str, int]) -> None:
         if job not in self._cluster.jobs or self._server is None:
             return
-        self._server.post([Set(grant_key(job), msgspec.json.encode(grant))])
+        receipt = self._receipts.of(job, grant, claims)
+        proved = msgspec.structs.replace(grant, receipt=receipt)
+        self._server.post([Set(grant_key(job), msgspec.json.encode(proved))])
         hosts = ", ".join(f"{host}:{slots}" for host, slots in grant.hosts.items()) or "no slots"
         self._tell("grant", job, f"{hosts} (grant {grant.number}): {grant.reason}")
 

@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 from elastic_driver.contract import STATUS_PATH
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.words import printable
 from launcher.brain.folder import BrainFolder
 from launcher.brain.routes import FORGET_PATH
 from launcher.ctl_commands.show import table
@@ -58,7 +59,7 @@ def _client(folder: BrainFolder, derived: Callable[[str], str]) -> Iterator[Rend
 
 
 def render(document: dict[str, Any]) -> str:
-    """Return the document as two tables."""
+    """Return the document as two tables; nothing in them controls a terminal."""
     hosts = [(h["host"], str(h["slots"]), str(h["granted"])) for h in document["hosts"]]
     jobs = [
         (
@@ -75,7 +76,7 @@ def render(document: dict[str, Any]) -> str:
     ]
     parts = [table(("HOST", "SLOTS", "GRANTED"), hosts)]
     head = ("JOB", "STATE", "WEIGHT", "LIMITS", "SLOTS", "WHERE", "STEP TIMES", "WHY")
-    return "\n\n".join([*parts, table(head, jobs)])
+    return printable("\n\n".join([*parts, table(head, jobs)]))
 
 
 def _limits(job: dict[str, Any]) -> str:

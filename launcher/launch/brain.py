@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from elastic_driver.brain.documents import Grant, JobReport
+from elastic_driver.brain.documents import MOST_LIVES_ON_S, Grant, JobReport
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime.brain_link import ANSWER_S, BrainLink
 from elastic_driver.runtime.brain_report import BrainReports
@@ -129,13 +129,19 @@ def _reports(
     client = brain_client(str(options.brain), options.brain_token_file, spec.run_id)
     began = time.time() if run is None else run.job.limits.began
     silence = max(spec.driver_timeout, settings.heartbeat_timeout)
+    lives_on = silence + settings.grace_period + settings.stop_grace
+    if lives_on > MOST_LIVES_ON_S:
+        raise UsageError(
+            f"with --brain, workers live on without a driver for {MOST_LIVES_ON_S / 86400:g} days "
+            "at most; lower --driver-timeout, --heartbeat-timeout or --grace-period"
+        )
     alive, ports = run_dir.path / ALIVE_FILE, plan.driver.any_port
     return BrainReports(
         link=BrainLink(client, spec.run_id, say, alive, ports),
         began=began,
         weight=options.weight,
         kind=kind_of(spec),
-        lives_on=silence + settings.grace_period + settings.stop_grace,
+        lives_on=lives_on,
     )
 
 

@@ -38,7 +38,7 @@ def check(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             "--journal etcd://… is not for a server that trains, as its own workers are lost with "
             "it; begin the job with --serve on one host, and --join on every host that trains"
         )
-    read_access(plan.options.journal, environ)
+    read_access(plan.options.journal, environ, insecure=plan.driver.insecure)
 
 
 class EtcdRun(contextlib.AbstractContextManager["EtcdRun"]):
@@ -50,9 +50,11 @@ class EtcdRun(contextlib.AbstractContextManager["EtcdRun"]):
         environ: Mapping[str, str],
         run_dir: RunDir,
         say: Callable[[str], None],
+        *,
+        insecure: bool = False,
     ) -> None:
         """Take nothing yet; raises UsageError for an address or a file that cannot be used."""
-        self._client = EtcdClient(read_access(options.journal, environ))
+        self._client = EtcdClient(read_access(options.journal, environ, insecure=insecure))
         self._run_dir, self._lease_s, self._say = run_dir, options.driver_lease, say
         files = run_dir.journal_file, run_dir.token_file
         self._follower = Follower(self._client.clone(), run_dir.run_id, *files)

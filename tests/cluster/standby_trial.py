@@ -27,7 +27,7 @@ WATCH = """
 import sys, time
 from elastic_driver.runtime.journal.etcd import EtcdClient, read_access
 from elastic_driver.runtime.journal.tenure import RunKeys
-with EtcdClient(read_access(sys.argv[1], {})) as client:
+with EtcdClient(read_access(sys.argv[1], {}, insecure=True)) as client:
     key = RunKeys(sys.argv[2]).driver
     revision = client.range(key)[0].create_revision
     print("watches", flush=True)

@@ -47,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("#!/bin/sh\n")
         (folder / name).chmod(0o700)
     (folder / "hosts").write_text("node1:2\nnode2:2\n")
+    (folder / "ca.pem").write_text("a certificate")
     (folder / "secret").write_text("0123456789abcdef" * 4)
     (folder / "secret").chmod(0o600)
     shutil.copytree(ROOT / "examples", folder / "examples")
@@ -67,6 +68,8 @@ def test_a_listed_command_is_one(
         rest = (
             [FILLED_IN.get(word, word) for word in words[words.index(name) + 1 :]] if name else []
         )
+        for variable in takewhile(lambda word: "=" in word, words):
+            monkeypatch.setenv(*variable.split("=", 1))
         if name == "elasticrun":
             check_plan(rest)
         elif name == "elasticctl":

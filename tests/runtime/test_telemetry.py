@@ -23,6 +23,8 @@ from tests.runtime.waiting import until
 from tests.support.collector import Collector, attributes, collector
 from tests.support.nodes import free_port
 
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
 
 @pytest.fixture(autouse=True)
 def no_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +46,28 @@ def ask_for(monkeypatch: pytest.MonkeyPatch, url: str, **others: str) -> Telemet
     settings = telemetry_settings(os.environ)
     assert settings is not None
     return settings
+
+
+@pytest.mark.parametrize(
+    ("url", "is_sent"),
+    [
+        ("http://collector:4318", False),
+        ("http://10.0.0.1:4318", False),
+        ("https://collector:4318", True),
+        ("http://127.0.0.1:4318", True),
+        ("http://localhost:4318", True),
+    ],
+)
+def test_a_key_in_headers_leaves_this_machine_over_tls_only(url: str, is_sent: bool) -> None:
+    environ = {ENDPOINT: url}
+    plain: Any = telemetry_settings(environ)
+    assert plain.problem == "", "the user's own URL says so, and nothing secret is sent"
+    for name in ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"):
+        found: Any = telemetry_settings({**environ, name: "api-key=secret"})
+        if is_sent:
+            assert found.problem == ""
+        else:
+            assert found.problem == f"{name} would go to {url} in plain text; write https://"
 
 
 def trained_after_a_loss(job: JobUnderTest) -> None:
@@ -207,9 +231,6 @@ def test_a_value_that_the_exporters_refuse_is_one_line(
     over(job)
     (line,) = lines(job)
     assert "nothing is sent" in line
-
-
-ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 @pytest.mark.parametrize(

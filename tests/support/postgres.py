@@ -32,8 +32,9 @@ def why_not() -> str | None:
 class Postgres:
     """One server; `stop` and `start` may be called again and again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str, port: int = 5432) -> None:
         self.folder, self._bin = folder, SERVERS[-1].parent
+        self._port, self._options = str(port), options
         self._process: subprocess.Popen[bytes] | None = None
         self._user: dict[str, int] = {}
         if os.geteuid() == 0:  # it refuses to run as root
@@ -52,12 +53,13 @@ class Postgres:
 
     def start(self) -> None:
         """Start the server and wait until it answers."""
-        command = [self._bin / "postgres", "-D", self.folder / "data", "-k", self.folder, *FAST]
+        command: list[str | Path] = [self._bin / "postgres", "-D", self.folder / "data", *FAST]
+        command += ["-k", self.folder, "-p", self._port, *self._options]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd=self.folder, **self._user
             )
-        ready = [self._bin / "pg_isready", "-q", "-h", str(self.folder)]
+        ready = [self._bin / "pg_isready", "-q", "-h", str(self.folder), "-p", self._port]
         eventually(
             lambda: subprocess.run(ready, check=False, cwd=self.folder).returncode == 0,
             within=30,

@@ -1,5 +1,11 @@
-"""The address of a statistics database: `--stats-db URL`, or a file in the run's folder. Pure."""
+"""The address of a statistics database: `--stats-db URL`, or a file in the run's folder. Pure.
 
+PostgreSQL is asked only over TLS, with its certificate checked, and never told a password, unless
+the URL says otherwise or names a Unix socket. That holds for 127.0.0.1, too: another user of the
+machine may listen at its port while it is down.
+"""
+
+from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -7,6 +13,7 @@ from elastic_driver.masking import without_password
 
 _SQLITE = "sqlite:///"
 _POSTGRES = ("postgresql://", "postgres://")
+_REQUIRE_AUTH = 160_000  # the first libpq that knows `require_auth`
 
 
 class Address(NamedTuple):
@@ -46,3 +53,29 @@ def read_address(text: str) -> Address:
     if len(parts.path) < 2 or "/" in parts.path[1:]:
         raise ValueError("names no database: postgresql://USER@HOST/DATABASE")
     return Address(url=text)
+
+
+def safe_parameters(url: str, libpq: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what libpq of this version has to be told so that a false server learns nothing.
+
+    What the URL says stays as it says it; nothing is needed for a Unix socket, whose place other
+    users cannot take.
+    """
+    said = {name: values[-1] for name, values in parse_qs(urlsplit(url).query).items()}
+    if _is_socket(url, said, environ):
+        return {}
+    proof = ("require_auth", "scram-sha-256")
+    if libpq < _REQUIRE_AUTH:  # a server proves itself by SCRAM within this connection's TLS
+        proof = ("channel_binding", "require")
+    if said.get("sslmode", "").startswith(("disable", "allow", "prefer")) and libpq < _REQUIRE_AUTH:
+        return {}  # such a libpq has no word for it
+    return {name: value for name, value in (("sslmode", "verify-full"), proof) if name not in said}
+
+
+def _is_socket(url: str, said: Mapping[str, str], environ: Mapping[str, str]) -> bool:
+    """Return whether all hosts of a URL are Unix sockets."""
+    if "hostaddr" in said or "service" in said or environ.get("PGHOSTADDR"):
+        return False
+    network = urlsplit(url).netloc.rpartition("@")[2]
+    hosts = said.get("host") or unquote(network) or environ.get("PGHOST") or "/"
+    return all(host.startswith(("/", "@")) for host in hosts.split(","))

@@ -18,7 +18,7 @@ from sqlalchemy.engine import make_url
 
 from elastic_driver.brain.documents import Kind
 from elastic_driver.brain.store import record_statements, statements
-from elastic_driver.brain.store.address import Address
+from elastic_driver.brain.store.address import Address, safe_parameters
 from elastic_driver.brain.store.migrations import STEPS, Step, migrate
 from elastic_driver.brain.store.records import Node, Record
 from elastic_driver.brain.store.rows import (
@@ -178,8 +178,12 @@ class Database:
         if self._address.url:
             # It would warn of a lost connection, and then raise, too.
             logging.getLogger("psycopg").addHandler(logging.NullHandler())
+            import psycopg  # noqa: PLC0415 - the extra `postgres`
+
             url = make_url(self._address.url).set(drivername="postgresql+psycopg")
-            return create_engine(url, pool_size=1, max_overflow=0, connect_args=POSTGRES)
+            safe = safe_parameters(self._address.url, psycopg.pq.version(), os.environ)
+            arguments = POSTGRES | safe
+            return create_engine(url, pool_size=1, max_overflow=0, connect_args=arguments)
         # Readable by its owner alone, as everything in the run's folder.
         os.close(open_own(self._address.file, os.O_RDWR | os.O_CREAT, 0o600))
         url = make_url("sqlite+pysqlite://").set(database=self._address.file)

@@ -18,6 +18,16 @@ _MISTAKES = re.compile(
     r"|invalid connection option|invalid \w+ value"
     "|Name or service not known|No address associated|nodename nor servname"
 )
+# What libpq says of a server that has not proved itself, and what to do.
+_TRUST = "give ?sslrootcert=FILE of its CA, or a Unix socket (?host=/var/run/postgresql)"
+_UNPROVED = {
+    "does not support SSL": f"it speaks no TLS; {_TRUST}; ?sslmode=disable trusts the network",
+    "root certificate file": f"its certificate cannot be checked; {_TRUST}",
+    "certificate verify failed": f"another CA has signed its certificate; {_TRUST}",
+    "does not match host name": "its certificate is another host's; name the host as it does",
+    "authentication method requirement|channel binding": "it does not prove that it knows the "
+    "password (scram-sha-256); have the server ask that way, or write ?require_auth=METHOD",
+}
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
@@ -30,7 +40,8 @@ def is_mistake(error: BaseException) -> bool:
     """Return whether the user has to mend something: the address, a password or a right."""
     too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
     known = isinstance(error, _NO_FILE) or too_long or is_final(error)
-    return known or _MISTAKES.search(described(error)) is not None
+    text = described(error)
+    return known or _MISTAKES.search(text) is not None or text in _UNPROVED.values()
 
 
 def is_bad_row(error: BaseException) -> bool:
@@ -52,6 +63,9 @@ def described(error: BaseException) -> str:
     """Return an error in a line, without statements and passwords."""
     cause = error.orig if isinstance(error, DBAPIError) else error
     text = (getattr(cause, "strerror", None) or str(cause)).strip() or type(cause).__name__
+    for words, meaning in _UNPROVED.items():
+        if isinstance(error, DBAPIError) and re.search(words, text):
+            return meaning
     # Of several addresses the last one; a hint stands behind a tab.
     lines = [line for line in text.splitlines() if not line.startswith("\t")]
     return without_password((lines or [text])[-1].strip())

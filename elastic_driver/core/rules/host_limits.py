@@ -22,6 +22,7 @@ class HostLimits:
     found: tuple[tuple[str, int], ...] = ()  # hosts with their slots
     newest_grant: int = 0  # of the Brain; 0: there was none
     began: float = 0.0  # the run's beginning as the Brain knows it
+    receipt: str = ""  # of the newest grant
     plan: ev.PlanApplied | None = None
     equipment: dict[str, tuple[int, int]] = field(default_factory=dict)  # processors, memory
     memory_need: int = 0  # of one more worker; 0: not known
@@ -45,7 +46,7 @@ class HostLimits:
                 f"grant {grant.number} is stale: grant {self.newest_grant} was carried out"
             )
         self.newest_grant, self.found, self.began = grant.number, grant.hosts, grant.began
-        self.too_small = grant.too_small
+        self.too_small, self.receipt = grant.too_small, grant.receipt
 
     def equipped(self, host: str, cpus: int, memory: int) -> None:
         """Record what an agent has said of its host; 0: it does not know."""

@@ -6,7 +6,8 @@ changes nothing. One thread at a time uses a client; `clone` makes one for anoth
 are seconds.
 
 User, password and certificates come from files that the environment names (`ACCESS_VARIABLES`,
-docs/standby.md), never from the command line.
+docs/standby.md), never from the command line. Beyond this machine, and with a password, etcd is
+asked over TLS only, unless the user says otherwise: who answers in its place learns the token.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.reachability import is_loopback
 from rendezvous.wire import UNREADABLE
 
 SCHEME = "etcd://"
@@ -39,6 +41,7 @@ ACCESS_VARIABLES = {
     "ELASTIC_ETCD_USER": "the user, if etcd asks for one",
     "ELASTIC_ETCD_PASSWORD_FILE": "the file that holds the password",
 }
+PLAIN_VARIABLE = "ELASTIC_ETCD_INSECURE"  # 1: without TLS beyond this machine, too
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?\Z")
 # Codes of gRPC. The first four say that this member, or the cluster, cannot answer now.
 _CANCELLED, _DEADLINE, _EXHAUSTED, _UNAVAILABLE = 1, 4, 8, 14
@@ -70,10 +73,11 @@ class EtcdAccess:
         return SCHEME + ",".join(f"{host}:{port}" for host, port in hosts)
 
 
-def read_access(url: str, environ: Mapping[str, str]) -> EtcdAccess:
+def read_access(url: str, environ: Mapping[str, str], *, insecure: bool = False) -> EtcdAccess:
     """Return the cluster of an `etcd://h1:2379,h2:2379`, with the files of the environment.
 
-    Raises UsageError for a URL without endpoints, a file that cannot be read, or half a pair.
+    `insecure`: without TLS beyond this machine, too. Raises UsageError for a URL without endpoints,
+    a file that cannot be read, half a pair, or a connection that others could read.
     """
     endpoints = []
     for word in url.removeprefix(SCHEME).rstrip("/").split(","):
@@ -96,7 +100,23 @@ def read_access(url: str, environ: Mapping[str, str]) -> EtcdAccess:
                 Path(path).read_bytes()
             except OSError as error:
                 raise UsageError(f"{name}: cannot read {path}: {error.strerror}") from error
+    if not (given["ELASTIC_ETCD_CA"] or insecure or environ.get(PLAIN_VARIABLE) == "1"):
+        _check_plain(endpoints, given["ELASTIC_ETCD_USER"])
     return EtcdAccess(tuple(endpoints), *given.values())
+
+
+def _check_plain(endpoints: Sequence[tuple[str, int]], user: str) -> None:
+    """Raise UsageError if etcd cannot be asked without TLS."""
+    hint = "name the CA of etcd's certificate in ELASTIC_ETCD_CA"
+    plain = f"--insecure or {PLAIN_VARIABLE}=1 trusts the network"
+    for host, _port in endpoints:
+        if not (host == "localhost" or is_loopback(host)):
+            raise UsageError(
+                f"etcd at {host} would learn the job's token without TLS, and others with it; "
+                f"{hint} ({plain})"
+            )
+    if user:
+        raise UsageError(f"the password of etcd's user {user} needs TLS; {hint} ({plain})")
 
 
 # ---- the messages (etcd's rpc.proto, of which we use a part) ------------------------------

@@ -1,6 +1,15 @@
-"""Machines with Prometheus' node_exporter: its text, read from each of them."""
+"""Machines with Prometheus' node_exporter: its text, read from each of them.
 
+Other machines are asked over TLS: who answers in place of an exporter decides where jobs train.
+What one says is bounded, and one that says nonsense costs its own figures only.
+"""
+
+import contextlib
 import http.client
+import math
+import socket
+import ssl
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -10,9 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_driver.brain.monitoring import MonitorOptions
 from elastic_driver.brain.store.records import Node
 from elastic_driver.errors import UsageError
+from elastic_driver.reachability import is_loopback
 
 PORT = 9100
-TIMEOUT_S = 3.0  # for a host to answer
+TIMEOUT_S = 3.0  # for a host to answer, and to go on with its answer
+WHOLE_S = 6.0  # for all of its answer
+MOST_CPUS = 100_000
+MOST_COUNT = 2.0**53  # of seconds or bytes
 TOGETHER = 32  # hosts that are asked at the same time
 MOST_BYTES = 8 << 20  # of one answer
 _NEEDED = ("node_cpu_seconds", "node_memory_MemAvailable_bytes", "node_memory_MemTotal_bytes")
@@ -35,6 +48,11 @@ class Prometheus:
         if not options.hosts:
             raise UsageError("--source prometheus needs the hosts to ask; name them with -H")
         self._options, self._port = options, options.port or PORT
+        try:
+            self._tls = ssl.create_default_context(cafile=options.ca or None)
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            why = error.strerror or error if isinstance(error, OSError) else error
+            raise UsageError(f"--tls-ca {options.ca}: {why}; name a file of certificates") from None
         self._before: dict[str, Figures] = {}
 
     def look(self, now: float) -> Sequence[Node]:
@@ -52,17 +70,36 @@ class Prometheus:
         ]
 
     def _ask(self, host: str) -> Figures | Exception:
-        connection = http.client.HTTPConnection(host, self._port, timeout=TIMEOUT_S)
         try:
-            connection.request("GET", "/metrics")
-            answer = connection.getresponse()
-            if answer.status != http.HTTPStatus.OK:
-                return OSError(f"it answered {answer.status}")
-            return read(answer.read(MOST_BYTES).decode())
+            with socket.create_connection((host, self._port), TIMEOUT_S) as plain:
+                return self._asked(host, plain)
+        except ssl.SSLCertVerificationError as error:
+            return OSError(f"its certificate is not right ({error.verify_message}); see --tls-ca")
+        except ssl.SSLError:
+            return OSError("it speaks no TLS that we know; --insecure asks it in plain")
         except (OSError, http.client.HTTPException, ValueError) as error:
             return error
-        finally:
-            connection.close()
+
+    def _asked(self, host: str, plain: socket.socket) -> Figures:
+        """Return what a host answers on a new connection; raises as `_ask` catches."""
+        with plain.dup() as twin:  # it stays when TLS takes the connection over
+            late = threading.Timer(WHOLE_S, _hang_up, (twin,))
+            late.start()
+            connection = http.client.HTTPConnection(host, self._port)
+            try:
+                is_here = host == "localhost" or is_loopback(host)
+                safe = not (is_here or self._options.insecure)
+                connection.sock = (
+                    self._tls.wrap_socket(plain, server_hostname=host) if safe else plain
+                )
+                connection.request("GET", "/metrics")
+                with contextlib.closing(connection.getresponse()) as answer:
+                    if answer.status != http.HTTPStatus.OK:
+                        raise OSError(f"it answered {answer.status}")
+                    return read(_whole(answer).decode())
+            finally:
+                late.cancel()
+                connection.close()
 
     def _node(self, name: str, found: Figures, now: float) -> Node:
         before = self._before.get(name)
@@ -81,6 +118,27 @@ class Prometheus:
         )
 
 
+def _whole(answer: http.client.HTTPResponse) -> bytes:
+    """Return the body of an answer; raises OSError if it is too large."""
+    body = answer.read(MOST_BYTES + 1)
+    if len(body) > MOST_BYTES:
+        raise OSError(f"its answer is larger than {MOST_BYTES >> 20} MiB")
+    return body
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End a connection that another thread reads from: that ends, too."""
+    with contextlib.suppress(OSError):  # it is over
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _counted(value: float) -> float:
+    """Return a count that can be; raises ValueError for another one."""
+    if not (math.isfinite(value) and 0 <= value <= MOST_COUNT):
+        raise ValueError(f"it counts {value}")
+    return value
+
+
 def read(text: str) -> Figures:
     """Return the figures in a node_exporter's text; raises ValueError for another text."""
     idle, total, cpus = 0.0, 0.0, set()
@@ -90,11 +148,14 @@ def read(text: str) -> Figures:
             continue
         for sample in family.samples:
             if family.name != "node_cpu_seconds":
-                memory[family.name] = int(sample.value)
+                memory[family.name] = int(_counted(sample.value))
                 continue
-            total += sample.value
-            idle += sample.value if sample.labels.get("mode") in ("idle", "iowait") else 0.0
+            seconds = _counted(sample.value)
+            total += seconds
+            idle += seconds if sample.labels.get("mode") in ("idle", "iowait") else 0.0
             cpus.add(sample.labels.get("cpu"))
+    if len(cpus) > MOST_CPUS:
+        raise ValueError(f"it has {len(cpus)} processors")
     if len(memory) < 2 or not cpus:
         raise ValueError("its answer has no processors or memory; is it a node_exporter?")
     return Figures(idle, total, len(cpus), memory[_NEEDED[1]], memory[_NEEDED[2]])

@@ -10,6 +10,7 @@ from elastic_driver.brain.store.records import Node
 from elastic_driver.errors import UsageError
 
 TIMEOUT_S = 10.0
+MOST = 2.0**40  # a load, or MiB
 # Name, processors (allocated/idle/other/all), load, free and all memory in MiB, state.
 _FORMAT = "%N|%C|%O|%e|%m|%T"
 _USABLE = ("idle", "mixed", "allocated", "completing")
@@ -75,9 +76,10 @@ def read(text: str, options: MonitorOptions, now: float) -> list[Node]:
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        found = float(text)
     except ValueError:
         return None  # "N/A": the node has not said it yet
+    return found if 0 <= found < MOST else None
 
 
 def _mib(text: str) -> int | None:

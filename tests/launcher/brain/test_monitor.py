@@ -6,11 +6,14 @@ import contextlib
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +21,7 @@ import pytest
 pytest.importorskip("sqlalchemy")
 
 from elastic_driver import contract
+from elastic_driver.brain.algorithm import HostView
 from elastic_driver.brain.monitoring import Monitor, MonitorOptions
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
@@ -25,10 +29,12 @@ from elastic_driver.brain.store.records import Node
 from elastic_driver.errors import UsageError
 from launcher.backends.registry import MONITORS, load
 from launcher.brain import monitor as module
+from launcher.brain.figures import host_view
 from launcher.brain.monitor import Watch
 from launcher.brain.monitors import prometheus, slurm
 from launcher.brain.monitors.agents import Agents, workers
 from launcher.brain.monitors.prometheus import Prometheus
+from tests.support.certificates import CertificateAuthority
 from tests.support.job import eventually
 
 EXPORTER = shutil.which("prometheus-node-exporter")
@@ -162,6 +168,110 @@ def test_an_answer_that_is_no_node_exporters_is_refused() -> None:
         prometheus.read("up 1\n")
     with pytest.raises(ValueError):  # noqa: PT011 - the parser's own words
         prometheus.read("<html>no metrics</html>\n")
+
+
+GOOD = (
+    "# TYPE node_cpu_seconds_total counter\n"
+    'node_cpu_seconds_total{cpu="0",mode="idle"} 5\n'
+    "node_memory_MemAvailable_bytes 1000\nnode_memory_MemTotal_bytes 4000\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (GOOD.replace("1000", "NaN"), "it counts nan"),
+        (GOOD.replace("1000", "+Inf"), "it counts inf"),
+        (GOOD.replace("4000", "1e300"), "it counts 1e"),
+        (GOOD.replace("} 5", "} -5"), "it counts -5"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(wrong: str, said: str) -> None:
+    assert prometheus.read(GOOD).memory_total == 4000
+    with pytest.raises(ValueError, match=said):
+        prometheus.read(wrong)
+
+
+@contextlib.contextmanager
+def served(answer: bytes, context: ssl.SSLContext | None = None) -> Iterator[int]:
+    """Answer each connection with these bytes, slowly at the end; yield the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    client = listener.accept()[0]
+                    if context is not None:
+                        client = context.wrap_socket(client, server_side=True)
+                    with client:
+                        client.recv(4096)
+                        client.sendall(answer)
+                        if not answer.endswith(b"\n"):  # the rest never comes
+                            client.settimeout(20)
+                            while client.recv(1):
+                                pass
+                except ssl.SSLError:
+                    continue
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(20)
+
+
+ANSWER = f"HTTP/1.0 200 OK\r\nContent-Length: {len(GOOD)}\r\n\r\n{GOOD}".encode()
+
+
+def test_exporters_of_other_machines_are_asked_over_tls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(prometheus, "is_loopback", lambda _host: False)
+    authority, other = CertificateAuthority(tmp_path / "a"), CertificateAuthority(tmp_path / "b")
+    files = authority.certificate("127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files.cert, files.key)
+
+    def look(port: int, **more: Any) -> Sequence[Node]:
+        return Prometheus(MonitorOptions((("127.0.0.1", 2),), port=port, **more)).look(5.0)
+
+    with served(ANSWER, context) as port:
+        (node,) = look(port, ca=str(authority.ca))
+        assert node == Node("127.0.0.1", 5.0, 2, None, None, 1000, 4000)
+        with pytest.raises(OSError, match="its certificate is not right"):
+            look(port, ca=str(other.ca))
+        with pytest.raises(OSError, match="its certificate is not right"):
+            look(port)
+    with served(ANSWER) as port:
+        with pytest.raises(OSError, match="speaks no TLS that we know; --insecure asks it"):
+            look(port, ca=str(authority.ca))
+        assert look(port, insecure=True) == [node]
+    with pytest.raises(UsageError, match="--tls-ca /nowhere/ca: No such file"):
+        look(1, ca="/nowhere/ca")
+
+
+def test_an_exporter_that_never_ends_its_answer_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prometheus, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(prometheus, "WHOLE_S", 0.5)
+    with served(ANSWER) as good, served(ANSWER[:-5]) as slow:
+        monitor = Prometheus(MonitorOptions((("127.0.0.1", 2),), port=slow))
+        began = time.monotonic()
+        with pytest.raises(OSError, match="no host answers"):
+            monitor.look(5.0)
+        assert time.monotonic() - began < 15
+        assert Prometheus(MonitorOptions((("127.0.0.1", 2),), port=good)).look(5.0)
+
+
+def test_figures_of_the_database_that_cannot_be_count_as_not_known() -> None:
+    right = Node("n1", 5.0, 2, 1, 0.5, 1000, 4000)
+    assert host_view(right) == HostView(name="n1", slots=2, cpu=0.5, memory_free=1000, idle=1)
+    for cpu, count in ((float("nan"), -1), (-0.1, 2**60), (5.0, "many"), ("x", 0.5)):
+        wrong: Any = Node("n1", 5.0, count, count, cpu, count, count)  # type: ignore[arg-type]
+        assert host_view(wrong) == HostView(name="n1", slots=0)
 
 
 def test_a_database_that_is_away_is_told_once_and_written_again(

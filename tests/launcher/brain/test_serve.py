@@ -227,6 +227,80 @@ def test_a_report_that_makes_no_sense_is_refused(body: bytes, status: int, tmp_p
         assert brain.status()["jobs"] == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["esc\x1b]0;x\x07\x1b[2J", "a/b", "../../etc/x", "x" * 65, "<img>", "two words", "good ", "-x"],
+)
+def test_a_token_of_no_job_s_name_reports_nothing(name: str, tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        address = brain.url.removeprefix("http://")
+        jobs = read_credentials(brain.folder / "job.token").token
+        refused = posted(address, job_token(jobs, name))
+        assert refused.split()[1] in (b"400", b"422"), refused
+        assert b" 202 " in posted(address, job_token(jobs, "good")).splitlines()[0]
+        assert [job["job"] for job in brain.status()["jobs"]] == ["good"]
+        assert name not in brain.said()
+
+
+def posted(address: str, token: str) -> bytes:
+    """Post a report with a token that no client of ours would send; return the answer."""
+    body = msgspec.json.encode(report())
+    host, _, port = address.rpartition(":")
+    head = (
+        f"POST {EVENTS_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), 10) as connection:
+        connection.sendall(head.encode() + body)
+        return connection.recv(4096)
+
+
+def test_many_jobs_that_do_not_exist_hold_no_other_job_up(tmp_path: Path) -> None:
+    """One who may start jobs sends 1,500 reports under as many names."""
+    with elasticbrain(tmp_path, "-H", "a:2,b:2") as brain:
+        honest = Job(brain, "honest")
+        before = honest.until(lambda g: g.hosts, report())
+        jobs = read_credentials(brain.folder / "job.token").token
+        address = brain.url.removeprefix("http://")
+        codes = [flooded(address, job_token(jobs, f"fake-{n}")) for n in range(1500)]
+        assert codes.count(202) < 200
+        assert codes.count(429) > 1300
+        began = time.monotonic()
+        assert len(brain.status()["jobs"]) < 200
+        held = report(held=1, carried_out=before.number, holding=before.hosts)
+        honest.until(lambda g: g.number > before.number, held)
+        assert time.monotonic() - began < 20, "the Brain goes on planning"
+        eventually(
+            lambda: {job["state"] for job in brain.status()["jobs"]} >= {"silent"},
+            within=40,
+            what="jobs that say nothing are silent",
+        )
+
+
+def flooded(address: str, token: str) -> int:
+    return int(posted(address, token).split()[1])
+
+
+def test_a_brain_that_lost_its_state_knows_by_receipts_what_its_jobs_have(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:2") as brain:
+        first = Job(brain, "first")
+        grant = first.until(lambda g: g.hosts == {"a": 2}, report(least=2))
+        brain.kill()
+        (brain.folder / "state").unlink()
+        brain.start_again()
+        thief, second = Job(brain, "thief"), Job(brain, "second")
+        has = {"carried_out": grant.number, "holding": grant.hosts}
+        first.say(report(least=2, receipt=grant.receipt, **has))
+        thief.say(report(receipt=grant.receipt, **has))
+        second.say(report())
+        jobs = {job["job"]: job for job in brain.status()["jobs"]}
+        assert (jobs["first"]["granted"], jobs["first"]["holding"]) == ({"a": 2}, {"a": 2})
+        assert (jobs["thief"]["granted"], jobs["thief"]["holding"]) == ({}, {})
+        assert "thief: it says that it holds 2 slots more than this Brain" in brain.said()
+        later = first.until(lambda g: g.number > grant.number, report(held=1, **has))
+        assert later.hosts == {"a": 1}
+
+
 def test_hosts_that_come_are_given_and_hosts_that_go_are_not(tmp_path: Path) -> None:
     listed = tmp_path / "hosts"
     listed.write_text("a:1\n")

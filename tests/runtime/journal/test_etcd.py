@@ -24,7 +24,7 @@ from tests.support.etcd import EtcdCluster, free_ports, why_not
 
 
 def test_endpoints_are_read_with_their_ports() -> None:
-    access = read_access("etcd://a,b:1234,[::1]:99", {})
+    access = read_access("etcd://a,b:1234,[::1]:99", {}, insecure=True)
     assert access.endpoints == (("a", 2379), ("b", 1234), ("::1", 99))
     assert str(access) == "etcd://a:2379,b:1234,[::1]:99"
 
@@ -51,6 +51,27 @@ def test_access_that_cannot_work_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(UsageError, match=needs):
         read_access("etcd://a", environ)
+
+
+@pytest.mark.parametrize("place", ["e1", "10.0.0.1", "127.0.0.1,e1", "[fd00::1]"])
+def test_etcd_beyond_this_machine_is_asked_over_tls_only(place: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="would learn the job's token without TLS") as refused:
+        read_access(f"etcd://{place}", {})
+    assert len(str(refused.value).splitlines()) == 1
+    (tmp_path / "ca").write_text("a certificate")
+    for environ in ({"ELASTIC_ETCD_CA": str(tmp_path / "ca")}, {"ELASTIC_ETCD_INSECURE": "1"}):
+        assert read_access(f"etcd://{place}", environ).endpoints
+    assert read_access(f"etcd://{place}", {}, insecure=True).endpoints
+
+
+def test_a_password_of_etcd_goes_over_tls_only_on_this_machine_too(tmp_path: Path) -> None:
+    password = tmp_path / "password"
+    password.write_text("secret")
+    named = {"ELASTIC_ETCD_USER": "root", "ELASTIC_ETCD_PASSWORD_FILE": str(password)}
+    assert read_access("etcd://127.0.0.1,[::1],localhost", {}).endpoints
+    with pytest.raises(UsageError, match="the password of etcd's user root needs TLS"):
+        read_access("etcd://127.0.0.1", named)
+    assert read_access("etcd://127.0.0.1", named, insecure=True).user == "root"
 
 
 def test_a_certificate_that_is_none_is_refused(tmp_path: Path) -> None:
