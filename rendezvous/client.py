@@ -87,8 +87,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
     def clone(self, timeout: float | None = None, *, borrows: bool = False) -> "RendezvousClient":
         """Return another client of the same server, with its own connections and `abort`.
 
-        With `borrows` it uses connections of this one while they rest, and gives back what it has
-        when it is closed or aborted.
+        With `borrows` it uses connections of this one while they rest, and gives them back after
+        each call.
         """
         seconds = self.timeout if timeout is None else timeout
         return RendezvousClient(

@@ -32,8 +32,8 @@ URL_FILE_POLL_S = 0.1  # between two looks at the file with the address, while a
 class ClientConnections:
     """Connections to the driver at `url`; the arguments are those of `RendezvousClient`.
 
-    With a `lender` they are its own that rest, before new ones are made, and go back to it in the
-    end: a handshake takes longer than a request.
+    With a `lender` they are its own that rest, before new ones are made, and go back to it after
+    each call: a handshake takes longer than a request.
     """
 
     def __init__(
@@ -73,11 +73,7 @@ class ClientConnections:
         """Close the connections that no call is using; a later call opens new ones."""
         with self._lock:
             while self.idle:
-                connection = self.idle.pop()
-                if self._lender is None:
-                    connection.close()
-                else:
-                    self._lender.take_back(connection)
+                self.idle.pop().close()
 
     def lend(self, host: str, port: int) -> HTTPConnection | None:
         """Return a connection to this driver that no call is using; None: there is none."""
@@ -91,19 +87,16 @@ class ClientConnections:
         return connection
 
     def take_back(self, connection: HTTPConnection) -> None:
-        """Keep a connection that rests for a later call.
-
-        Takes no lock: the borrower may be garbage, collected while this thread holds it.
-        """
+        """Keep a connection that rests for a later call."""
         ours = self._pid == os.getpid() and self._leads_here(connection)
-        if not ours or len(self.idle) >= MOST_RESTING or self._aborted.is_set():
+        if not ours:
             connection.close()
             return
-        self.idle.append(connection)
-        if self._aborted.is_set():  # meanwhile
-            with contextlib.suppress(ValueError):
-                self.idle.remove(connection)
+        with self._lock:
+            if len(self.idle) >= MOST_RESTING or self._aborted.is_set():
                 connection.close()
+            else:
+                self.idle.append(connection)
 
     def abort(self) -> None:
         """End the calls that block other threads, and every later one, with AbortedError."""
@@ -178,7 +171,10 @@ class ClientConnections:
                 if self._aborted.is_set():
                     connection.close()
                 elif connection.sock is not None and self._leads_here(connection):
-                    self.idle.append(connection)
+                    if self._lender is None:
+                        self.idle.append(connection)
+                    else:
+                        self._lender.take_back(connection)
                 else:
                     connection.close()
 

@@ -36,7 +36,7 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
     """A `torch.distributed.Store` under `prefix` of the rendezvous that `client` is connected to.
 
     The store takes the address and the token from `client`, and its connections while they rest;
-    `close` ends its calls and gives connections back. `timeout` limits how long `get`, `wait` and
+    `close` ends its calls. `timeout` limits how long `get`, `wait` and
     `multi_get` wait for missing keys, and how long any call tries to reach the server.
 
     Calls raise the errors of `RendezvousClient`, SealedError when the round is over, AbortedError
