@@ -31,7 +31,7 @@ from benchmarks.meeting import driver_for, processes
 from benchmarks.peers.clients import Place
 from elastic_driver import contract
 from rendezvous import wire
-from rendezvous.auth import read_token_file
+from rendezvous.auth import read_credentials, read_token_file
 from rendezvous.client import RendezvousClient
 
 BEAT_S = 0.01  # between two heartbeats
@@ -147,7 +147,8 @@ async def _take_answer(reader: asyncio.StreamReader, name: str) -> None:
 def beat(pipe: Connection, what: list[str], place: Place) -> None:
     """Send heartbeats for so many seconds; report the seconds that each took."""
     took = []
-    with RendezvousClient(place.url, read_token_file(place.token_file), 30.0) as client:
+    token, known_by = read_credentials(place.token_file)
+    with RendezvousClient(place.url, token, 30.0, fingerprint=known_by) as client:
         worker = "h0.0.1"
         beats = (
             wire.Set(contract.worker_lease(worker), b"", 30.0),
@@ -175,7 +176,8 @@ def measure(name: str, seconds: float, connections: int) -> tuple[list[Figure], 
     """Return the figures of one abuse, and the 99th percentile of a heartbeat, in ms."""
     with driver_for(8) as (pid, place):
         driver = psutil.Process(pid)
-        with RendezvousClient(place.url, read_token_file(place.token_file)) as client:
+        token, known_by = read_credentials(place.token_file)
+        with RendezvousClient(place.url, token, fingerprint=known_by) as client:
             for start in range(0, KEYS, 1000):
                 client.batch(*(wire.Set(f"fill/{start + n}") for n in range(1000)))
             for n in range(LARGE):

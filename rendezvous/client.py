@@ -46,9 +46,9 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
     call is tried once. `url_file` holds the address of a driver that took over, once there is one.
     `fingerprint` tells how the server's certificate is known (`rendezvous.tls`); with one, the
     client speaks TLS only, also to `http:` on loopback, and sends nothing before it has seen that
-    certificate. `max_answer` is
-    for a server that is not trusted: an answer of more bytes counts as none. Raises ValueError for
-    an address that is none, TokenError for one that does not go with the fingerprint.
+    certificate. `max_answer` is for a server that is not trusted: an answer of more bytes counts
+    as none. `lender`: see `clone`. Raises ValueError for an address that is none, TokenError for
+    one that does not go with the fingerprint.
     Every call may raise UnreachableError (no answer before the deadline),
     UnauthorizedError (wrong token), RequestError (the server refuses the request), AbortedError
     (after `abort`), and the errors in its own description.
@@ -64,8 +64,12 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         url_file: Path | None = None,
         fingerprint: str = "",
         max_answer: int | None = None,
+        lender: "RendezvousClient | None" = None,
     ) -> None:
-        self._connections = ClientConnections(url, fingerprint, url_file)
+        lending: ClientConnections | None = None if lender is None else lender._connections
+        self._connections: ClientConnections = ClientConnections(
+            url, fingerprint, url_file, lending
+        )
         self.timeout = timeout
         self.requests = 0  # attempts sent so far, for measurements
         self.silent_since: float | None = None  # monotonic; None: the last attempt was answered
@@ -80,8 +84,12 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         """The address of the driver in use."""
         return self._connections.url
 
-    def clone(self, timeout: float | None = None) -> "RendezvousClient":
-        """Return another client of the same server, with its own connections and `abort`."""
+    def clone(self, timeout: float | None = None, *, borrows: bool = False) -> "RendezvousClient":
+        """Return another client of the same server, with its own connections and `abort`.
+
+        With `borrows` it uses connections of this one while they rest, and gives them back after
+        each call.
+        """
         seconds = self.timeout if timeout is None else timeout
         return RendezvousClient(
             self.url,
@@ -90,6 +98,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             repeats=self._repeats,
             url_file=self._connections.url_file,
             fingerprint="" if (known := self._connections.identity) is None else known.known,
+            lender=self if borrows else None,
         )
 
     @property

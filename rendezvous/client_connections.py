@@ -25,15 +25,30 @@ from rendezvous import errors
 from rendezvous.tls import ServerIdentity
 
 CONNECT_S = 3.0  # for one address to accept a connection
+MOST_RESTING = 8  # connections that borrowers have given back
 URL_FILE_POLL_S = 0.1  # between two looks at the file with the address, while a call waits
 
 
 class ClientConnections:
-    """Connections to the driver at `url`; the arguments are those of `RendezvousClient`."""
+    """Connections to the driver at `url`; the arguments are those of `RendezvousClient`.
 
-    def __init__(self, url: str, fingerprint: str, url_file: Path | None) -> None:
+    With a `lender` they are its own that rest, before new ones are made, and go back to it after
+    each call: a handshake takes longer than a request.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        fingerprint: str,
+        url_file: Path | None,
+        lender: "ClientConnections | None" = None,
+    ) -> None:
         parts = parse_url(url)
-        self.identity = _identity(url, parts, fingerprint)
+        self._lender = lender
+        if lender is None:
+            self.identity = _identity(url, parts, fingerprint)
+        else:
+            self.identity = lender.identity
         self.url, self.url_file = url.rstrip("/"), url_file
         self._host, self._port = str(parts.hostname), int(parts.port or 0)
         self._lock = threading.Lock()  # guards the next two
@@ -59,6 +74,29 @@ class ClientConnections:
         with self._lock:
             while self.idle:
                 self.idle.pop().close()
+
+    def lend(self, host: str, port: int) -> HTTPConnection | None:
+        """Return a connection to this driver that no call is using; None: there is none."""
+        if self._pid != os.getpid():
+            return None
+        with self._lock:
+            connection = self.idle.pop() if self.idle else None
+        if connection is not None and (connection.host, connection.port) != (host, port):
+            self.take_back(connection)
+            return None
+        return connection
+
+    def take_back(self, connection: HTTPConnection) -> None:
+        """Keep a connection that rests for a later call."""
+        ours = self._pid == os.getpid() and self._leads_here(connection)
+        if not ours:
+            connection.close()
+            return
+        with self._lock:
+            if len(self.idle) >= MOST_RESTING or self._aborted.is_set():
+                connection.close()
+            else:
+                self.idle.append(connection)
 
     def abort(self) -> None:
         """End the calls that block other threads, and every later one, with AbortedError."""
@@ -118,6 +156,8 @@ class ClientConnections:
         with self._lock:
             self.check_not_aborted()
             idle = self.idle.pop() if self.idle else None
+            if idle is None and self._lender is not None:
+                idle = self._lender.lend(self._host, self._port)
             connection = idle or HTTPConnection(self._host, self._port)
             self.busy.add(connection)
         try:
@@ -131,7 +171,10 @@ class ClientConnections:
                 if self._aborted.is_set():
                     connection.close()
                 elif connection.sock is not None and self._leads_here(connection):
-                    self.idle.append(connection)
+                    if self._lender is None:
+                        self.idle.append(connection)
+                    else:
+                        self._lender.take_back(connection)
                 else:
                     connection.close()
 

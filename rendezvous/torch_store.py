@@ -35,9 +35,9 @@ R = TypeVar("R")
 class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the type checker
     """A `torch.distributed.Store` under `prefix` of the rendezvous that `client` is connected to.
 
-    The store takes the address and the token from `client` and opens its own connections; `close`
-    ends them. `timeout` limits how long `get`, `wait` and `multi_get` wait for missing keys, and
-    how long any call tries to reach the server.
+    The store takes the address and the token from `client`, and its connections while they rest;
+    `close` ends its calls. `timeout` limits how long `get`, `wait` and
+    `multi_get` wait for missing keys, and how long any call tries to reach the server.
 
     Calls raise the errors of `RendezvousClient`, SealedError when the round is over, AbortedError
     after `close`, and `torch.distributed.DistStoreError` when a wait times out.
@@ -46,7 +46,7 @@ class HTTPStore(Store):  # type: ignore[misc]  # torch is not followed by the ty
     def __init__(
         self, client: RendezvousClient, prefix: str, timeout: timedelta = DEFAULT_TIMEOUT
     ) -> None:
-        self._share(client.clone(), prefix, timeout)
+        self._share(client.clone(borrows=True), prefix, timeout)
         weakref.finalize(self, self._client.abort)
 
     def _share(self, client: RendezvousClient, prefix: str, timeout: timedelta) -> None:

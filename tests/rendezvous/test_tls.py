@@ -285,6 +285,50 @@ def test_connections_are_kept_and_large_values_pass(client: RendezvousClient) ->
     assert isinstance(kept.sock, ssl.SSLSocket)
 
 
+def test_a_client_that_borrows_makes_no_connection_where_one_rests(
+    server: RendezvousServer, client: RendezvousClient
+) -> None:
+    client.set("a/b", b"x")
+    (first,) = client._connections.idle
+    borrower = client.clone(borrows=True)
+    with borrower._connections.for_call() as lent:
+        assert lent is first
+        assert client.get("a/b") is not None, "it has another one meanwhile"
+    assert len(client._connections.idle) == 2
+    assert borrower.get("a/b") is not None
+    assert client.get("a/b") is not None
+    borrower.abort()
+    assert len(client._connections.idle) == 2, "they are the lender's"
+    late = client.clone(borrows=True)
+    client.abort()
+    assert late.get("a/b") is not None
+    late.close()
+    assert (first.sock, client._connections.idle) == (None, []), "nobody needs it any more"
+
+
+def test_what_a_borrower_aborts_is_not_given_back(
+    server: RendezvousServer, client: RendezvousClient
+) -> None:
+    client.set("a/b", b"x")
+    (first,) = client._connections.idle
+    borrower = client.clone(borrows=True)
+
+    def wait() -> None:
+        with pytest.raises(AbortedError):
+            borrower.get("w/never", wait=60.0)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    before = waiting(server)
+    thread.start()
+    eventually(lambda: waiting(server) > before, "the wait has begun", 30)
+    borrower.abort()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert first.sock is None
+    assert client._connections.idle == []
+    assert client.get("a/b") is not None
+
+
 def test_waits_end_by_a_write_a_wake_up_or_an_abort(
     server: RendezvousServer, client: RendezvousClient
 ) -> None:

@@ -183,15 +183,17 @@ def test_abort_ends_calls_in_every_thread_and_in_clones(
     eventually(lambda: waiting(server) == 0, "no waiter is left")
 
 
-def test_a_store_that_is_dropped_frees_its_connections(
+def test_a_store_keeps_no_connection_for_itself(
     server: RendezvousServer, client: RendezvousClient
 ) -> None:
     store = HTTPStore(client, "rounds/8/")
     store.set("a", "1")
-    used = store._client
-    (connection,) = used._connections.idle
+    (connection,) = client._connections.idle
+    store.set("b", "1")
+    assert store._client._connections.idle == []
     del store
-    assert connection.sock is None
+    assert client._connections.idle == [connection]
+    assert connection.sock is not None
 
 
 def test_real_ranks_form_a_group_with_two_requests_each(
