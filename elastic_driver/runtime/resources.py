@@ -225,7 +225,7 @@ class DriverResources:
             await_port(host, ports[0])
         server = RendezvousServer(
             host,
-            ports,
+            ports if len(ports) > 1 else ports[0],
             token=token,
             certificate=identity.certificate,
             known_by=identity.known_by,

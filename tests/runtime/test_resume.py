@@ -339,7 +339,7 @@ def test_a_job_whose_end_was_decided_ends_with_the_next_driver(tmp_path: Path) -
         assert not them[1].run_dir.token_file.exists()
 
 
-def test_a_port_that_another_program_has_is_one_line_and_the_run_can_go_on_later(
+def test_the_port_of_agents_that_cannot_be_called_is_awaited_and_the_run_can_go_on_later(
     tmp_path: Path,
 ) -> None:
     with drivers(tmp_path) as them:
