@@ -42,6 +42,8 @@ class Role(Enum):
     NODE = "node"
     JOB = "job"
 
+    __hash__ = object.__hash__  # each is one object; callers are looked up with each request
+
 
 class Caller(NamedTuple):
     """The owner of a token: its role, and its name.

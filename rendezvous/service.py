@@ -71,8 +71,9 @@ class AnswerMemory(Generic[V]):
     ) -> None:
         """Keep an answer of about `size` bytes; drop the oldest while they are too old or many."""
         self._drop(request_id)
-        own = self._ids_of.setdefault(owner, OrderedDict())
-        while own and owner is not None and self._is_full(len(own), self._size_of[owner], 4):
+        while (own := self._ids_of.get(owner)) and owner is not None:
+            if not self._is_full(len(own), self._size_of[owner], 4):
+                break
             self._drop(next(iter(own)))
         while self._kept:
             oldest, found = next(iter(self._kept.items()))
@@ -81,7 +82,9 @@ class AnswerMemory(Generic[V]):
                 break
             self._drop(oldest)
         self._kept[request_id] = _Kept(answer, size, now, owner)
-        self._ids_of.setdefault(owner, own)[request_id] = None
+        if (own := self._ids_of.get(owner)) is None:
+            own = self._ids_of[owner] = OrderedDict()
+        own[request_id] = None
         self._size += size
         self._size_of[owner] += size
 

@@ -5,8 +5,6 @@ nodes, jobs, tokens of readers, and all strangers together) leave an eighth to p
 readers leave half of that to those who steer the job. The driver's own token has the whole. Pure.
 """
 
-from collections import Counter
-
 from rendezvous.auth import Caller, Role
 
 _STEERING = (Role.DRIVER, Role.OPERATOR)
@@ -36,24 +34,30 @@ class Shares:
     def __init__(self, room: int) -> None:
         self._room = room
         self.taken = 0
-        self._taken_by: Counter[Caller | None] = Counter()
+        self._taken_by: dict[Caller | None, int] = {}
+        # What any client may have, and what is open to all: most requests are within both.
+        self._any_share, self._any_open = share_of(None, room), open_to(None, room)
 
     def take(self, caller: Caller | None, amount: int = 1) -> bool:
         """Take some room for a client; return False if it has its share, or too little is left."""
         if not self.has_room(caller, amount):
             return False
         self.taken += amount
-        self._taken_by[caller] += amount
+        self._taken_by[caller] = self._taken_by.get(caller, 0) + amount
         return True
 
     def has_room(self, caller: Caller | None, amount: int = 1) -> bool:
         """Return whether a client may take so much."""
-        over = self.taken + amount > open_to(caller, self._room)
-        return not over and self._taken_by[caller] + amount <= share_of(caller, self._room)
+        own, taken = self._taken_by.get(caller, 0) + amount, self.taken + amount
+        if own <= self._any_share and taken <= self._any_open:
+            return True
+        return own <= share_of(caller, self._room) and taken <= open_to(caller, self._room)
 
     def give_back(self, caller: Caller | None, amount: int = 1) -> None:
         """Give back room that a client has taken."""
         self.taken -= amount
-        self._taken_by[caller] -= amount
-        if not self._taken_by[caller]:
+        left = self._taken_by[caller] - amount
+        if left:
+            self._taken_by[caller] = left
+        else:
             del self._taken_by[caller]

@@ -168,12 +168,12 @@ def page(door: Door) -> None:
     while door.going():
         guess = f"{door.random.getrandbits(256):064x}"
         cookie = f"elastic={guess}; elastic-session={guess}"
-        form = f"token={guess}"
+        login = f'{{"token":"{guess}"}}'
         for message in (
             "GET /assets/app.js HTTP/1.1\r\nHost: a\r\n\r\n" * 20,
-            f"GET /v1/live HTTP/1.1\r\nHost: a\r\nCookie: {cookie}\r\n\r\n",
-            "POST /login HTTP/1.1\r\nHost: a\r\nContent-Type: application/x-www-form-urlencoded\r\n"
-            f"Content-Length: {len(form)}\r\n\r\n{form}",
+            f"GET /v1/live HTTP/1.1\r\nHost: a\r\nCookie: {cookie}\r\nX-Elastic: {guess}\r\n\r\n",
+            "POST /login HTTP/1.1\r\nHost: a\r\nX-Elastic: page\r\n"
+            f"Content-Length: {len(login)}\r\n\r\n{login}",
         ):
             door.say(message.encode())
 
