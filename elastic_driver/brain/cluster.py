@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from elastic_driver.brain.algorithm import BUILT_IN, HostView, Plan, View
 from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobOver, JobReport
 from elastic_driver.brain.handover import claimed, is_on_its_way, next_slots
-from elastic_driver.brain.jobs import Job, believed
+from elastic_driver.brain.jobs import STUCK_S, Job, believed
 from elastic_driver.brain.limits import too_small
 from elastic_driver.brain.messages import (
     AskAlgorithm,
@@ -147,6 +147,8 @@ class Cluster(Restorable):
             times += [job.gone_at, job.gather_until, job.probe_at]
             if job.is_live:
                 times.append(job.heard_at + SILENT_S)
+            if job.owes_since is not None and not job.is_stuck:
+                times.append(job.owes_since + STUCK_S)
         return min((time for time in times if time is not None), default=None)
 
     def check(self) -> list[str]:
@@ -296,6 +298,14 @@ class Cluster(Restorable):
                 self._drop_former(job.name, job.report.began)
         self._out += [probe for job in self.runs() if (probe := job.probe(now)) is not None]
 
+    def _look_after_the_stuck(self, now: float) -> None:
+        for job in self.jobs.values():
+            if not job.is_stuck and job.owes_since is not None and now >= job.owes_since + STUCK_S:
+                job.is_stuck = True
+                line = f"it has kept slots for {STUCK_S:g} s that it was to give up"
+                self._tell("job_stuck", job.name, f"{line}; no plan counts on it until it has")
+                self.plans.because("slots lost")
+
     # ---- hosts ---------------------------------------------------------------------------
 
     def _on_hosts(self, event: HostsFound) -> None:
@@ -332,10 +342,13 @@ class Cluster(Restorable):
     def view(self, event: str, now: float) -> View:
         """Return what an algorithm is to know: the slots of silent jobs are not there for it.
 
+        Neither are those of a job that does not give up what it is to give up: else another one
+        would wait for slots that never come, and have fewer than its share meanwhile.
+
         A job waits while an earlier run of it has slots: beginning anew brings it no more of them.
         """
-        live = [job for job in self.jobs.values() if job.is_live]
-        taken = claimed(job for job in self.runs() if not job.is_live)
+        live = [job for job in self.jobs.values() if job.is_planned]
+        taken = claimed(job for job in self.runs() if not job.is_planned)
         free = {name: slots - taken.get(name, 0) for name, slots in self.hosts.items()}
         earlier = {former.name for former in self.former}
         views = tuple(job.view(now) for job in live if job.name not in earlier)
@@ -353,7 +366,7 @@ class Cluster(Restorable):
         """Have these jobs go where the plan says."""
         changed = False
         for job in self.jobs.values():
-            if job.is_live and job.name in jobs:
+            if job.is_planned and job.name in jobs:
                 target = {h: n for h, n in plan.workers.get(job.name, {}).items() if n}
                 changed = changed or target != job.granted
                 job.target, job.gather_until = target, None
@@ -365,6 +378,7 @@ class Cluster(Restorable):
 
     def _advance(self, now: float) -> None:
         self._look_after_the_silent(now)
+        self._look_after_the_stuck(now)
         self._watch_excess()
         self._carry_out(now)
         self._out += self.plans.look_at_the_clock(self._viewer(now), now)
@@ -374,14 +388,14 @@ class Cluster(Restorable):
         # A restarted Brain first hears of everybody who has slots.
         if not self.hosts or any(j.is_awaited(now) and j.claims() for j in self.jobs.values()):
             return
-        if any(job.is_live for job in self.jobs.values()):
+        if any(job.is_planned for job in self.jobs.values()):
             self._out += self.plans.ask_if_needed(self._viewer(now), now)
         elif self.plans.asked is None:
             self.plans.nobody_is_there()
 
     def _carry_out(self, now: float) -> None:
         """Give jobs what their targets say, as far as others have let go of it."""
-        live = [job for job in self.jobs.values() if job.is_live]
+        live = [job for job in self.jobs.values() if job.is_planned]
         used = claimed(self.runs()) if any(map(is_on_its_way, live)) else {}
         for job in live:
             before = job.claims() if is_on_its_way(job) else {}

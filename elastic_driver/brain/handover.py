@@ -58,6 +58,8 @@ def _possible(
     free = {host: hosts[host] - used.get(host, 0) + own.get(host, 0) for host in target}
     order = [*(h for h in granted if h in target), *(h for h in target if h not in granted)]
     possible = {host: n for host in order if (n := min(target[host], free[host])) > 0}
+    if job.owes_since is not None:  # first it gives up what it owes, or it would gather slots
+        possible = {h: k for h, n in possible.items() if (k := min(n, granted.get(h, 0)))}
     enough = not target or sum(possible.values()) >= least
     if possible != target and enough and _grows(granted, possible):
         if job.gather_until is None:

@@ -23,6 +23,7 @@ from elastic_driver.brain.receipts import Proved
 from elastic_driver.brain.speeds import Speeds
 
 PROBE_S = 5.0  # between two probes of a driver
+STUCK_S = 60.0  # for a job to give up slots, at the end of a step
 TURN_S = 600.0  # the longest that a silent job without processes keeps its turn
 # What a job wants, by which the Brain plans for all. It may change its mind so often at once, and
 # once more each few seconds; what comes sooner counts later.
@@ -56,6 +57,8 @@ class Job:
     found_at: str = ""
     has_begun: bool = False
     is_told: bool = False
+    owes_since: float | None = None  # it is to give up slots that it has
+    is_stuck: bool = False  # it has not done so for too long: no plan counts on it
     minds: float = CHANGES  # how often it may change its mind now
     minded_at: float = 0.0  # when that was counted last
     probe_at: float | None = None  # the next look whether its driver lives
@@ -74,6 +77,11 @@ class Job:
     def is_awaited(self, now: float) -> bool:
         """Return whether its driver has not had the time to find a Brain that was restarted."""
         return self.unheard and (self.silent_at is None or now < self.silent_at)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether plans count on it: it is heard, and does what they say."""
+        return self.is_live and not self.is_stuck
 
     @property
     def granted(self) -> dict[str, int]:
@@ -122,6 +130,9 @@ class Job:
             self.probe_at = now
         while len(self.grants) > 1 and self.grants[0].number < report.carried_out:
             del self.grants[0]
+        was_stuck = self.is_stuck
+        if not self._owes(now) and was_stuck:
+            why.append("job back")
         if report.speed is not None and (event := self.speeds.take(report.speed)):
             why.append(event)
         return why
@@ -145,6 +156,15 @@ class Job:
             return False
         unusable = any(room < granted.get(host, 0) for host, room in now.room.items())
         return unusable or now.memory_need > before.memory_need
+
+    def _owes(self, now: float) -> bool:
+        """Note and return whether the job has slots that are no longer granted."""
+        owes = any(slots > self.granted.get(host, 0) for host, slots in self.claims().items())
+        if not owes:
+            self.owes_since, self.is_stuck = None, False
+        elif self.owes_since is None:
+            self.owes_since = now
+        return owes
 
     def fall_silent(self, at: float) -> None:
         """Its lease ends at this time."""
@@ -196,6 +216,7 @@ class Job:
             self.floor = self.report.least
         self.grants.append(grant)
         self.gather_until = None
+        self._owes(now)
 
     def take_over(self, proved: Proved, now: float) -> None:
         """Note a grant of a Brain whose state is lost."""

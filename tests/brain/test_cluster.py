@@ -11,7 +11,7 @@ from elastic_driver.brain.cluster import SILENT_S, BrainDecision, Cluster
 from elastic_driver.brain.documents import JOB_LEASE_S, JobOver, JobReport, Kind
 from elastic_driver.brain.fair import fair
 from elastic_driver.brain.handover import GATHER_S
-from elastic_driver.brain.jobs import PROBE_S
+from elastic_driver.brain.jobs import PROBE_S, STUCK_S
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     DriverProbed,
@@ -260,6 +260,31 @@ def test_the_slots_of_a_job_that_ends_are_free_at_once(two: Brain) -> None:
     two.send(JobEnded("B", JobOver(began=1.0, exit_code=0)))
     assert two.grants["A"] == {"n1": 2, "n2": 2}
     assert two.asked[-1].view.event == "slots freed"
+
+
+def test_a_job_that_does_not_move_gathers_no_slots_and_no_plan_counts_on_it(two: Brain) -> None:
+    two.plans = [{"A": {"n1": 1, "n2": 2}, "B": {"n1": 1}}]
+    held = {"carried_out": two.numbers["B"], "holding": {"n2": 2}}
+    two.report("B", planned={"n2": 0}, **held)
+    two.carried_out("A")
+    two.send(Tick(), after=GATHER_S)
+    assert two.grants == {"A": {"n1": 1}, "B": {"n1": 1}}, "B moves, and has not gone yet"
+    two.plans = [{"A": {"n2": 2}, "B": {"n1": 2}}]
+    two.report("B", planned={"n2": 0}, starved={"n2": 1}, **held)
+    assert two.grants == {"A": {"n1": 1}, "B": {"n1": 1}}, "it gets no more before it goes"
+    two.plans = [{"A": {"n1": 1}}]
+    for _ in range(int(STUCK_S)):
+        two.now += 1.0
+        two.carried_out("A")
+        two.report("B", planned={"n2": 0}, starved={"n2": 1}, **held)
+    assert [told.job for told in two.told if told.event == "job_stuck"] == ["B"]
+    assert two.asked[-1].view.event == "slots lost"
+    assert two.asked[-1].view.hosts == (HostView(name="n1", slots=1),)
+    assert [job.name for job in two.asked[-1].view.jobs] == ["A"]
+    two.plans = [{"A": {"n1": 1, "n2": 2}, "B": {"n1": 1}}]
+    two.carried_out("B")
+    assert two.asked[-1].view.event == "limits changed, job back"
+    assert two.grants == {"A": {"n1": 1, "n2": 2}, "B": {"n1": 1}}
 
 
 def test_a_host_that_is_lost_is_not_given_and_what_still_runs_there_counts(two: Brain) -> None:

@@ -270,10 +270,12 @@ def test_many_jobs_that_do_not_exist_hold_no_other_job_up(tmp_path: Path) -> Non
         held = report(held=1, carried_out=before.number, holding=before.hosts)
         honest.until(lambda g: g.number > before.number, held)
         assert time.monotonic() - began < 20, "the Brain goes on planning"
+        left = lambda: {job["job"]: job["state"] for job in brain.status()["jobs"]}  # noqa: E731
         eventually(
-            lambda: {job["state"] for job in brain.status()["jobs"]} >= {"silent"},
-            within=40,
-            what="jobs that say nothing are silent",
+            lambda: left() == {"honest": "silent"},
+            within=60,
+            what="jobs that never were are forgotten",
+            context=lambda: str(left()) + brain.said()[-1500:],
         )
 
 
