@@ -21,8 +21,8 @@ from tests.support.job import JOBS, RunningJob, elasticrun
 
 JOB = str(JOBS / "loader.py")
 HOSTS = ("-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1", "--debug")
-STEPS = 60  # of a job that is let alone
 MANY = 100_000
+MOST = 1_000  # steps that are made in the seconds of a test
 
 Times = Callable[[RunningJob], list[tuple[float, int]]]  # of the signals: seconds, pid
 
@@ -86,7 +86,20 @@ def weights(job: RunningJob) -> str:
     return found.pop()
 
 
-def assert_leaves_well(folder: Path, times: Times, loaders: int, **more: str) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The weights after each step of a job that nobody disturbs, and that reads by itself."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    env = environment(folder / "none", MOST, 0, TRAIL=str(folder / "trail"), STEP_MS="0")
+    with elasticrun(*HOSTS, "--", JOB, env=env) as job:
+        assert job.wait(100) == 0, job.describe()
+    lines = (folder / "trail").read_text().splitlines()
+    return {int(step): found for step, found in map(str.split, lines)}
+
+
+def assert_leaves_well(
+    folder: Path, undisturbed: dict[int, str], times: Times, loaders: int, **more: str
+) -> None:
     checkpoints = folder / "checkpoints"
     env = environment(checkpoints, MANY, loaders, **more)
     with elasticrun(*HOSTS, "--", JOB, env=env) as job:
@@ -107,13 +120,10 @@ def assert_leaves_well(folder: Path, times: Times, loaders: int, **more: str) ->
     with elasticrun(*HOSTS, "--", JOB, env=environment(checkpoints, end, loaders)) as job:
         assert job.wait(60) == 0, job.describe()
         assert f"enters step={step} size=2" in job.stdout
-        again = weights(job)
-    with elasticrun(*HOSTS, "--", JOB, env=environment(folder / "none", end, 0)) as job:
-        assert job.wait(60) == 0, job.describe()
-        assert weights(job) == again
+        assert weights(job) == undisturbed[end]
 
 
-@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize("loaders", [pytest.param(0, marks=pytest.mark.night), 2])
 @pytest.mark.parametrize(
     "first",
     [
@@ -125,21 +135,31 @@ def assert_leaves_well(folder: Path, times: Times, loaders: int, **more: str) ->
     ],
     ids="-".join,
 )
-def test_whoever_is_told_first(tmp_path: Path, first: tuple[str, ...], loaders: int) -> None:
-    assert_leaves_well(tmp_path, in_order(*first, apart=1.5), loaders)
+def test_whoever_is_told_first(
+    tmp_path: Path, undisturbed: dict[int, str], first: tuple[str, ...], loaders: int
+) -> None:
+    assert_leaves_well(tmp_path, undisturbed, in_order(*first, apart=1.5), loaders)
 
 
-def test_the_processes_of_loaders_may_be_told_first(tmp_path: Path) -> None:
-    assert_leaves_well(tmp_path, in_order("loaders", apart=1.5), 2)
+def test_the_processes_of_loaders_may_be_told_first(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    assert_leaves_well(tmp_path, undisturbed, in_order("loaders", apart=1.5), 2)
 
 
-def test_what_fails_after_the_notice_fails_because_of_it(tmp_path: Path) -> None:
-    assert_leaves_well(tmp_path, in_order("workers", apart=1.5), 0, HELPER="1")
+def test_what_fails_after_the_notice_fails_because_of_it(
+    tmp_path: Path, undisturbed: dict[int, str]
+) -> None:
+    assert_leaves_well(tmp_path, undisturbed, in_order("workers", apart=1.5), 0, HELPER="1")
 
 
-@pytest.mark.parametrize(("seed", "again"), [(1, False), (2, True), (3, True)])
-def test_in_any_order_and_twice(tmp_path: Path, seed: int, again: bool) -> None:
-    assert_leaves_well(tmp_path, shuffled(seed, 4.0, again), 2)
+@pytest.mark.parametrize(
+    ("seed", "again"), [(1, False), pytest.param(2, True, marks=pytest.mark.night), (3, True)]
+)
+def test_in_any_order_and_twice(
+    tmp_path: Path, undisturbed: dict[int, str], seed: int, again: bool
+) -> None:
+    assert_leaves_well(tmp_path, undisturbed, shuffled(seed, 4.0, again), 2)
 
 
 @pytest.mark.parametrize("loaders", [0, 2])
