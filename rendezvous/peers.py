@@ -6,6 +6,7 @@ host takes as many addresses as it likes. The user is asked of the kernel (sock_
 takes some microseconds; where it does not tell, the address alone counts.
 """
 
+import contextlib
 import ipaddress
 import socket
 import struct
@@ -25,8 +26,10 @@ class Peers:
     """Tells who has connected to one server; for one thread."""
 
     def __init__(self) -> None:
-        self._kernel: socket.socket | None = None
         self._number = 0  # of the last question
+        self._kernel: socket.socket | None = None
+        with contextlib.suppress(OSError):  # where it is forbidden, addresses count
+            self._kernel = _ask_of_sockets()
 
     def close(self) -> None:
         """Ask the kernel nothing more."""
@@ -54,8 +57,7 @@ class Peers:
         asked = _ASKED.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES)
         asked += _ID.pack(port, own_port, client, server) + _ANY
         if self._kernel is None:
-            self._kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG)
-            self._kernel.setblocking(False)
+            self._kernel = _ask_of_sockets()
         self._number = (self._number + 1) % 2**32
         head = _HEADER.pack(_HEADER.size + len(asked), _BY_FAMILY, _REQUEST, self._number, 0)
         self._kernel.send(head + asked)
@@ -68,6 +70,13 @@ class Peers:
         user: int
         user, inode = _FOUND.unpack_from(answer, _HEADER.size)
         return user if inode else None  # without an inode it is nobody's: it has closed already
+
+
+def _ask_of_sockets() -> socket.socket:
+    """Return the way to ask the kernel about sockets."""
+    kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG)
+    kernel.setblocking(False)
+    return kernel
 
 
 @lru_cache(maxsize=4096)

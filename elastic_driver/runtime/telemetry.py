@@ -17,12 +17,14 @@ from prometheus_client.core import Metric
 
 from elastic_driver.policies.log_lines import read_line
 from elastic_driver.policies.round_spans import RoundSpans
+from elastic_driver.reachability import is_loopback
 from elastic_driver.runtime.event_log import EventLog
 
 if TYPE_CHECKING:
     from elastic_driver.runtime.otlp import Exporter
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"  # often with a key
 SIGNALS = ("traces", "metrics")
 INTERVAL = "OTEL_METRIC_EXPORT_INTERVAL"  # milliseconds
 INTERVAL_S = 60.0
@@ -45,7 +47,7 @@ def telemetry_settings(environ: Mapping[str, str]) -> TelemetrySettings | None:
         return None
     endpoints = {}
     for signal in SIGNALS:
-        own = environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
+        own = environ.get(_of(signal, "ENDPOINT"))
         url = own or environ.get(ENDPOINT, "")
         if url and environ.get(f"OTEL_{signal.upper()}_EXPORTER", "otlp") != "none":
             endpoints[signal] = _shown(url)
@@ -54,7 +56,22 @@ def telemetry_settings(environ: Mapping[str, str]) -> TelemetrySettings | None:
     problem, protocol = "", environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "http/protobuf"
     if protocol != "http/protobuf":
         problem = f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol}, and only http/protobuf is spoken"
+    for signal, url in endpoints.items():
+        secret = [name for name in (HEADERS, _of(signal, "HEADERS")) if environ.get(name)]
+        if secret and _is_plain(url):
+            problem = f"{secret[0]} would go to {url} in plain text; write https://"
     return TelemetrySettings(endpoints, _interval(environ.get(INTERVAL, "")), problem)
+
+
+def _of(signal: str, what: str) -> str:
+    return f"OTEL_EXPORTER_OTLP_{signal.upper()}_{what}"
+
+
+def _is_plain(url: str) -> bool:
+    """Return whether others on the way could read what is sent to a URL."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return parts.scheme == "http" and not (host == "localhost" or is_loopback(host))
 
 
 def _shown(url: str) -> str:

@@ -31,7 +31,7 @@ from elastic_driver.worker.nodecheck.serve import in_child
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH
+from rendezvous.wire import EVENTS_PATH, Set
 from tests.support.job import eventually
 
 TOKEN = "t" * 32
@@ -93,15 +93,14 @@ def test_one_process_does_several_tasks_and_ends_like_the_child_that_fails(
     }
     command = [sys.executable, "-m", "elastic_driver.worker.nodecheck.serve"]
     with RendezvousClient(server.url, TOKEN) as client, contextlib.ExitStack() as stack:
-        client.set(TASK_SETTINGS, msgspec.json.encode(small))
-        for task in (1, 2):
-            client.set(go_key(task), b"")
+        server.apply([Set(TASK_SETTINGS, msgspec.json.encode(small))])
+        server.apply([Set(go_key(task), b"") for task in (1, 2)])
         process = stack.enter_context(subprocess.Popen(command, env=env))
         stack.callback(process.kill)
         eventually(lambda: ended == [1], within=LIMIT_S, what="the first task has ended")
         for number, task in enumerate((2, 3), start=1):
             given = Assignment(task=task, rank=0, size=1, node=0)
-            client.set(assignment_key(WORKER, number), msgspec.json.encode(given))
+            server.apply([Set(assignment_key(WORKER, number), msgspec.json.encode(given))])
         eventually(lambda: ended == [1, 2], within=LIMIT_S, what="the second task has ended")
         for task in (1, 2):
             entry = client.get(result_key(task, WORKER))
