@@ -27,7 +27,7 @@ from elastic_driver.runtime.run_dir import (
 )
 from rendezvous.auth import Role, operator_token, read_credentials, reader_token
 from rendezvous.client import RendezvousClient
-from rendezvous.client_connections import parse_url
+from rendezvous.client_connections import is_loopback, parse_url
 from rendezvous.errors import TokenError
 from rendezvous.tls import ServerIdentity, WrongServerError
 
@@ -175,7 +175,8 @@ def _answers(run: Endpoint, folder: Path) -> bool:
 def _who(run: Endpoint, folder: Path) -> Literal["driver", "other", "nobody"]:
     """Return who is at the run's address: its driver, another program or nobody.
 
-    Nothing is sent but a handshake. A driver that is stopped, or very busy, does not end it.
+    Nothing is sent but a handshake. A driver that is stopped, or very busy, does not end it; where
+    its process is gone, another program does not.
     """
     parts, identity = parse_url(run.url), None
     with contextlib.suppress(TokenError, ValueError):  # told when the token is needed
@@ -192,7 +193,8 @@ def _who(run: Endpoint, folder: Path) -> Literal["driver", "other", "nobody"]:
         except WrongServerError:
             return "other"
         except OSError:
-            return "driver"
+            gone = is_loopback(str(parts.hostname)) and not Path(f"/proc/{run.pid}").exists()
+            return "other" if gone else "driver"
     return "driver"
 
 

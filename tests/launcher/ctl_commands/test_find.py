@@ -115,16 +115,17 @@ def test_the_least_token_that_does_is_used_and_never_the_drivers(
 
 
 @pytest.mark.parametrize("unfinished", [True, False])
-@pytest.mark.parametrize("with_tls", [True, False])
+@pytest.mark.parametrize("speaks", ["TLS", "HTTP", "nothing"])
 def test_another_program_at_the_port_of_a_driver_that_has_died_is_no_driver(
-    tmp_path: Path, dead_pid: int, unfinished: bool, with_tls: bool
+    tmp_path: Path, listener: str, dead_pid: int, unfinished: bool, speaks: str
 ) -> None:
     with contextlib.ExitStack() as stack:
-        if with_tls:
+        url = listener
+        if speaks == "TLS":
             other = certificate_in(tmp_path)
             make_certificate(other)
             url = stack.enter_context(RendezvousServer(token="t", certificate=other)).url
-        else:
+        elif speaks == "HTTP":
             url = stack.enter_context(greeting())
         folder = make_run(tmp_path, "big", url.replace("https", "http"), dead_pid)
         write_token_file(folder / "token", "secret", "sha256:ab")
