@@ -50,7 +50,7 @@ def kill_workers(job: RunningJob) -> None:
 
 @pytest.mark.parametrize(
     "checkpoint",
-    [20, pytest.param(100, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.slow)],
+    [20, pytest.param(100, marks=pytest.mark.night), pytest.param(160, marks=pytest.mark.slow)],
 )
 def test_all_workers_are_lost_and_the_checkpoint_has_its_shards(
     tmp_path: Path, checkpoint: int
@@ -86,8 +86,15 @@ def test_the_driver_and_all_workers_are_lost_and_the_job_is_resumed(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["1", "3"])
-@pytest.mark.parametrize("checkpoint", [60, 180])
+@pytest.mark.parametrize(
+    ("size", "checkpoint"),
+    [
+        ("1", 60),
+        ("3", 180),
+        pytest.param("1", 180, marks=pytest.mark.night),
+        pytest.param("3", 60, marks=pytest.mark.night),
+    ],
+)
 def test_a_new_job_of_another_size_goes_on_from_the_folder(
     tmp_path: Path, size: str, checkpoint: int
 ) -> None:

@@ -21,6 +21,14 @@ from tests.support.job import JOBS, PATIENCE_S, ROOT, Hosts, RunningJob, elastic
 
 PROGRAM = str(JOBS / "program.py")
 PROGRAMS = ("everything", "by hand", "two passes", "many closures")
+# Which rank dies in which of its collectives (`program.py`); each program at one place by day.
+PLACES = ("0 25 0", "last 27 1", "last 30 2")
+DEATHS = [
+    pytest.param(program, dies, marks=() if by_day else pytest.mark.night)
+    for n, program in enumerate(PROGRAMS)
+    for dies in PLACES
+    for by_day in [n == 0 or dies == PLACES[n - 1]]
+]
 
 
 @functools.cache
@@ -51,8 +59,7 @@ def assert_told(job: RunningJob, program: str, size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("dies", ["0 25 0", "last 27 1", "last 30 2"])
+@pytest.mark.parametrize(("program", "dies"), DEATHS)
 def test_a_worker_is_killed_at_any_collective(program: str, dies: str) -> None:
     args = ("-np", "2", "--", PROGRAM)
     with elasticrun(*args, env={"PROGRAM": program, "DIES": dies}) as job:
