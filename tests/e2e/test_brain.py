@@ -74,6 +74,7 @@ def longest_gap(job: RunningJob, since: float) -> float:
 
 
 @pytest.mark.timeout(450)
+@pytest.mark.night  # how fast the jobs are decides, and other tests change that
 def test_three_jobs_get_what_helps_most_and_the_rest_shares_the_slots_of_one_that_ends(
     tmp_path: Path,
 ) -> None:
