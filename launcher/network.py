@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from rendezvous.client_connections import is_loopback
+
 _ANY_PORT = 9  # of the discard service; nothing is sent there
 SOMEWHERE = "192.0.2.1"  # RFC 5737: an address of no host, to ask for the default route
 
@@ -82,12 +84,6 @@ def meeting_point(endpoint: str, wanted: Sequence[str]) -> tuple[str | None, str
     parts = urlsplit(endpoint)
     address = address_towards(parts.hostname or "", parts.port or _ANY_PORT)
     return address, None if address is None else interface_of(address)
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an address is loopback; of names, only localhost is."""
-    parsed = _parse(address)
-    return address == "localhost" or (parsed is not None and parsed.is_loopback)
 
 
 def bracketed(address: str) -> str:

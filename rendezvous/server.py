@@ -294,10 +294,8 @@ class RendezvousServer:
         tls = None if self._tls is None else TlsConnections(self._tls)
 
         def serve(client: Client) -> asyncio.BaseProtocol:
-            plain, end = (
-                partial(FastConnection, fast_path, client),
-                partial(connections.closed, client),
-            )
+            plain = partial(FastConnection, fast_path, client)
+            end = partial(connections.closed, client)
             if tls is None:
                 return plain()
             if not self._also_plain:

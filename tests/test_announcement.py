@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 
 import msgspec
@@ -11,7 +10,8 @@ import pytest
 
 from elastic_driver.announcement import MAX_LINE, Announcement, announce, announcement, verified
 from elastic_driver.presence import Presence
-from launcher.agent.probe_port import MOST, ProbePort
+from launcher.agent.probe_port import MOST
+from tests.support.idle import probe_port_beside_idle
 
 AGENT = Presence("token", "a", 1)
 LINE = announcement("run", 3, "http://10.0.0.2:29400", "token")
@@ -77,18 +77,8 @@ def test_an_agent_hears_a_driver_beside_connections_that_say_nothing() -> None:
     heard: list[bytes] = []
 
     async def scene() -> bool:
-        listener = ProbePort(AGENT.answer, heard.append)
-        port = await listener.listen("127.0.0.1")
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST)]
-        told = await announce("127.0.0.1", port, AGENT, run_id="run", term=3, url="http://h:1")
-        for _, writer in idle:
-            writer.close()
-            with contextlib.suppress(OSError):  # it had to make room
-                await writer.wait_closed()
-        while listener.open:
-            await asyncio.sleep(0)
-        listener.close()
-        return told
+        async with probe_port_beside_idle(AGENT.answer, heard.append, MOST) as port:
+            return await announce("127.0.0.1", port, AGENT, run_id="run", term=3, url="http://h:1")
 
     assert asyncio.run(scene()) is True
     (line,) = heard

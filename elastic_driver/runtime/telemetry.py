@@ -17,8 +17,8 @@ from prometheus_client.core import Metric
 
 from elastic_driver.policies.log_lines import read_line
 from elastic_driver.policies.round_spans import RoundSpans
-from elastic_driver.reachability import is_loopback
 from elastic_driver.runtime.event_log import EventLog
+from rendezvous.client_connections import is_loopback
 
 if TYPE_CHECKING:
     from elastic_driver.runtime.otlp import Exporter
@@ -70,8 +70,7 @@ def _of(signal: str, what: str) -> str:
 def _is_plain(url: str) -> bool:
     """Return whether others on the way could read what is sent to a URL."""
     parts = urlsplit(url)
-    host = parts.hostname or ""
-    return parts.scheme == "http" and not (host == "localhost" or is_loopback(host))
+    return parts.scheme == "http" and not is_loopback(parts.hostname or "")
 
 
 def _shown(url: str) -> str:

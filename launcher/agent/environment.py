@@ -18,7 +18,7 @@ from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.members import SlotInfo
 from elastic_driver.ports import listening_ports
-from launcher.network import is_loopback
+from rendezvous.client_connections import is_loopback
 
 # Variables that an outer launcher may have left in our environment would confuse the script.
 _NOT_INHERITED_PREFIX = "TORCHELASTIC_"

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from elastic_driver.errors import ClusterError
 from launcher import network
+from rendezvous.client_connections import is_loopback
 
 _HOSTS_FILE = Path("/etc/hosts")
 LOOPBACK = "127.0.0.1"
@@ -24,13 +25,13 @@ def is_this_machine(host: str, hosts_file: Path = _HOSTS_FILE) -> bool:
     name, own = host.lower().rstrip("."), socket.gethostname().lower()
     addresses = (name, *_addresses_in(hosts_file, name))
     return name in (own, own.partition(".")[0]) or any(
-        network.is_loopback(a) or network.interface_of(a) is not None for a in addresses
+        is_loopback(a) or network.interface_of(a) is not None for a in addresses
     )
 
 
 def meeting_address(host: str) -> str:
     """Return the address at which processes of this machine reach one on `host`."""
-    return host if network.is_loopback(host) and host != "localhost" else LOOPBACK
+    return host if is_loopback(host) and host != "localhost" else LOOPBACK
 
 
 def own_address(bind_host: str | None) -> str | None:

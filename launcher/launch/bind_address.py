@@ -11,7 +11,8 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.backends.addresses import find_address, is_this_machine
 from launcher.launch.hosts import ANYWHERE
-from launcher.network import address_of, addresses_of, is_loopback
+from launcher.network import address_of, addresses_of
+from rendezvous.client_connections import is_loopback
 
 _LOOKUPS_AT_ONCE = 32
 

@@ -25,9 +25,9 @@ from elastic_driver.runtime.speed import kind_of
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.signals import ended_by_signals
 from launcher.launch.submit import submit
-from launcher.network import is_loopback
 from rendezvous.auth import job_token, read_credentials
 from rendezvous.client import RendezvousClient
+from rendezvous.client_connections import is_loopback
 from rendezvous.errors import TokenError
 
 BRAIN_FOLDER = "elastic-brain"  # beside the folder of all runs

@@ -33,9 +33,9 @@ from launcher.backends.slurm_shares import step_options
 from launcher.launch import hosts as where
 from launcher.launch.hosts import Facts, MachineFacts
 from launcher.launch.workers import check_tf_roles, job_spec, tf_roles
-from launcher.network import is_loopback
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine
+from rendezvous.client_connections import is_loopback
 
 SSH_PORT = 22
 NOTICE_SPREAD_S = 5.0  # a signal to a whole job reaches its processes within this time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 
 from launcher import network
+from rendezvous.client_connections import is_loopback
 
 
 def test_loopback_leads_to_loopback_and_is_no_interface_for_others() -> None:
@@ -25,5 +26,5 @@ def test_the_first_interface_that_is_here_counts() -> None:
 def test_each_address_of_this_machine_is_found_on_its_interface() -> None:
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
-            if entry.family.name == "AF_INET" and not network.is_loopback(entry.address):
+            if entry.family.name == "AF_INET" and not is_loopback(entry.address):
                 assert network.interface_of(entry.address) == name

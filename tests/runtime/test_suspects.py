@@ -22,6 +22,7 @@ from rendezvous.auth import agent_token
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import DeletePrefix, Set
 from tests.runtime.waiting import until
+from tests.support.idle import probe_port_beside_idle
 
 PATIENCE_S = 0.4
 TOKEN = "a-driver-s-token"
@@ -126,18 +127,8 @@ def test_another_agent_at_the_port_of_an_agent_is_not_the_agent(other: Presence)
 
 def test_connections_that_say_nothing_keep_no_probe_out() -> None:
     async def scene() -> Result:
-        listener = ProbePort(AGENT.answer, pytest.fail)
-        port = await listener.listen("127.0.0.1")
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST + 50)]
-        found = await probe("127.0.0.1", port, 10.0, AGENT.ask())
-        for _, writer in idle:
-            writer.close()
-            with contextlib.suppress(OSError):  # it had to make room
-                await writer.wait_closed()
-        while listener.open:
-            await asyncio.sleep(0)
-        listener.close()
-        return found
+        async with probe_port_beside_idle(AGENT.answer, pytest.fail, MOST + 50) as port:
+            return await probe("127.0.0.1", port, 10.0, AGENT.ask())
 
     assert play(scene) == "answered"
 

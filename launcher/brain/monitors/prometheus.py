@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_driver.brain.monitoring import MonitorOptions
 from elastic_driver.brain.store.records import Node
 from elastic_driver.errors import UsageError
-from elastic_driver.reachability import is_loopback
+from rendezvous.client_connections import is_loopback
 
 PORT = 9100
 TIMEOUT_S = 3.0  # for a host to answer, and to go on with its answer
@@ -87,7 +87,7 @@ class Prometheus:
             late.start()
             connection = http.client.HTTPConnection(host, self._port)
             try:
-                is_here = host == "localhost" or is_loopback(host)
+                is_here = is_loopback(host)
                 safe = not (is_here or self._options.insecure)
                 connection.sock = (
                     self._tls.wrap_socket(plain, server_hostname=host) if safe else plain

@@ -10,7 +10,7 @@ from elastic_driver import contract
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.job_spec import JobSpec
 from launcher.agent.environment import Meeting, worker_environment
-from launcher.network import is_loopback
+from rendezvous.client_connections import is_loopback
 from tests.launcher.agent.harness import place
 
 SPEC = JobSpec("run-1", ("x",), "/", {}, heartbeat_timeout=12.5, max_restarts=3)

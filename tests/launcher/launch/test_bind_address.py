@@ -12,6 +12,7 @@ from launcher import network
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.ssh import SshShell
 from launcher.launch.bind_address import bind_again, choose_bind_host
+from rendezvous.client_connections import is_loopback
 
 SSH = SshShell()
 
@@ -105,6 +106,6 @@ def test_the_next_driver_listens_where_agents_look_for_it(
 
 def test_the_next_driver_keeps_the_address_for_hosts_that_it_no_longer_has() -> None:
     own = network.default_address()
-    if own is None or network.is_loopback(own):
+    if own is None or is_loopback(own):
         pytest.skip("this machine has no address but loopback")
     assert bind_again("127.0.0.1", f"http://{network.bracketed(own)}:7") == own
