@@ -20,7 +20,7 @@ _LABEL = b"receipts of grants"
 
 
 class Proved(Struct, frozen=True, kw_only=True):
-    """What a receipt says: the slots of a grant, and those that the job may have had beside them.
+    """The content of a receipt: the slots of a grant, and others that the job may have had then.
 
     `known`: whether it is of the present book, so that the Brain knows it anyway.
     """
