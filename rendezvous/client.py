@@ -236,6 +236,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         until = started + (expected if deadline is None else deadline)
         headers = {**self._headers, wire.REQUEST_ID_HEADER: new_request_id()}
         longest, refused = 0.0, None
+        told: Exception | None = None  # what kept it from an answer, other than too little time
         while True:
             reused = False
             try:
@@ -254,7 +255,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
             if isinstance(problem, _TryAgainError):
                 refused = problem
             elif not isinstance(problem, TimeoutError):  # of an attempt that had too little time
-                refused = None
+                refused, told = None, problem
             if self.silent_since is None:
                 self.silent_since = time.monotonic()
             self._connections.read_url_file()
@@ -265,7 +266,7 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 self._connections.check_not_aborted()
                 if refused is not None and not refused.is_stopping:
                     return self._checked(refused.status, refused.body)
-                raise errors.UnreachableError(self.url, time.monotonic() - started, problem)
+                raise errors.UnreachableError(self.url, time.monotonic() - started, told or problem)
             self._pause(pause, wake)
 
     def _pause(self, seconds: float, wake: int | None) -> None:

@@ -83,7 +83,7 @@ class Memory(Rule):
         equipped = (host for host, (_, memory) in self.limits.equipment.items() if memory)
         for host in dict.fromkeys((*self.idle, *equipped, own)):
             there = self._there(host)
-            room = max(len(there), host in self._shared)
+            room = max(len(there), 1 if host in self._shared else 0)
             if need and not (host == own and again):
                 room = max(room, self._room(host, need, there))
             elif host != own:

@@ -388,7 +388,7 @@ def test_another_program_at_the_port_of_a_brain_that_has_died_is_told_nothing(
         with squatting(int(brain.url.rpartition(":")[2]), context) as squatter:
             why = "certificate of another server" if with_tls else "it speaks no TLS"
             with brain_client(brain.url, token_file, "mine") as client:
-                client.timeout = 1.0
+                client.timeout = 3.0
                 with pytest.raises(UnreachableError, match=why):
                     client.set(lease_key("mine"), b"", lease=5.0)
             for words in (("status",), ("forget", "mine")):
