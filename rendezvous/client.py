@@ -236,9 +236,9 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         until = started + (expected if deadline is None else deadline)
         headers = {**self._headers, wire.REQUEST_ID_HEADER: new_request_id()}
         longest, refused = 0.0, None
-        told: Exception | None = None  # what kept it from an answer, other than too little time
+        told: Exception | None = None  # the last problem other than too little time
         while True:
-            reused = False
+            reused, attempt_at = False, time.monotonic()
             try:
                 with self._connections.for_call() as connection:
                     reused = connection.sock is not None
@@ -266,6 +266,8 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
                 self._connections.check_not_aborted()
                 if refused is not None and not refused.is_stopping:
                     return self._checked(refused.status, refused.body)
+                if attempt_at - started < (until - started) / 2:  # it had time enough
+                    told = problem
                 raise errors.UnreachableError(self.url, time.monotonic() - started, told or problem)
             self._pause(pause, wake)
 

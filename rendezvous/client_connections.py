@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from ssl import SSLError, SSLSocket, SSLWantReadError, SSLWantWriteError
 from typing import Any
@@ -26,6 +26,8 @@ from rendezvous.tls import ServerIdentity
 
 CONNECT_S = 3.0  # for one address to accept a connection
 MOST_RESTING = 8  # connections that borrowers have given back
+MOST_OWING = 4  # connections on which an answer is still to come that nobody waits for
+_LATE_ANSWER_S = 0.05  # to read such an answer once it has begun to arrive
 URL_FILE_POLL_S = 0.1  # between two looks at the file with the address, while a call waits
 
 
@@ -51,8 +53,9 @@ class ClientConnections:
             self.identity = lender.identity
         self.url, self.url_file = url.rstrip("/"), url_file
         self._host, self._port = str(parts.hostname), int(parts.port or 0)
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards the next three
         self.idle: list[HTTPConnection] = []
+        self.owing: list[HTTPConnection] = []  # the oldest first
         self.busy: set[HTTPConnection] = set()
         self._aborted = threading.Event()
         self.hurry = threading.Event()  # set for a moment: pauses between attempts end
@@ -72,8 +75,9 @@ class ClientConnections:
     def close(self) -> None:
         """Close the connections that no call is using; a later call opens new ones."""
         with self._lock:
-            while self.idle:
-                self.idle.pop().close()
+            for connection in (*self.idle, *self.owing):
+                connection.close()
+            self.idle, self.owing = [], []
 
     def lend(self, host: str, port: int) -> HTTPConnection | None:
         """Return a connection to this driver that no call is using; None: there is none."""
@@ -145,38 +149,62 @@ class ClientConnections:
 
     @contextlib.contextmanager
     def for_call(self) -> Iterator[HTTPConnection]:
-        """Give a connection for one call, perhaps a connected one; close it if the call fails."""
+        """Give a connection for one call, perhaps a connected one; close it if the call fails.
+
+        A call that was woken owes an answer: its connection is used again once that has come, as a
+        handshake takes longer than most requests.
+        """
         if self._pid != os.getpid():
             # A fork: the connections belong to the parent, and closing our copies of their
             # descriptors does not end them. The lock may be held by a thread that is not here.
             self._pid, self._lock = os.getpid(), threading.Lock()
-            for connection in (*self.idle, *self.busy):
+            for connection in (*self.idle, *self.owing, *self.busy):
                 connection.close()
-            self.idle, self.busy = [], set()
+            self.idle, self.owing, self.busy = [], [], set()
         with self._lock:
             self.check_not_aborted()
             idle = self.idle.pop() if self.idle else None
             if idle is None and self._lender is not None:
                 idle = self._lender.lend(self._host, self._port)
-            connection = idle or HTTPConnection(self._host, self._port)
+            late = self._answered_late() if idle is None else None
+            connection = idle or late or HTTPConnection(self._host, self._port)
             self.busy.add(connection)
+        owes = False
         try:
+            if late is not None:
+                _read_late_answer(late)
             yield connection
+        except errors.WokenError:
+            owes = True
+            raise
         except BaseException:
             connection.close()
             raise
         finally:
             with self._lock:
                 self.busy.discard(connection)
-                if self._aborted.is_set():
-                    connection.close()
-                elif connection.sock is not None and self._leads_here(connection):
-                    if self._lender is None:
-                        self.idle.append(connection)
-                    else:
-                        self._lender.take_back(connection)
-                else:
-                    connection.close()
+                self._keep(connection, owes=owes)
+
+    def _keep(self, connection: HTTPConnection, *, owes: bool) -> None:
+        """Keep the connection of a call that is over for another one, or close it."""
+        if self._aborted.is_set() or connection.sock is None or not self._leads_here(connection):
+            connection.close()
+        elif owes:
+            self.owing.append(connection)
+            if len(self.owing) > MOST_OWING:
+                self.owing.pop(0).close()
+        elif self._lender is None:
+            self.idle.append(connection)
+        else:
+            self._lender.take_back(connection)
+
+    def _answered_late(self) -> HTTPConnection | None:
+        """Return a connection whose answer has come, though its call is over; None: there is none."""
+        sockets = {one.sock.fileno(): one for one in self.owing}
+        for descriptor in readable(0.0, *sockets):
+            self.owing.remove(sockets[descriptor])
+            return sockets[descriptor]
+        return None
 
     def _leads_here(self, connection: HTTPConnection) -> bool:
         """Return whether a connection leads to the driver in use, and not to an earlier one."""
@@ -297,6 +325,15 @@ def _ready(seconds: float, event: int, *descriptors: int) -> list[int]:
     for descriptor in descriptors:
         poll.register(descriptor, event)
     return [descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]
+
+
+def _read_late_answer(connection: HTTPConnection) -> None:
+    """Read an answer that nobody waits for; close the connection if it does not come whole."""
+    try:
+        connection.sock.settimeout(_LATE_ANSWER_S)
+        connection.getresponse().read()
+    except (OSError, HTTPException):
+        connection.close()
 
 
 def arm(connection: HTTPConnection, until: float) -> None:

@@ -6,13 +6,15 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Iterable
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from rendezvous.client import RendezvousClient
-from rendezvous.client_connections import CONNECT_S
+from rendezvous.client_connections import CONNECT_S, MOST_OWING
 from rendezvous.errors import (
     AbortedError,
     RefusedError,
@@ -100,6 +102,57 @@ def test_a_wait_ends_when_its_descriptor_can_be_read_and_the_client_goes_on(
         eventually(lambda: waiting(server) == 0, "the waiter is gone")
 
 
+def woken(client: RendezvousClient, key: str) -> None:
+    """Wait for a key until a descriptor can be read, which is at once."""
+    reads, writes = socket.socketpair()
+    with reads, writes:
+        writes.send(b"!")
+        with pytest.raises(WokenError):
+            client.batch(Watch({key: client.set(key, b"")}, wait=30.0), wake=reads.fileno())
+
+
+def own_ports(connections: Iterable[HTTPConnection]) -> set[int]:
+    return {connection.sock.getsockname()[1] for connection in connections}
+
+
+def test_a_connection_that_owes_an_answer_is_used_again_once_it_has_come(
+    server: RendezvousServer, client: RendezvousClient
+) -> None:
+    woken(client, "a")
+    (first,) = client._connections.owing
+    first_port = own_ports([first])
+    woken(client, "b")
+    assert len(client._connections.owing) == 2, "the second call had a connection of its own"
+    client.set("a", b"now")
+    eventually(lambda: waiting(server) == 1, "the first answer has been sent")
+    both = own_ports((*client._connections.owing, *client._connections.idle))
+    woken(client, "c")
+    assert client.get("a") == Entry(b"now", 3)
+    known = client._connections
+    assert own_ports((*known.owing, *known.idle)) == both, "no further connection was made"
+    assert first_port < both
+
+
+def test_a_connection_that_ended_while_it_owed_an_answer_is_replaced(
+    server: RendezvousServer, client: RendezvousClient
+) -> None:
+    woken(client, "a")
+    (owing,) = client._connections.owing
+    socket.socket.shutdown(owing.sock, socket.SHUT_RDWR)
+    assert client.get("a") is not None
+    assert client._connections.owing == []
+    assert client._connections.idle == [owing], "it is connected anew"
+
+
+def test_few_connections_owe_an_answer(server: RendezvousServer, client: RendezvousClient) -> None:
+    for number in range(3 * MOST_OWING):
+        woken(client, f"k{number}")
+    assert len(client._connections.owing) == MOST_OWING
+    eventually(lambda: waiting(server) == MOST_OWING, "the server has no more waiters than that")
+    client.close()
+    eventually(lambda: waiting(server) == 0, "the waiters are gone")
+
+
 def test_a_wait_for_a_server_that_is_gone_ends_likewise() -> None:
     reads, writes = socket.socketpair()
     with reads, writes, RendezvousClient(f"http://127.0.0.1:{free_port()}", TOKEN) as client:
@@ -179,6 +232,25 @@ def test_nobody_there_is_said_at_the_deadline_with_the_address() -> None:
     ):
         client.get("a")
     assert time.monotonic() - started < 2
+
+
+def test_what_kept_a_call_from_its_answer_is_told_though_the_last_attempt_had_no_time_left() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def close_for_a_while() -> None:
+            until = None
+            while until is None or time.monotonic() < until:
+                listener.accept()[0].close()  # whoever connects later is kept waiting
+                until = until or time.monotonic() + 1.0
+
+        closer = threading.Thread(target=close_for_a_while)
+        closer.start()
+        port = listener.getsockname()[1]
+        with RendezvousClient(f"http://127.0.0.1:{port}", TOKEN, timeout=1.5) as client:
+            with pytest.raises(UnreachableError) as refused:
+                client.get("a")
+        closer.join(10)
+    assert "timed out" not in str(refused.value)
 
 
 def test_a_server_that_accepts_and_says_nothing_is_given_up_at_the_deadline() -> None:
