@@ -199,7 +199,7 @@ class ClientConnections:
             self._lender.take_back(connection)
 
     def _answered_late(self) -> HTTPConnection | None:
-        """Return a connection whose answer has come, though its call is over; None: there is none."""
+        """Return a connection whose answer has come after its call was woken, if there is one."""
         sockets = {one.sock.fileno(): one for one in self.owing}
         for descriptor in readable(0.0, *sockets):
             self.owing.remove(sockets[descriptor])

@@ -54,7 +54,9 @@ def test_two_workers_that_outgrow_their_host_together_go_on_as_one(cluster: Clus
         code = job.wait(240)
         rooms = [told["room"] for told in job.events("out_of_memory")]
         assert rooms[0] == 1, job.describe()
-        assert len(job.events("worker_started")) == 1 + len(rooms), "started again as one, if at all"
+        assert len(job.events("worker_started")) == 1 + len(rooms), (
+            "started again as one, if at all"
+        )
         if len(rooms) == 1:
             assert code == 0, job.describe()
             assert {r.size for r in job.steps() if r.step == STEPS} == {1}

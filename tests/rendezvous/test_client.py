@@ -234,7 +234,7 @@ def test_nobody_there_is_said_at_the_deadline_with_the_address() -> None:
     assert time.monotonic() - started < 2
 
 
-def test_what_kept_a_call_from_its_answer_is_told_though_the_last_attempt_had_no_time_left() -> None:
+def test_what_kept_a_call_from_its_answer_is_told_though_the_last_attempt_was_short() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def close_for_a_while() -> None:
@@ -246,9 +246,11 @@ def test_what_kept_a_call_from_its_answer_is_told_though_the_last_attempt_had_no
         closer = threading.Thread(target=close_for_a_while)
         closer.start()
         port = listener.getsockname()[1]
-        with RendezvousClient(f"http://127.0.0.1:{port}", TOKEN, timeout=1.5) as client:
-            with pytest.raises(UnreachableError) as refused:
-                client.get("a")
+        with (
+            RendezvousClient(f"http://127.0.0.1:{port}", TOKEN, timeout=1.5) as client,
+            pytest.raises(UnreachableError) as refused,
+        ):
+            client.get("a")
         closer.join(10)
     assert "timed out" not in str(refused.value)
 

@@ -354,6 +354,7 @@ def test_waits_end_by_a_write_a_wake_up_or_an_abort(
         threads[0].join(30)
         ours.send(b"!")
         threads[1].join(30)
+        client.close()  # and with it the connection on which the answer is still to come
         eventually(lambda: waiting(server) == 0, "the server has seen the woken client leave", 30)
         last = begin("w/aborted")
         client.abort()
