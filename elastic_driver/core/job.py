@@ -21,6 +21,7 @@ from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.errors import assert_never
+from elastic_driver.kernel.tables import Tables
 from elastic_driver.settings import Settings
 
 # The rules in the order in which they draw consequences; the order is part of the specification.
@@ -58,9 +59,9 @@ class NotAtRestError(AssertionError):
 class Job(JobParts):
     """One elastic job, from its first host to its exit status."""
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self._began = False
+    def __init__(self, settings: Settings, found: Tables | None = None) -> None:
+        super().__init__(settings, found)
+        self._began = False if found is None else bool(found["job"]["began"])
         self._decided: tuple[Decision, ...] = ()  # upon the last event
         self._rules: tuple[tuple[str, Rule], ...] = tuple((n, getattr(self, n)) for n in RULES)
 
@@ -85,12 +86,9 @@ class Job(JobParts):
         """Return every violated invariant as a sentence; O(hosts + workers)."""
         return violations(self, self._decided) if self._began else []
 
-    def snapshot(self) -> bytes:
-        """See `Machine.snapshot`; the last decisions are not part of the state."""
-        decided, self._decided = self._decided, ()
-        snapshot = super().snapshot()
-        self._decided = decided
-        return snapshot
+    def tables(self) -> Tables:
+        """See `Snapshots.tables`; the last decisions are not part of the state."""
+        return {"job": {"began": self._began}, **super().tables()}
 
     def status(self, now: float) -> JobStatus:
         """Return a frozen picture of the job, for `/v1/status`."""

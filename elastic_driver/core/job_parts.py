@@ -4,8 +4,10 @@ Each part owns its state and alone writes it; other parts read it, or call metho
 (tests/core/test_ownership.py). The fields of a part that have no default name the parts it needs.
 """
 
-from dataclasses import MISSING, fields
-from typing import TypeVar
+from dataclasses import MISSING, fields, is_dataclass
+from typing import TypeVar, get_type_hints
+
+import msgspec
 
 from elastic_driver.core.rules.adoption import Adoption
 from elastic_driver.core.rules.agents import Agents
@@ -34,52 +36,76 @@ from elastic_driver.core.rules.unanswered import Unanswered
 from elastic_driver.core.rules.unreachable import Unreachable
 from elastic_driver.core.rules.waits import Waits
 from elastic_driver.core.rules.workers import WorkerStateRegistry
-from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.tf_config import TfLayout
+from elastic_driver.kernel.tables import Snapshots, Tables, columns, table, values
 from elastic_driver.settings import Settings
 
 Part = TypeVar("Part")
+Made = TypeVar("Made", bound="JobParts")
 
 
-class JobParts(Restorable):
-    """Every part of one job; each needs only parts above it."""
+class JobParts(Snapshots):
+    """Every part of one job, in an order in which each needs only parts above it.
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.tf = None if settings.tf_roles is None else TfLayout(settings.tf_roles)
-        self.hosts = HostManager(settings)
-        self.limits = HostLimits()
-        self.fleet = Fleet()
-        self.workers = WorkerStateRegistry()
-        self.effects = self._make(Effects)
-        self.capacity = self._make(Capacity)
-        self.budget = Budget(settings)
-        self.outcome = self._make(JobOutcome)
-        self.rounds = self._make(Rounds)
-        self.boundary = self._make(Boundary)
-        self.rechecks = self._make(Rechecks)
-        self.differences = self._make(Differences)
-        self.discovered = self._make(Discovered)
-        self.reports = self._make(Reports)
-        self.memory = self._make(Memory)
-        self.stacks = self._make(Stacks)
-        self.hangs = self._make(Hangs)
-        self.drains = self._make(Drains)
-        self.notices = self._make(Notices)
-        self.placement = self._make(Placement)
-        self.spares = self._make(Spares)
-        self.unreachable = self._make(Unreachable)
-        self.unanswered = self._make(Unanswered)
-        self.agents = self._make(Agents)
-        self.suspicion = self._make(Suspicion)
-        self.final_checkpoint = self._make(FinalSaves)
-        self.preemption = self._make(Preemption)
-        self.plain = self._make(Plain)
-        self.membership = self._make(Membership)
-        self.waits = self._make(Waits)
-        self.adoption = self._make(Adoption)
+    `found`: the tables of a snapshot, by the names of the parts; a part that has none begins anew.
+    """
 
-    def _make(self, part: type[Part]) -> Part:
-        """Create a part with the parts that it needs."""
+    hosts: HostManager
+    limits: HostLimits
+    fleet: Fleet
+    workers: WorkerStateRegistry
+    effects: Effects
+    capacity: Capacity
+    budget: Budget
+    outcome: JobOutcome
+    rounds: Rounds
+    boundary: Boundary
+    rechecks: Rechecks
+    differences: Differences
+    discovered: Discovered
+    reports: Reports
+    memory: Memory
+    stacks: Stacks
+    hangs: Hangs
+    drains: Drains
+    notices: Notices
+    placement: Placement
+    spares: Spares
+    unreachable: Unreachable
+    unanswered: Unanswered
+    agents: Agents
+    suspicion: Suspicion
+    final_checkpoint: FinalSaves
+    preemption: Preemption
+    plain: Plain
+    membership: Membership
+    waits: Waits
+    adoption: Adoption
+
+    def __init__(self, settings: Settings, found: Tables | None = None) -> None:
+        self.settings, self.roles = settings, settings.tf_roles
+        found = found or {}
+        self.tf = None if self.roles is None else self._make(TfLayout, found.get("tf", {}))
+        for name, kind in PARTS.items():
+            setattr(self, name, self._make(kind, found.get(name, {})))
+
+    def _make(self, part: type[Part], found: Tables) -> Part:
+        """Create a part with the parts that it needs, and the state in its table."""
         needed = (f.name for f in fields(part) if f.default is f.default_factory is MISSING)  # type: ignore[arg-type]
-        return part(**{name: getattr(self, name) for name in needed})
+        return part(**{name: getattr(self, name) for name in needed}, **values(part, found))
+
+    def tables(self) -> Tables:
+        """See `Snapshots.tables`."""
+        parts = {name: getattr(self, name) for name in PARTS}
+        if self.tf is not None:
+            parts["tf"] = self.tf
+        found = {name: table(part) for name, part in parts.items() if columns(type(part))}
+        return {"settings": self.settings, **found}
+
+    @classmethod
+    def from_tables(cls: type[Made], found: Tables) -> Made:
+        """See `Snapshots.from_tables`."""
+        return cls(msgspec.convert(found["settings"], Settings), found)
+
+
+PARTS = {name: kind for name, kind in get_type_hints(JobParts).items() if is_dataclass(kind)}

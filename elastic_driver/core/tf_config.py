@@ -11,11 +11,13 @@ The form of TF_CONFIG: https://www.tensorflow.org/guide/distributed_training#TF_
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 
+from elastic_driver.kernel.tables import saved
 from elastic_driver.options import TfRoles
 
 CHIEF, WORKER, PS, EVALUATOR = "chief", "worker", "ps", "evaluator"
@@ -101,14 +103,15 @@ def tf_config(cluster: Mapping[str, Sequence[str]], task: Task) -> str:
     return json.dumps({"cluster": hosts, "task": {"type": task.type, "index": task.index}})
 
 
+@dataclass(slots=True)
 class TfLayout:
     """The tasks of a job's slots and their addresses, over all rounds."""
 
-    def __init__(self, roles: TfRoles) -> None:
-        self._roles = roles
-        self._tasks: dict[Where, Task] = {}  # the oldest member first
-        self._offers: dict[Where, PortOffer] = {}  # for which the addresses below were chosen
-        self._listening: dict[Where, tuple[str, int]] = {}
+    roles: TfRoles
+    _tasks: dict[Where, Task] = saved(factory=dict, name="tasks")  # the oldest member first
+    # For which the addresses below were chosen.
+    _offers: dict[Where, PortOffer] = saved(factory=dict, name="offers")
+    _listening: dict[Where, tuple[str, int]] = saved(factory=dict, name="listening")
 
     def settle(self, present: Mapping[Where, PortOffer]) -> dict[Where, str]:
         """Return TF_CONFIG of each member of a new round; new members are the youngest.
@@ -123,7 +126,7 @@ class TfLayout:
         for where in members:
             if where not in self._listening:
                 self._listening[where] = self._choose(present[where])
-        tasks = assign(members, self._roles, self._tasks)
+        tasks = assign(members, self.roles, self._tasks)
         self._tasks = {where: tasks[where] for where in members if where in tasks}
         addresses = {where: _join(*self._listening[where]) for where in members}
         cluster = cluster_of(self._tasks, addresses)
@@ -138,7 +141,7 @@ class TfLayout:
         task = self._tasks.get(where)
         if task is None or task.type in (PS, EVALUATOR):
             return False
-        roles = {role for role, count in self._roles if count != 0}
+        roles = {role for role, count in self.roles if count != 0}
         return task.type == CHIEF or not {CHIEF, PS} <= roles
 
     def _choose(self, offer: PortOffer) -> tuple[str, int]:

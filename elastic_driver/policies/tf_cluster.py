@@ -13,12 +13,13 @@ Pure. Times are monotonic seconds.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 
 from elastic_driver.core.driver_events import DriverResumed, Tick
-from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.tf_config import WORKERS_ONLY, Task, assign, cluster_of
+from elastic_driver.kernel.tables import Snapshots, Tables, make, saved, table
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import (
     Rejection,
@@ -44,7 +45,7 @@ Answer = tuple[int, str, tf.ClusterSpec | tf.Synchronized | Rejection]
 @dataclass(slots=True)
 class _Meeting:
     deadline: float
-    called: set[str] = field(default_factory=set)
+    called: dict[str, None] = field(default_factory=dict)  # the members, in their order
     values: dict[str, bytes] = field(default_factory=dict)
     tickets: dict[str, int] = field(default_factory=dict)
     failed: Rejection | None = None
@@ -56,6 +57,7 @@ class _Tag:
     meetings: dict[int, _Meeting] = field(default_factory=dict)
 
 
+@dataclass(init=False)
 class Meetings:
     """All barriers and exchanges of one generation, identified by their tags.
 
@@ -64,11 +66,15 @@ class Meetings:
     when they come. `members` are in the order of their indices.
     """
 
+    _generation: int = saved(0, name="generation")
+    _members: tuple[str, ...] = saved((), name="members")
+    _tags: dict[str, _Tag] = saved(factory=dict, name="tags")
+    _broken: Rejection | None = saved(None, name="broken")
+    _held: int = saved(0, name="held")  # bytes
+
     def __init__(self, generation: int, members: Iterable[str]) -> None:
         self._generation, self._members = generation, tuple(members)
-        self._tags: dict[str, _Tag] = {}
-        self._broken: Rejection | None = None
-        self._held = 0  # bytes
+        self._tags = {}
 
     def arrive(self, ticket: int, request: tf.BarrierRequest, deadline: float) -> list[Answer]:
         """Record that a member has come to a tag, or has failed; return the answers to give."""
@@ -85,7 +91,7 @@ class Meetings:
         known = self._tags.setdefault(tag, _Tag())
         number = known.calls[member] = known.calls.get(member, 0) + 1
         meeting = known.meetings.setdefault(number, _Meeting(deadline))
-        meeting.called.add(member)
+        meeting.called[member] = None
         meeting.tickets[member] = ticket
         reply: tf.Synchronized | Rejection | None = meeting.failed
         if reply is None and request.failure is not None:
@@ -119,7 +125,7 @@ class Meetings:
             for meeting in known.meetings.values():
                 for member in meeting.tickets:
                     known.calls[member] -= 1
-                    meeting.called.discard(member)
+                    meeting.called.pop(member, None)
                     self._held -= len(meeting.values.pop(member))
                 meeting.tickets.clear()
             known.meetings = {n: found for n, found in known.meetings.items() if found.called}
@@ -164,28 +170,67 @@ class _Call:
     until: float
 
 
-class TfCluster(Restorable):
+class _Given(NamedTuple):
+    """The newest answer to a node, by the name of its request: one of these three."""
+
+    request: str
+    spec: tf.ClusterSpec | None = None
+    met: tf.Synchronized | None = None
+    refused: Rejection | None = None
+
+    @classmethod
+    def of(cls, request: str, answer: tf.ClusterSpec | tf.Synchronized | Rejection) -> "_Given":
+        if isinstance(answer, tf.ClusterSpec):
+            return cls(request, spec=answer)
+        if isinstance(answer, tf.Synchronized):
+            return cls(request, met=answer)
+        return cls(request, refused=answer)
+
+    @property
+    def answer(self) -> tf.ClusterSpec | tf.Synchronized | Rejection | None:
+        return self.spec or self.met or self.refused
+
+
+@dataclass
+class TfCluster(Snapshots):
     """The one cluster of a job. `lease`: seconds after which a silent node is lost."""
 
-    def __init__(self, lease: float) -> None:
-        self._lease = lease
-        self._leases: dict[str, float] = {}  # node → the end of its lease
-        self._waiting: dict[str, _Call] = {}  # in the order of their arrival
-        # The newest request; all waiting nodes have asked for the same numbers.
-        self._wished: tf.ClusterSpecRequest | None = None
-        self._window: float | None = None  # the end of the time in which others may still join
-        self._generation = 0
-        self._tasks: dict[str, Task] = {}  # of the newest generation, the oldest member first
-        self._cluster: dict[str, list[str]] = {}
-        self._living: set[str] = set()  # members that have not left and are not lost
-        self._lost: list[str] = []
-        self._unaware: set[str] = set()  # members that had no request open when it formed
-        self._meetings = Meetings(0, ())
-        self._names: dict[int, str] = {}  # of the requests that wait, by ticket
-        # The newest answer to each node, with the name of its request, until the node sends another
-        # one: an answer may be lost.
-        self._given: dict[str, tuple[str, tf.ClusterSpec | tf.Synchronized | Rejection]] = {}
-        self._out: list[Reply] = []
+    lease: float = saved()
+    _leases: dict[str, float] = saved(factory=dict, name="leases")  # node → the end of its lease
+    # In the order of their arrival.
+    _waiting: dict[str, _Call] = saved(factory=dict, name="waiting")
+    # The newest request; all waiting nodes have asked for the same numbers.
+    _wished: tf.ClusterSpecRequest | None = saved(None, name="wished")
+    # The end of the time in which others may still join.
+    _window: float | None = saved(None, name="window")
+    _generation: int = saved(0, name="generation")
+    # Of the newest generation, the oldest member first.
+    _tasks: dict[str, Task] = saved(factory=dict, name="tasks")
+    _cluster: dict[str, list[str]] = saved(factory=dict, name="cluster")
+    # Members that have not left and are not lost.
+    _living: set[str] = saved(factory=set, name="living")
+    _lost: list[str] = saved(factory=list, name="lost")
+    # Members that had no request open when it formed.
+    _unaware: set[str] = saved(factory=set, name="unaware")
+    _meetings: Meetings = field(default_factory=lambda: Meetings(0, ()))
+    _names: dict[int, str] = saved(
+        factory=dict, name="names"
+    )  # of the requests that wait, by ticket
+    # The newest answer to each node, with the name of its request, until the node sends another
+    # one: an answer may be lost.
+    _given: dict[str, _Given] = saved(factory=dict, name="given")
+    _out: list[Reply] = field(default_factory=list)
+
+    def tables(self) -> Tables:
+        """See `Snapshots.tables`."""
+        return {"": table(self), "meetings": table(self._meetings)}
+
+    @classmethod
+    def from_tables(cls, found: Tables) -> "TfCluster":
+        """See `Snapshots.from_tables`."""
+        cluster = make(cls, found[""])
+        cluster._meetings = make(Meetings, found["meetings"])
+        return cluster
 
     # ---- a machine's methods -------------------------------------------------------------
 
@@ -203,7 +248,7 @@ class TfCluster(Restorable):
                 for node, call in self._waiting.items():
                     if call.ticket == ticket:
                         call.ticket = None
-                        self._leases[node] = now + self._lease
+                        self._leases[node] = now + self.lease
             case Tick():
                 due = self.deadline()
                 if due is not None and now - due > HELD_UP_S:  # meanwhile no renewal was read
@@ -242,7 +287,8 @@ class TfCluster(Restorable):
     ) -> None:
         if isinstance(request, RepeatableRequest) and request.request:
             self._names[ticket] = request.request
-        name, answer = self._given.pop(request.address or "", ("", None))
+        given = self._given.pop(request.address or "", _Given(""))
+        name, answer = given.request, given.answer
         if answer is not None and name == self._names.get(ticket):
             self._answer([(ticket, request.address or "", answer)], now)
             return
@@ -251,7 +297,7 @@ class TfCluster(Restorable):
                 self._join(ticket, request, now)
             case tf.LookRequest(node):
                 if node in self._leases:
-                    self._leases[node] = max(self._leases[node], now + self._lease)
+                    self._leases[node] = max(self._leases[node], now + self.lease)
                 waiting, lost = tuple(self._waiting), tuple(self._lost)
                 look = tf.WaitingNodes(self._count(), self._generation, waiting, lost)
                 self._out.append(Reply(ticket, look))
@@ -263,7 +309,7 @@ class TfCluster(Restorable):
                 kind = "synchronize" if isinstance(request, tf.SynchronizeRequest) else "barrier"
                 tagged = msgspec.structs.replace(request, tag=f"{kind} {request.tag}")
                 deadline = now + request.timeout
-                self._leases[node] = deadline + self._lease
+                self._leases[node] = deadline + self.lease
                 self._answer(self._meetings.arrive(ticket, tagged, deadline), now)
 
     def _resume(self, now: float) -> None:
@@ -273,7 +319,7 @@ class TfCluster(Restorable):
         for call in self._waiting.values():
             call.ticket = None
         for node, until in self._leases.items():
-            self._leases[node] = max(until, now + self._lease)
+            self._leases[node] = max(until, now + self.lease)
 
     def _join(self, ticket: int, request: tf.ClusterSpecRequest, now: float) -> None:
         """Add a node to those that wait for the next generation; it leaves the present one."""
@@ -296,7 +342,7 @@ class TfCluster(Restorable):
             self._out.append(Reply(before.ticket, Rejection("replaced", problem, hint)))
         self._wished, until = request, now + request.wait
         self._waiting[node] = _Call(ticket, until)
-        self._leases[node] = until + self._lease
+        self._leases[node] = until + self.lease
         self._form(now)
 
     def _disagrees(self, request: tf.ClusterSpecRequest) -> Rejection | None:
@@ -366,21 +412,21 @@ class TfCluster(Restorable):
                 self._living.discard(node)
                 self._unaware.discard(node)
                 self._lost.append(node)
-                gone = self._meetings.gone(node, f"was not heard of for {self._lease:g} s")
+                gone = self._meetings.gone(node, f"was not heard of for {self.lease:g} s")
                 self._answer(gone, now)
         self._form(now)
         for node, call in self._waiting.items():
             if call.ticket is not None and call.until <= now:
                 self._out.append(Reply(call.ticket, self._not_yet()))
                 call.ticket = None
-                self._leases[node] = now + self._lease
+                self._leases[node] = now + self.lease
 
     def _not_yet(self) -> Rejection:
         least = self._wished.min_nodes if self._wished is not None else 1
         problem = f"{counted(len(self._waiting), 'node waits', 'nodes wait')}, {least} needed"
         if self._living:
             problem = f"{len(self._living)} members train in generation {self._generation}"
-        hint = f"ask again: the place is kept for {self._lease:g} s"
+        hint = f"ask again: the place is kept for {self.lease:g} s"
         return Rejection("timed_out", f"no cluster yet: {problem}", hint)
 
     def _answer(self, answers: Iterable[Answer], now: float) -> None:
@@ -388,7 +434,7 @@ class TfCluster(Restorable):
         for ticket, node, reply in answers:
             self._out.append(Reply(ticket, reply))
             if (name := self._names.pop(ticket, "")) and node in self._leases:
-                self._given[node] = name, reply
+                self._given[node] = _Given.of(name, reply)
             call = self._waiting.get(node)
             if node in self._leases and (call is None or call.ticket is None):
-                self._leases[node] = now + self._lease
+                self._leases[node] = now + self.lease

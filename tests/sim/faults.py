@@ -255,8 +255,7 @@ class Faults:
     def _slow(self) -> None:
         """A member is found slow, or one that was known to be is so no longer."""
         rounds = self.cluster.job.rounds
-        # Looking must not change the job: `drains.slow` makes the table that it returns.
-        round_, slow = rounds.current, rounds._own.get("SlowMembers", {})
+        round_, slow = rounds.current, self.cluster.job.drains.slow
         if slow and self.random.random() < 0.3:
             worker_id = self.random.choice(list(slow))
             self.cluster.deliver(seen.RankRecovered(worker_id, round_.number))

@@ -19,7 +19,7 @@ all earlier drivers, and numbers of rounds that workers name are not given again
 Times are monotonic seconds.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import AwaitHeartbeats, KillAgent, PublishNotice, StopAgent
@@ -45,6 +45,7 @@ from elastic_driver.core.rules.workers import (
     Worker,
     WorkerNews,
 )
+from elastic_driver.kernel.tables import saved
 from elastic_driver.words import counted
 
 AGAIN = "the driver was resumed"
@@ -62,9 +63,9 @@ class Adoption(Rule):
     drains: Drains
     rechecks: Rechecks
     final_checkpoint: FinalSaves
-    term: int = 1  # of this driver
-    resumed_at: float = 0.0
-    _returned: set[tuple[str, int]] = field(default_factory=set)  # agents, in this term
+    term: int = saved(1)  # of this driver
+    resumed_at: float = saved(0.0)
+    _returned: set[tuple[str, int]] = saved(factory=set, name="returned")  # agents, in this term
 
     def on_resumed(self, event: DriverResumed, now: float) -> None:
         """Begin the term of a driver that goes on with the job."""

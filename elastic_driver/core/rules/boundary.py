@@ -13,7 +13,7 @@ The executor asks the members how far they are (`AskProgress`) and reports what 
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic_driver.core import events as ev
@@ -21,6 +21,7 @@ from elastic_driver.core.decisions import AskProgress, PublishNotice
 from elastic_driver.core.driver_events import ProgressReported
 from elastic_driver.core.rules.rounds import CLOSING, Rule
 from elastic_driver.core.rules.workers import READY, RUNNING
+from elastic_driver.kernel.tables import saved
 
 BASE_MARGIN = 0.1  # seconds: store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
@@ -49,12 +50,15 @@ class Reading(NamedTuple):
 class Boundary(Rule):
     """Has the members leave after a common step."""
 
-    asked: int = 0  # questions so far
-    _asked_at: float | None = None  # of the question that is not answered yet
-    _reason: str = ""  # for leaving
-    _answers: list[float] = field(default_factory=list)  # seconds, of the last questions
-    _ask_at: float | None = None  # the time of the next question, if some members did not answer
-    _all_until: float = -math.inf  # until then, only answers of all members count
+    asked: int = saved(0)  # questions so far
+    # Of the question that is not answered yet.
+    _asked_at: float | None = saved(None, name="asked_at")
+    _reason: str = saved("", name="reason")  # for leaving
+    _answers: list[float] = saved(factory=list, name="answers")  # seconds, of the last questions
+    # The time of the next question, if some members did not answer.
+    _ask_at: float | None = saved(None, name="ask_at")
+    # Until then, only answers of all members count.
+    _all_until: float = saved(-math.inf, name="all_until")
 
     def leave(self, now: float, reason: str) -> None:
         """Begin to close the round at a boundary: ask the members how far they are."""

@@ -5,7 +5,7 @@ until the user releases it. Rounds that are closed for a request do not count to
 `--reset-limit`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -13,6 +13,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import SizeProposed
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.effects import Effects
+from elastic_driver.kernel.tables import saved
 from elastic_driver.settings import Settings
 from elastic_driver.words import counted
 
@@ -27,16 +28,16 @@ class Capacity:
 
     settings: Settings
     effects: Effects
-    target: int | None = None  # a user's wish; None: there is none
-    plan: ev.PlanApplied | None = None  # of a user, until it is released
-    newest_plan: int = 0  # its number; 0: there was none
-    proposed: int | None = None  # what --auto-scale has found so far; None: start_np
-    requested: bool = False  # a change is under way that somebody asked for
-    changed: bool = True  # leavers and agents are out of date
-    placement_due: bool = False  # there may be slots for more workers
-    spares_due: bool = False  # spares may be missing, or too many
-    slots_to_refill: list[tuple[str, int]] = field(default_factory=list)  # before all others
-    unfit: dict[str, str] = field(default_factory=dict)  # hosts whose workers do not fit, and why
+    target: int | None = saved(None)  # a user's wish; None: there is none
+    plan: ev.PlanApplied | None = saved(None)  # of a user, until it is released
+    newest_plan: int = saved(0)  # its number; 0: there was none
+    proposed: int | None = saved(None)  # what --auto-scale has found so far; None: start_np
+    requested: bool = saved(False)  # a change is under way that somebody asked for
+    changed: bool = saved(True)  # leavers and agents are out of date
+    placement_due: bool = saved(False)  # there may be slots for more workers
+    spares_due: bool = saved(False)  # spares may be missing, or too many
+    slots_to_refill: list[tuple[str, int]] = saved(factory=list)  # before all others
+    unfit: dict[str, str] = saved(factory=dict)  # hosts whose workers do not fit, and why
 
     @property
     def wanted(self) -> int | None:

@@ -17,6 +17,7 @@ from elastic_driver.core.rules.boundary import Boundary
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, Rule
 from elastic_driver.core.rules.workers import ENDING
 from elastic_driver.errors import ExitCode
+from elastic_driver.kernel.tables import saved
 
 VALUE = "state."  # begins the names of plain values; models and optimizers have their own
 HINT = "see docs/verify-state.md"
@@ -27,9 +28,9 @@ class Differences(Rule):
     """Repairs the ranks of a round, or ends the job, when they hold different states."""
 
     boundary: Boundary
-    equal_in: int = 0  # the newest round in which all ranks were equal after a step
-    repaired_in: int = 0  # the last round that was left for a repair
-    proven: bool = True  # no repair was made since all ranks were equal last
+    equal_in: int = saved(0)  # the newest round in which all ranks were equal after a step
+    repaired_in: int = saved(0)  # the last round that was left for a repair
+    proven: bool = saved(True)  # no repair was made since all ranks were equal last
 
     def on_equal(self, event: StatesEqual, now: float) -> None:
         """Record that all ranks of the round were equal after a step."""

@@ -15,7 +15,7 @@ would otherwise wait for it. Times are monotonic seconds.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import CheckHosts
@@ -34,6 +34,7 @@ from elastic_driver.core.rules.host_limits import HostLimits
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.errors import ExitCode
+from elastic_driver.kernel.tables import saved
 from elastic_driver.words import counted
 
 TOO_SMALL = "it has too little memory for a worker"
@@ -44,9 +45,11 @@ GATHER_S = 2.0  # for more hosts to join before the first check, once there are 
 class Rechecks(Rule):
     """Starts the checks of the hosts that are held."""
 
-    _checking: dict[str, int] = field(default_factory=dict)  # host → position; being checked
-    _checks: int = 0  # begun so far
-    _held_since: float | None = None  # since when hosts have waited for a check
+    # Host → position; being checked.
+    _checking: dict[str, int] = saved(factory=dict, name="checking")
+    _checks: int = saved(0, name="checks")  # begun so far
+    # Since when hosts have waited for a check.
+    _held_since: float | None = saved(None, name="held_since")
 
     def advance(self, now: float) -> None:
         """Start a check of the held hosts, unless one is going on."""

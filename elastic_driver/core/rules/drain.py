@@ -15,7 +15,7 @@ nothing happens, and that is announced once.
 Times are monotonic seconds.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic_driver.core import events as ev
@@ -25,6 +25,7 @@ from elastic_driver.core.rules import units
 from elastic_driver.core.rules.hosts import Drain
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STOPPED, STOPPING, Worker
+from elastic_driver.kernel.tables import saved
 
 REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for ending processes
 NO_REASON = "no reason was given"
@@ -35,10 +36,6 @@ class SlowVerdict(NamedTuple):
 
     ratio: float  # its time over the usual one
     since: float
-
-
-class SlowMembers(dict[str, SlowVerdict]):
-    """The slow members of a round, by worker; the first that was found comes first."""
 
 
 class Replacement(NamedTuple):
@@ -55,10 +52,13 @@ class Replacement(NamedTuple):
 class Drains(Rule):
     """Records the hosts and workers that have to leave, and the reasons; see also `notices`."""
 
-    replacement: Replacement | None = None
-    notices: dict[str, Drain] = field(default_factory=dict)  # of single workers
-    _replace_after: float = 0.0  # no replacement begins earlier
-    _without_room: set[str] = field(default_factory=set)  # slow hosts that no worker can leave
+    replacement: Replacement | None = saved(None)
+    _slow: dict[str, SlowVerdict] = saved(factory=dict, name="slow")
+    _slow_in: int = saved(0, name="slow_in")  # the round of these members
+    notices: dict[str, Drain] = saved(factory=dict)  # of single workers
+    _replace_after: float = saved(0.0, name="replace_after")  # no replacement begins earlier
+    # Slow hosts that no worker can leave.
+    _without_room: set[str] = saved(factory=set, name="without_room")
 
     # ---- requests and notices ------------------------------------------------------------
 
@@ -137,8 +137,8 @@ class Drains(Rule):
 
     @property
     def slow(self) -> dict[str, SlowVerdict]:
-        """The slow members of the present round."""
-        return self.rounds.own(SlowMembers)
+        """The slow members of the present round, by worker; the first one found comes first."""
+        return self._slow if self._slow_in == self.rounds.current.number else {}
 
     def resume(self) -> None:
         """Forget who is slow: a driver that goes on measures anew."""
@@ -150,7 +150,8 @@ class Drains(Rule):
         here = worker is not None and worker.state in (READY, RUNNING)
         if event.round != self.rounds.current.number or not here:
             raise ev.StaleEvent(f"{event.worker} was slow in round {event.round}, which is over")
-        self.slow.setdefault(event.worker, SlowVerdict(event.ratio, now))
+        self._slow, self._slow_in = self.slow, event.round
+        self._slow.setdefault(event.worker, SlowVerdict(event.ratio, now))
 
     def on_recovered(self, event: RankRecovered, now: float) -> None:
         """Record that a rank is no longer slow: it stays, and its host counts like any other."""

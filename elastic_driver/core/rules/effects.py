@@ -10,6 +10,7 @@ from elastic_driver.core.decisions import Announce, Decision, Detail, GiveOrder
 from elastic_driver.core.documents import Order, StopWorkerOrder
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.workers import Worker, WorkerNews, WorkerStateRegistry
+from elastic_driver.kernel.tables import saved
 from elastic_driver.settings import Settings
 
 About: TypeAlias = Worker | str | None  # a worker, the name of a host, or the round
@@ -22,12 +23,12 @@ class Effects:
     settings: Settings
     fleet: Fleet
     workers: WorkerStateRegistry
-    round: int = 1  # the number that announcements carry
-    decisions: list[Decision] = field(default_factory=list)
-    alarm: float | None = None  # the next moment at which time alone changes something
-    waiting: str = ""  # what the job waits for
-    ignored_events: int = 0
-    ignored: str = ""  # the last event that changed nothing
+    round: int = saved(1)  # the number that announcements carry
+    decisions: list[Decision] = field(default_factory=list)  # upon the present event
+    alarm: float | None = saved(None)  # the next moment at which time alone changes something
+    waiting: str = saved("")  # what the job waits for
+    ignored_events: int = saved(0)
+    ignored: str = saved("")  # the last event that changed nothing
 
     def decide(self, decision: Decision) -> None:
         """Add a decision."""

@@ -4,10 +4,11 @@
 The transition table is the specification. Times are monotonic seconds.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from elastic_driver.core import events as ev
+from elastic_driver.kernel.tables import index, saved
 
 
 class AgentState(str, Enum):
@@ -75,12 +76,12 @@ class HostAgent:
 class Fleet:
     """The agents by host."""
 
-    agents: dict[str, HostAgent] = field(default_factory=dict)
-    starting: dict[str, HostAgent] = field(default_factory=dict)  # not up yet, in order
-    awaited: dict[str, HostAgent] = field(default_factory=dict)  # of an earlier driver
-    given_up: dict[str, int] = field(default_factory=dict)  # the last agent of a host that was lost
-    _incarnations: dict[str, int] = field(default_factory=dict)
-    _first: int = 1  # the least incarnation that this driver gives
+    agents: dict[str, HostAgent] = saved(factory=dict)
+    starting: dict[str, HostAgent] = index("agents")  # not up yet, in order
+    awaited: dict[str, HostAgent] = index("agents")  # of an earlier driver
+    given_up: dict[str, int] = saved(factory=dict)  # the last agent of a host that was lost
+    _incarnations: dict[str, int] = saved(factory=dict, name="incarnations")
+    _first: int = saved(1, name="first")  # the least incarnation that this driver gives
 
     def begin_term(self, term: int) -> None:
         """Number agents anew for this driver, so that no name is used twice in a run."""

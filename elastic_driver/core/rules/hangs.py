@@ -24,7 +24,7 @@ A worker's own answer replaces its agent's. When all have answered, or after `AN
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -36,6 +36,7 @@ from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STARTING, Worker
 from elastic_driver.core.stack_location import SEEN_WAITING, shorten
+from elastic_driver.kernel.tables import saved
 from elastic_driver.words import counted
 
 LEAVE_S = 5.0  # to leave a round that was broken; a worker that can leave needs well under a second
@@ -63,10 +64,10 @@ class StackAnswer(NamedTuple):
 class Stacks(Rule):
     """Asks for stacks and collects the answers, one question at a time."""
 
-    asked: int = 0  # questions so far
-    _asked_at: float | None = None  # None: no question is open
-    _reason: str = ""
-    _answers: dict[str, StackAnswer] = field(default_factory=dict)  # by worker
+    asked: int = saved(0)  # questions so far
+    _asked_at: float | None = saved(None, name="asked_at")  # None: no question is open
+    _reason: str = saved("", name="reason")
+    _answers: dict[str, StackAnswer] = saved(factory=dict, name="answers")  # by worker
 
     def ask(self, now: float, reason: str) -> None:
         """Ask every worker and every agent, unless a question is open already."""
@@ -192,21 +193,21 @@ class Stall(NamedTuple):
         return (own or places or ["an unknown place"])[-1]
 
 
-class Stalls(dict[str, Stall]):
-    """The stalls of a round, by worker."""
-
-
 @dataclass(slots=True)
 class Hangs(Rule):
     """Gives up the members that hang, and breaks rounds in which no member can go on."""
 
     stacks: Stacks
     reports: Reports
-    mismatched_at: int | None = None  # `outcome.steps_reported` when a mismatch broke a round
+    # `outcome.steps_reported` when a mismatch broke a round.
+    mismatched_at: int | None = saved(None)
+    _stalls_of: dict[str, Stall] = saved(factory=dict, name="stalls")
+    _stalls_in: int = saved(0, name="stalls_in")  # the round of these stalls
 
     @property
-    def _stalls(self) -> Stalls:
-        return self.rounds.own(Stalls)
+    def _stalls(self) -> dict[str, Stall]:
+        """The stalls of the present round, by worker."""
+        return self._stalls_of if self._stalls_in == self.rounds.current.number else {}
 
     def on_stalled(self, worker: Worker, event: ev.WorkerStalled, now: float) -> None:
         """Record that a worker makes no progress.
@@ -216,7 +217,8 @@ class Hangs(Rule):
         inside = worker.left < event.round <= self.rounds.newest
         if worker.state not in ACTIVE or not inside:
             raise ev.StaleEvent(f"{worker.id} stalled in round {event.round}, which it has left")
-        stalls = self._stalls
+        stalls = self._stalls_of = self._stalls
+        self._stalls_in = self.rounds.current.number
         earlier = stalls.get(worker.id)
         waits, stack = event.where == COLLECTIVE, shorten(event.stack, MAX_STACK_CHARS)
         seconds, at, first = event.seconds, now, event.first or event.seconds

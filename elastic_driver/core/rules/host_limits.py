@@ -9,29 +9,30 @@ of hosts whose processors are too few, and of the memory that similar jobs took.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import HostsGranted
+from elastic_driver.kernel.tables import saved
 
 
 @dataclass(slots=True)
 class HostLimits:
     """Knows the hosts that discovery found, what they have, and the plan that limits them."""
 
-    found: tuple[tuple[str, int], ...] = ()  # hosts with their slots
-    newest_grant: int = 0  # of the Brain; 0: there was none
-    began: float = 0.0  # the run's beginning as the Brain knows it
-    receipt: str = ""  # of the newest grant
-    plan: ev.PlanApplied | None = None
-    equipment: dict[str, tuple[int, int]] = field(default_factory=dict)  # processors, memory
-    memory_need: int = 0  # of one more worker; 0: not known
-    room: dict[str, int] = field(default_factory=dict)  # the most workers that have the memory
-    expected: int = 0  # the memory of a worker, as similar jobs say; 0: not known
-    too_small: tuple[str, int] | None = None  # see `HostsGranted`
-    fewer: dict[str, int] = field(default_factory=dict)  # the most that do not wait for processors
-    machines: dict[str, str] = field(default_factory=dict)  # host → machine, as agents say
-    same: dict[str, str] = field(default_factory=dict)  # another name of a host → the host
+    found: tuple[tuple[str, int], ...] = saved(())  # hosts with their slots
+    newest_grant: int = saved(0)  # of the Brain; 0: there was none
+    began: float = saved(0.0)  # the run's beginning as the Brain knows it
+    receipt: str = saved("")  # of the newest grant
+    plan: ev.PlanApplied | None = saved(None)
+    equipment: dict[str, tuple[int, int]] = saved(factory=dict)  # processors, memory
+    memory_need: int = saved(0)  # of one more worker; 0: not known
+    room: dict[str, int] = saved(factory=dict)  # the most workers that have the memory
+    expected: int = saved(0)  # the memory of a worker, as similar jobs say; 0: not known
+    too_small: tuple[str, int] | None = saved(None)  # see `HostsGranted`
+    fewer: dict[str, int] = saved(factory=dict)  # the most that do not wait for processors
+    machines: dict[str, str] = saved(factory=dict)  # host → machine, as agents say
+    same: dict[str, str] = saved(factory=dict)  # another name of a host → the host
 
     def discovered(self, hosts: tuple[tuple[str, int], ...]) -> None:
         """Record the hosts there are; raises `StaleEvent` if the Brain says that."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from elastic_driver.core.rules.host_states import HOST_TRANSITIONS, Hindrance, HostNews
 from elastic_driver.core.rules.pauses import LONGEST_PROBE_S, growing_pause, probe_pause
+from elastic_driver.kernel.tables import index, saved
 from elastic_driver.settings import DEFAULT_HOST_FAILURES, Settings
 from elastic_driver.words import counted
 
@@ -86,15 +87,15 @@ class HostManager:
     """Discovered hosts in stable order, with their failures and cool-downs."""
 
     settings: Settings
-    distrusted: set[str] = field(default_factory=set)  # slow hosts: usable, but the last choice
-    known: dict[str, Host] = field(default_factory=dict)  # that are there, in stable order
-    next_probe: float = math.inf  # of a host that is not reachable
-    _positions: int = 0
-    _hindered: dict[Hindrance, dict[str, Host]] = field(
-        default_factory=lambda: {kind: {} for kind in Hindrance}
+    distrusted: set[str] = saved(factory=set)  # slow hosts: usable, but the last choice
+    known: dict[str, Host] = saved(factory=dict)  # that are there, in stable order
+    next_probe: float = saved(math.inf)  # of a host that is not reachable
+    _positions: int = saved(0, name="positions")
+    _hindered: dict[Hindrance, dict[str, Host]] = index(
+        "known _records", name="hindered", factory=lambda: {kind: {} for kind in Hindrance}
     )
     # A host that is removed and added again keeps its record: a short absence heals nothing.
-    _records: dict[str, Host] = field(default_factory=dict)
+    _records: dict[str, Host] = saved(factory=dict, name="records")
 
     def discovered(self, hosts: tuple[tuple[str, int], ...]) -> HostChanges:
         """Record the hosts that discovery found; hosts without slots count as absent.

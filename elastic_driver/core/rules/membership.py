@@ -28,6 +28,7 @@ from elastic_driver.core.rules.workers import (
     SUCCESS,
     Worker,
 )
+from elastic_driver.kernel.tables import saved
 from elastic_driver.words import counted
 
 TOGETHER_S = 1.0  # a newcomer that is ready waits no longer for others that boot
@@ -56,8 +57,9 @@ class Membership(Rule):
     boundary: Boundary
     final_checkpoint: FinalSaves
     preemption: Preemption
-    ended_first: EndedFirst | None = None
-    _held_since: float | None = None  # newcomers wait for the rank that they were told
+    ended_first: EndedFirst | None = saved(None)
+    # Newcomers wait for the rank that they were told.
+    _held_since: float | None = saved(None, name="held_since")
 
     def advance(self, now: float) -> None:
         """Form, complete or close the round as the present state requires."""

@@ -11,7 +11,7 @@ The Brain may have larger hosts. Its job waits for them for `--elastic-timeout`,
 says that it has none. Memory is bytes, times are monotonic seconds.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import Failure
@@ -22,6 +22,7 @@ from elastic_driver.core.rules.host_limits import HostLimits
 from elastic_driver.core.rules.outcome import Cause
 from elastic_driver.core.rules.rounds import COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, STARTING, Worker
+from elastic_driver.kernel.tables import saved
 from elastic_driver.words import counted
 
 FACTOR = 1.5  # of the largest peak, which has to be idle for one more worker
@@ -33,13 +34,16 @@ class Memory(Rule):
 
     limits: HostLimits
     discovered: Discovered
-    idle: dict[str, int] = field(default_factory=dict)  # by host, as agents measured it last
-    failure: Failure | None = None  # of the last worker that ran out, until the job trains again
-    peak: int | None = None  # of that worker
-    _since: float = 0.0  # when it ran out
-    _round: int = 0  # the newest round that the job cannot go on with for it
-    _ran_out: dict[str, int] = field(default_factory=dict)  # host → workers ever started then
-    _shared: set[str] = field(default_factory=set)  # hosts of several, until the job trains again
+    idle: dict[str, int] = saved(factory=dict)  # by host, as agents measured it last
+    # Of the last worker that ran out, until the job trains again.
+    failure: Failure | None = saved(None)
+    peak: int | None = saved(None)  # of that worker
+    _since: float = saved(0.0, name="since")  # when it ran out
+    _round: int = saved(0, name="round")  # the newest round that the job cannot go on with for it
+    # Host → workers ever started then.
+    _ran_out: dict[str, int] = saved(factory=dict, name="ran_out")
+    # Hosts of several, until the job trains again.
+    _shared: set[str] = saved(factory=set, name="shared")
 
     def on_hosts_measured(self, event: HostsMeasured, now: float) -> None:
         """Record the idle memory of hosts."""

@@ -10,12 +10,13 @@ job has one itself, nothing more is awaited. Times are monotonic seconds.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.hosts import Drain
 from elastic_driver.core.rules.rounds import Rule
+from elastic_driver.kernel.tables import saved
 
 SPREAD_SHARE = 0.25  # of the time that the first notice gives
 
@@ -25,9 +26,9 @@ class Notices(Rule):
     """Holds notices until those of the others may have come, then hands them to `Drains`."""
 
     drains: Drains
-    _hosts: dict[str, Drain] = field(default_factory=dict)  # their notices that are held
-    _workers: dict[str, Drain] = field(default_factory=dict)
-    _until: float = math.inf
+    _hosts: dict[str, Drain] = saved(factory=dict, name="hosts")  # their notices that are held
+    _workers: dict[str, Drain] = saved(factory=dict, name="workers")
+    _until: float = saved(math.inf, name="until")
 
     @property
     def gathering(self) -> bool:

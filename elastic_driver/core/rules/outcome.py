@@ -5,7 +5,7 @@ Nothing here changes a worker or a round. Times are monotonic seconds.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from elastic_driver.core.documents import Failure
 from elastic_driver.core.driver_events import StopRequested
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
+from elastic_driver.kernel.tables import saved
 from elastic_driver.settings import Settings
 from elastic_driver.words import counted
 
@@ -103,9 +104,9 @@ class Budget:
     """
 
     settings: Settings
-    failures: int = 0  # in all
-    fruitless: int = 0  # incidents in a row
-    _incident_at: float = -math.inf
+    failures: int = saved(0)  # in all
+    fruitless: int = saved(0)  # incidents in a row
+    _incident_at: float = saved(-math.inf, name="incident_at")
 
     def count(self, now: float, *, fruitless: bool, whole_round: bool = False) -> None:
         """Count one more failure; `fruitless`: no step was finished since the last one.
@@ -141,18 +142,20 @@ class JobOutcome:
 
     effects: Effects
     budget: Budget
-    kind: ScriptKind = ScriptKind.UNDECLARED
-    steps_reported: int = 0  # the first steps of workers in their rounds
-    has_progress: bool = False  # a worker has finished a step in this job
-    committed: int = 0  # steps in the newest state, as far as workers have told when rounds change
-    committed_in: int = 1  # the training function of that state
-    on_disk: int = 0  # the same, of the last state that was written when all workers had to leave
-    restart_count: int = 0  # how often workers were started again
-    losses: list[Loss] = field(default_factory=list)  # since the last round was completed
-    last_loss_at: float | None = None  # in the whole job
-    first_success: float | None = None  # when the first member finished its script
-    departure: Departure | None = None  # the whole job has to go
-    end: EndJob | None = None
+    kind: ScriptKind = saved(ScriptKind.UNDECLARED)
+    steps_reported: int = saved(0)  # the first steps of workers in their rounds
+    has_progress: bool = saved(False)  # a worker has finished a step in this job
+    # Steps in the newest state, as far as workers have told when rounds change.
+    committed: int = saved(0)
+    committed_in: int = saved(1)  # the training function of that state
+    # The same, of the last state that was written when all workers had to leave.
+    on_disk: int = saved(0)
+    restart_count: int = saved(0)  # how often workers were started again
+    losses: list[Loss] = saved(factory=list)  # since the last round was completed
+    last_loss_at: float | None = saved(None)  # in the whole job
+    first_success: float | None = saved(None)  # when the first member finished its script
+    departure: Departure | None = saved(None)  # the whole job has to go
+    end: EndJob | None = saved(None)
 
     @property
     def elastic(self) -> bool:

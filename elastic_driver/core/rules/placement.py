@@ -21,6 +21,7 @@ from elastic_driver.core.rules.ranks import assign
 from elastic_driver.core.rules.rounds import COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, ENDING, STARTING, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
+from elastic_driver.kernel.tables import saved
 from elastic_driver.words import counted
 
 
@@ -30,7 +31,7 @@ class Placement(Rule):
 
     drains: Drains
     tf: TfLayout | None
-    some_leave: bool = False  # whether any worker may be marked as leaving
+    some_leave: bool = saved(False)  # whether any worker may be marked as leaving
 
     @property
     def unsettled(self) -> bool:

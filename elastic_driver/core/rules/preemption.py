@@ -30,6 +30,7 @@ from elastic_driver.core.rules.outcome import Departure
 from elastic_driver.core.rules.rounds import CLOSING, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, Worker
 from elastic_driver.errors import ExitCode
+from elastic_driver.kernel.tables import saved
 
 BOUNDARY_SHARE = 0.5  # of the time; the rest is for writing
 _NEWEST = "started again, the job goes on from the newest complete checkpoint, if there is one"
@@ -62,8 +63,8 @@ class FinalSaves(Rule):
     """Asks the workers that leave to save the state."""
 
     drains: Drains
-    requests: int = 0  # so far
-    _last: FinalSave | None = None
+    requests: int = saved(0)  # so far
+    _last: FinalSave | None = saved(None, name="last")
 
     @property
     def save(self) -> FinalSave | None:

@@ -34,6 +34,7 @@ from elastic_driver.core.rules.workers import (
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.errors import ExitCode
+from elastic_driver.kernel.tables import saved
 
 PLAIN_PROGRESS_S = 30.0  # a plain worker reports no steps: after this time it has made progress
 FIT_HINT = "run the same script on every worker"
@@ -56,7 +57,7 @@ class Reports(Rule):
     """Records reports and failures of workers, and ends the job when its workers have ended."""
 
     tf: TfLayout | None
-    grace_over: bool = False  # the others' grace period has passed, and it was announced
+    grace_over: bool = saved(False)  # the others' grace period has passed, and it was announced
 
     # ---- reports of one worker -----------------------------------------------------------
 

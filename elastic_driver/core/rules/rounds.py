@@ -10,7 +10,7 @@ Times are monotonic seconds.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 from elastic_driver.contract import host_of_worker
 from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
@@ -23,10 +23,10 @@ from elastic_driver.core.rules.hosts import HostManager
 from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.ranks import NOT_TOLD, Seat, assign
 from elastic_driver.core.rules.workers import RUNNING, Worker, WorkerStateRegistry
+from elastic_driver.kernel.tables import saved
 from elastic_driver.settings import Settings
 from elastic_driver.words import counted
 
-Own = TypeVar("Own")
 PUBLISHED_AGAIN = "published again by the driver that goes on"
 
 
@@ -95,12 +95,14 @@ class Rounds:
     workers: WorkerStateRegistry
     capacity: Capacity
     outcome: JobOutcome
-    current: Round = field(default_factory=lambda: Round(1, 0.0))
-    last_hosts: tuple[str, ...] = ()  # of the newest round that was complete, by node rank
-    repair: str = ""  # why the ranks have to take over the state of rank 0; empty: they need not
-    _requested: int = 0  # rounds that were closed for a request; they do not count as resets
-    _outrun_by: int = 0  # a round that workers have been in, though the books do not have it
-    _own: dict[str, Any] = field(default_factory=dict)  # of rules, by the name of the class
+    current: Round = saved(factory=lambda: Round(1, 0.0))
+    last_hosts: tuple[str, ...] = saved(())  # of the newest round that was complete, by node rank
+    # Why the ranks have to take over the state of rank 0; empty: they need not.
+    repair: str = saved("")
+    # Rounds that were closed for a request; they do not count as resets.
+    _requested: int = saved(0, name="requested")
+    # A round that workers have been in, though the books do not have it.
+    _outrun_by: int = saved(0, name="outrun_by")
 
     @property
     def newest(self) -> int:
@@ -112,11 +114,6 @@ class Rounds:
     def resets(self) -> int:
         """The membership changes so far that count towards `--reset-limit`."""
         return max(0, self.current.number - 1 - self._requested)
-
-    def own(self, kind: type[Own]) -> Own:
-        """Return a rule's own state of the present round; it is made anew for each round."""
-        state: Own = self._own.setdefault(kind.__name__, kind())
-        return state
 
     def members(self) -> list[Worker]:
         """Return the members of the present round, by rank, without those forgotten since."""
@@ -325,7 +322,7 @@ class Rounds:
         if self.outcome.committed:
             steps["step"] = self.outcome.committed
         self.effects.announce("round_closed", reason, **steps)
-        self.current, self._own = Round(self.newest + 1, now), {}
+        self.current = Round(self.newest + 1, now)
         self.effects.enter_round(self.current.number)
         self.capacity.note_change()
         self.effects.announce("round_opened", reason)

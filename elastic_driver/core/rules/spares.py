@@ -12,7 +12,7 @@ is promoted. Times are seconds.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -31,6 +31,7 @@ from elastic_driver.core.rules.workers import (
     Worker,
 )
 from elastic_driver.core.tf_config import Where
+from elastic_driver.kernel.tables import saved
 
 MAX_EARLY = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -50,10 +51,10 @@ class Spares(Rule):
     """Keeps spares on the hosts of an elastic job, and gives them the slots that come free."""
 
     placement: Placement
-    _failures: dict[str, SpareFailures] = field(default_factory=dict)  # by host
-    _filled: int = 0  # the round in which missing spares were started
-    _retry_at: float | None = None  # the end of the first pause
-    _told: bool = False  # that the script cannot have spares
+    _failures: dict[str, SpareFailures] = saved(factory=dict, name="failures")  # by host
+    _filled: int = saved(0, name="filled")  # the round in which missing spares were started
+    _retry_at: float | None = saved(None, name="retry_at")  # the end of the first pause
+    _told: bool = saved(False, name="told")  # that the script cannot have spares
 
     def has_failed(self, host: str) -> bool:
         """Return whether a spare of this host has ended since the last one was promoted."""

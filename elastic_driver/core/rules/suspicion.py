@@ -23,6 +23,7 @@ from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.fleet import AgentState, HostAgent
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.workers import Worker
+from elastic_driver.kernel.tables import saved
 
 PROBE_S = 0.6  # for an answer; several attempts are made in this time, as packets may be lost
 FIRST_PROBE_S = 2.0  # for the first answer of an agent that has just come up
@@ -50,16 +51,17 @@ class Suspicion(Rule):
     """Decides which suspected agents are lost."""
 
     agents: Agents
-    suspects: dict[str, Suspect] = field(default_factory=dict)  # by host
-    found: dict[str, int] = field(default_factory=dict)  # how often each was found
-    reachable: dict[str, int] = field(default_factory=dict)  # host → incarnation that answered
-    at: dict[str, set[str]] = field(default_factory=dict)  # hosts whose agent had this address
-    unreached: set[str] = field(default_factory=set)  # hosts whose first probe was not answered
-    probes: int = 0  # numbers given
-    _witnesses: set[int] = field(default_factory=set)  # numbers of probes that have no result yet
+    suspects: dict[str, Suspect] = saved(factory=dict)  # by host
+    found: dict[str, int] = saved(factory=dict)  # how often each was found
+    reachable: dict[str, int] = saved(factory=dict)  # host → incarnation that answered
+    at: dict[str, set[str]] = saved(factory=dict)  # hosts whose agent had this address
+    unreached: set[str] = saved(factory=set)  # hosts whose first probe was not answered
+    probes: int = saved(0)  # numbers given
+    # Numbers of probes that have no result yet.
+    _witnesses: set[int] = saved(factory=set, name="witnesses")
     # Agents that answered a driver on another host. They count as reachable by probes if any other
     # agent answers this one.
-    _answered_before: dict[str, int] = field(default_factory=dict)
+    _answered_before: dict[str, int] = saved(factory=dict, name="answered_before")
 
     def resume(self, now: float, *, moved: bool) -> None:
         """Probe every agent of the driver that has died; it is silent until it returns."""

@@ -6,18 +6,19 @@ that such a pair keeps from its first step will never come about: the job ends a
 `--start-timeout`. Times are monotonic seconds.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.errors import ExitCode
+from elastic_driver.kernel.tables import saved
 
 
 @dataclass(slots=True)
 class Unanswered(Rule):
     """Names the pairs of hosts that do not reach each other."""
 
-    since: dict[str, float] = field(default_factory=dict)  # "host address" → the first report
+    since: dict[str, float] = saved(factory=dict)  # "host address" → the first report
 
     def on_unanswered(self, event: ev.ConnectionUnanswered, now: float) -> None:
         """Name the pair once; end a job that was kept from its first step for too long."""

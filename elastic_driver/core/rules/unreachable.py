@@ -15,6 +15,7 @@ from elastic_driver.core.driver_events import HostProbed
 from elastic_driver.core.rules.discovered import Discovered
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.rounds import Rule
+from elastic_driver.kernel.tables import saved
 from elastic_driver.words import counted
 
 PATIENCE_S = 1.0  # for an answer; probes overlap, as the first packet of one may be lost
@@ -26,7 +27,7 @@ class Unreachable(Rule):
     """Has hosts probed that are not reachable."""
 
     discovered: Discovered
-    probes: int = 0  # decisions to probe hosts so far
+    probes: int = saved(0)  # decisions to probe hosts so far
 
     def lose(self, host: str, reason: str, now: float, *, started: bool) -> None:
         """Record that a host is not reachable; `started`: its agent was up."""

@@ -6,11 +6,12 @@ is missing, why the job expects them, and how to say otherwise. Times are monoto
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from elastic_driver.core.rules.rounds import FORMING, Rule
 from elastic_driver.core.rules.workers import STARTING
+from elastic_driver.kernel.tables import saved
 from elastic_driver.words import counted
 
 SILENT_S = 5.0  # without hosts or agents that are needed
@@ -23,8 +24,8 @@ _NAMED = 4
 class Waits(Rule):
     """Announces a wait for hosts, agents or workers."""
 
-    looked: dict[int, int] = field(default_factory=dict)  # the present round → looks so far
-    told: str = ""  # in the present round
+    looked: dict[int, int] = saved(factory=dict)  # the present round → looks so far
+    told: str = saved("")  # in the present round
 
     def advance(self, now: float) -> None:
         """Look at two moments of each round that forms, because a look takes O(hosts)."""

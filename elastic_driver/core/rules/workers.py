@@ -5,7 +5,6 @@ changes nothing (`docs/states.md` is written from the same table). Decides nothi
 about rounds, hosts or budgets.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +14,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.rules.ranks import NOT_TOLD, Seat, assign
+from elastic_driver.kernel.tables import index, saved
 
 
 class WorkerState(str, Enum):
@@ -143,15 +143,16 @@ class WorkerStateRegistry:
     The name and the idea are those of Horovod's registry.
     """
 
-    workers: dict[str, Worker] = field(default_factory=dict)
-    _by_state: dict[WorkerState, dict[str, Worker]] = field(
-        default_factory=lambda: {state: {} for state in WorkerState}
+    workers: dict[str, Worker] = saved(factory=dict)
+    _by_state: dict[WorkerState, dict[str, Worker]] = index(
+        "workers", name="by_state", factory=lambda: {state: {} for state in WorkerState}
     )
-    _incarnations: Counter[tuple[str, int]] = field(default_factory=Counter)  # by (host, slot)
-    _by_host: dict[str, dict[str, Worker]] = field(default_factory=dict)
-    _first: int = 1  # the least incarnation that this driver gives
-    started: int = 0  # workers ever ordered
-    _admissions: int = 0
+    # By (host, slot).
+    _incarnations: dict[tuple[str, int], int] = saved(factory=dict, name="incarnations")
+    _by_host: dict[str, dict[str, Worker]] = index("workers", name="by_host")
+    _first: int = saved(1, name="first")  # the least incarnation that this driver gives
+    started: int = saved(0)  # workers ever ordered
+    _admissions: int = saved(0, name="admissions")
 
     def begin_term(self, first: int) -> None:
         """Number workers anew for this driver, so that no name is used twice in a run."""
@@ -185,7 +186,7 @@ class WorkerStateRegistry:
         return worker
 
     def _add(self, host: str, slot: int, state: WorkerState) -> Worker:
-        incarnation = max(self._incarnations[host, slot] + 1, self._first)
+        incarnation = max(self._incarnations.get((host, slot), 0) + 1, self._first)
         self._incarnations[host, slot] = incarnation
         self.started += 1
         name = worker_id(host, slot, incarnation)

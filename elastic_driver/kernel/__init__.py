@@ -1,0 +1,1 @@
+"""The engine of every machine; it knows no training."""
