@@ -14,6 +14,7 @@ is saved once: an `index` keeps only the order of the names. Nothing is evaluate
 The form is msgpack: `[FORMAT, machine, version, {part: table}]`.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field, fields
 from functools import cache
@@ -68,9 +69,9 @@ class _Column(NamedTuple):
     attribute: str
     name: str
     kind: Any  # the type of the value in the table
-    of: tuple[str, ...]  # the columns (by attribute) that have the records of an index
-    nested: bool  # an index of dictionaries
-    sets: bool  # there is a set in it, whose order is not that of its making
+    save: Callable[[Any], Any] | None = None  # from the field to the table; None: as it is
+    load: Callable[..., Any] | None = None  # and back; of an index: with the records
+    of: tuple[str, ...] = ()  # the fields that have the records of an index
 
 
 @cache
@@ -78,37 +79,56 @@ def columns(part: type) -> tuple[_Column, ...]:
     """Return the columns of a part's table; raises TypeError for a private one without a name."""
     hints, found = get_type_hints(part), []
     for each in fields(part):
-        if "saved" not in each.metadata:
-            continue
-        name = each.metadata["saved"] or each.name
-        if name.startswith("_"):
-            raise TypeError(f"{part.__name__}.{each.name} needs a name in the table")
-        kind, of = hints[each.name], each.metadata.get("of", ())
-        nested = bool(of) and get_origin(get_args(kind)[1]) is dict
-        if of:
-            kind = dict[get_args(kind)[0], list[str]] if nested else list[str]  # type: ignore[misc]
-        found.append(_Column(each.name, name, kind, of, nested, "set[" in str(kind)))
+        if "saved" in each.metadata:
+            name = each.metadata["saved"] or each.name
+            if name.startswith("_"):
+                raise TypeError(f"{part.__name__}.{each.name} needs a name in the table")
+            of = each.metadata.get("of", ())
+            form = _of_index(hints[each.name]) if of else _of_value(hints[each.name])
+            found.append(_Column(each.name, name, *form, of))
     return tuple(found)
 
 
-@cache
-def _type_of(part: type) -> type[msgspec.Struct]:
-    """Return the type of a part's table: all of its fields may be missing."""
-    types = [(c.name, c.kind | msgspec.UnsetType, msgspec.UNSET) for c in columns(part)]
-    return msgspec.defstruct(f"{part.__name__}Table", types, kw_only=True)
+_Form = tuple[Any, Callable[[Any], Any] | None, Callable[..., Any] | None]
 
 
-def table(part: Any) -> Tables:
-    """Return the state of a part."""
-    return {c.name: _saved(c, getattr(part, c.attribute)) for c in columns(type(part))}
+def _of_index(kind: Any) -> _Form:
+    """Return how an index is saved: the names of its records, in their order."""
+    key, value = get_args(kind)
+    if get_origin(value) is dict:
+        return dict[key, list[str]], _names_by_key, _records_by_key
+    return list[str], list, _records
 
 
-def _saved(column: _Column, value: Any) -> Any:
-    if column.nested:
-        return {key: list(records) for key, records in value.items()}
-    if column.of:
-        return list(value)
-    return _in_order(value) if column.sets else value
+def _of_value(kind: Any) -> _Form:
+    """Return how a value of this type is saved."""
+    args = get_args(kind)
+    if get_origin(kind) is deque:
+        return list[args[0]], list, deque  # type: ignore[valid-type]
+    if get_origin(kind) is dict and _is_struct(args[0]):
+        return list[tuple[args[0], args[1]]], _pairs, dict  # type: ignore[valid-type]
+    return kind, _in_order if "set[" in str(kind) else None, None
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _names_by_key(found: dict[Any, dict[str, Any]]) -> dict[Any, list[str]]:
+    return {key: list(records) for key, records in found.items()}
+
+
+def _records(names: list[str], known: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: known[name] for name in names}
+
+
+def _records_by_key(found: dict[Any, list[str]], known: Mapping[str, Any]) -> dict[Any, Any]:
+    return {key: _records(names, known) for key, names in found.items()}
+
+
+def _pairs(found: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the items of a dictionary whose keys are no keys in msgpack."""
+    return list(found.items())
 
 
 def _in_order(value: Any) -> Any:
@@ -120,20 +140,37 @@ def _in_order(value: Any) -> Any:
     return value
 
 
+@cache
+def _type_of(part: type) -> type[msgspec.Struct]:
+    """Return the type of a part's table: all of its fields may be missing."""
+    types = [(c.name, c.kind | msgspec.UnsetType, msgspec.UNSET) for c in columns(part)]
+    return msgspec.defstruct(f"{part.__name__}Table", types, kw_only=True)
+
+
+def table(part: Any) -> Tables:
+    """Return the state of a part."""
+    found = {}
+    for column in columns(type(part)):
+        value = getattr(part, column.attribute)
+        found[column.name] = value if column.save is None else column.save(value)
+    return found
+
+
 def values(part: type, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a part from its table; raises an error of msgspec, or KeyError."""
-    read = msgspec.convert(found, _type_of(part))
-    known = {c.attribute: getattr(read, c.name) for c in columns(part)}
-    known = {name: value for name, value in known.items() if value is not msgspec.UNSET}
+    read, known, indexes = msgspec.convert(found, _type_of(part)), dict[str, Any](), []
     for column in columns(part):
-        if column.of and column.attribute in known:
-            records = {key: r for name in column.of for key, r in known.get(name, {}).items()}
-            order = known[column.attribute]
-            if column.nested:
-                made = {key: {n: records[n] for n in names} for key, names in order.items()}
-            else:
-                made = {name: records[name] for name in order}
-            known[column.attribute] = made
+        value = getattr(read, column.name)
+        if value is not msgspec.UNSET:
+            known[column.attribute] = value
+            if column.of:
+                indexes.append(column)
+            elif column.load is not None:
+                known[column.attribute] = column.load(value)
+    for column in indexes:
+        records = {name: r for of in column.of for name, r in known.get(of, {}).items()}
+        assert column.load is not None  # noqa: S101 - every index has one
+        known[column.attribute] = column.load(known[column.attribute], records)
     return known
 
 
@@ -143,17 +180,22 @@ def make(part: type[Part], found: Mapping[str, Any]) -> Part:
     What the table lacks, and what is no state, has its default. Raises KeyError if there is none.
     """
     known, made = values(part, found), part.__new__(part)
-    for each in fields(part):  # type: ignore[arg-type]
-        if each.name in known:
-            value = known[each.name]
-        elif each.default_factory is not MISSING:
-            value = each.default_factory()
-        elif each.default is not MISSING:
-            value = each.default
-        else:
-            raise KeyError(f"{part.__name__}.{each.name}")
-        setattr(made, each.name, value)
+    set_defaults(made)
+    for name, value in known.items():
+        setattr(made, name, value)
+    lacking = [c.name for c in columns(part) if not hasattr(made, c.attribute)]
+    if lacking:
+        raise KeyError(f"the table of {part.__name__} lacks {lacking[0]}")
     return made
+
+
+def set_defaults(part: Any) -> None:
+    """Give the fields of a new part their defaults; for an `__init__` of its own."""
+    for each in fields(part):
+        if each.default_factory is not MISSING:
+            setattr(part, each.name, each.default_factory())
+        elif each.default is not MISSING:
+            setattr(part, each.name, each.default)
 
 
 class Snapshots:

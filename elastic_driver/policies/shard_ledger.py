@@ -10,13 +10,16 @@ The ledger keeps no set of what is to do or done, since the source counts forwar
 with the shards that are handed out, returned or in quarantine, not with the data set.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
 from elastic_driver.errors import UsageError
+from elastic_driver.kernel.tables import Tables, make, saved, set_defaults, table
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.shard_checks import check_saved, check_shards
 from elastic_driver.policies.shard_messages import Quarantined, Shard
@@ -26,7 +29,16 @@ from elastic_driver.words import counted
 MAX_AGREED = 8  # answers that are kept for requests which come again
 
 
-class _Holder(Struct):
+class _Held(NamedTuple):
+    """A shard that a worker holds, as a table has it."""
+
+    shard: Shard
+    token: int
+    request: str | None  # that got it
+
+
+@dataclass(slots=True)
+class _Holder:
     """The shards of one worker, oldest first, and the end of its lease."""
 
     expires: float
@@ -35,15 +47,25 @@ class _Holder(Struct):
     requests: dict[Shard, str] = field(default_factory=dict)
     asked: dict[str, Shard] = field(default_factory=dict)
 
+    def shards(self) -> list[_Held]:
+        return [_Held(each, n, self.requests.get(each)) for each, n in self.tokens.items()]
+
+    @classmethod
+    def of(cls, expires: float, held: list[_Held]) -> "_Holder":
+        asked = {each.request: each.shard for each in held if each.request is not None}
+        requests = {shard: request for request, shard in asked.items()}
+        return cls(expires, {each.shard: each.token for each in held}, requests, asked)
+
 
 class _Past(Struct):
     """The history of a shard that a worker has lost and none has done yet."""
 
     losses: int = 0  # workers that died while they trained it
     progress: int = 0  # records that a holder which lives on has trained of it
-    tokens: set[int] = field(default_factory=set)  # earlier tokens, whose reports may still come
+    tokens: list[int] = msgspec.field(default_factory=list)  # earlier ones, whose reports may come
 
 
+@dataclass(init=False)
 class ShardLedger:
     """Hands out the shards of one data set and keeps account of them.
 
@@ -53,31 +75,53 @@ class ShardLedger:
         max_held: shards one worker may hold at a time (one trained, the others prefetched).
     """
 
+    dataset: m.Description = saved()
+    _lease: float = saved(name="lease")
+    _max_held: int = saved(name="max_held")
+    _holders: dict[str, _Holder] = field(default_factory=dict)
+    _doing: dict[Shard, str] = saved(factory=dict, name="doing")  # the holder of each shard in work
+    # To do before the next shard of the source.
+    _returned: deque[Shard] = saved(factory=deque, name="returned")
+    # Of shards that are returned, doing or quarantined.
+    _past: dict[Shard, _Past] = saved(factory=dict, name="past")
+    _quarantine: dict[Shard, Quarantined] = saved(factory=dict, name="quarantine")
+    # The same by their records, for later epochs.
+    _poison: dict[tuple[str, int, int], Quarantined] = saved(factory=dict, name="poison")
+    # So that a repeated report is no error.
+    _last_done: dict[str, tuple[Shard, int]] = saved(factory=dict, name="last_done")
+    _epoch: int = saved(0, name="epoch")
+    _done: int = saved(0, name="done")
+    _done_records: int = saved(0, name="done_records")
+    _first_token: int = saved(1, name="first_token")  # the first that still counts
+    _next_token: int = saved(1, name="next_token")
+    # Holders that lost a member and were not heard since.
+    _blamed: set[str] = saved(factory=set, name="blamed")
+    # Where a world begins whose model knows nothing.
+    _base: m.LedgerState | None = saved(None, name="base")
+    _agreed: dict[str, m.Agreed] = saved(factory=dict, name="agreed")  # newest answers, by request
+    users: set[str] = saved(factory=set)  # who has got shards, and has not ended
+
     def __init__(self, dataset: m.Description, *, lease: float = 60.0, max_held: int = 8) -> None:
         if dataset.max_losses < 1:
             raise UsageError(f"max_losses={dataset.max_losses}: it must be positive")
-        self.dataset = dataset
-        self.source: Source
-        if isinstance(dataset, m.RangeDescription):
-            self.source = RangeSource(dataset)
-        else:
-            self.source = StreamSource(dataset)
-        self._lease, self._max_held = lease, max_held
-        self._holders: dict[str, _Holder] = {}
-        self._doing: dict[Shard, str] = {}  # the holder of each shard in work
-        self._returned: deque[Shard] = deque()  # to do before the next shard of the source
-        self._past: dict[Shard, _Past] = {}  # of shards that are returned, doing or quarantined
-        self._quarantine: dict[Shard, Quarantined] = {}
-        # The same by their records, for later epochs.
-        self._poison: dict[tuple[str, int, int], Quarantined] = {}
-        self._last_done: dict[str, tuple[Shard, int]] = {}  # so that a repeated report is no error
-        self._epoch = 0
-        self._done = self._done_records = 0
-        self._first_token = self._next_token = 1  # _first_token: the first that still counts
-        self._blamed: set[str] = set()  # holders that lost a member and were not heard since
-        self._base: m.LedgerState | None = None  # where a world begins whose model knows nothing
-        self._agreed: OrderedDict[str, m.Agreed] = OrderedDict()  # newest answers, by request
-        self.users: set[str] = set()  # who has got shards, and has not ended
+        set_defaults(self)
+        self.dataset, self._lease, self._max_held = dataset, lease, max_held
+        self.source = _source_of(dataset)
+
+    def tables(self) -> Tables:
+        """Return the state as tables."""
+        holders = {worker: (h.expires, h.shards()) for worker, h in self._holders.items()}
+        return {"": table(self), "source": self.source.save(), "holders": holders}
+
+    @classmethod
+    def from_tables(cls, found: Tables) -> "ShardLedger":
+        """Return the ledger of these tables."""
+        ledger = make(cls, found[""])
+        ledger.source = _source_of(ledger.dataset)
+        ledger.source.load(msgspec.convert(found["source"], m.RangeState | m.StreamState))
+        holders = msgspec.convert(found["holders"], dict[str, tuple[float, list[_Held]]])
+        ledger._holders = {worker: _Holder.of(*held) for worker, held in holders.items()}
+        return ledger
 
     # ---- requests of workers ----------------------------------------------------------------
 
@@ -291,7 +335,7 @@ class ShardLedger:
         if request.request:
             self._agreed[request.request] = answer
             if len(self._agreed) > MAX_AGREED:
-                self._agreed.popitem(last=False)
+                del self._agreed[next(iter(self._agreed))]
         return answer
 
     def _excuse(self, shard: Shard, trained: int) -> None:
@@ -307,7 +351,7 @@ class ShardLedger:
         if past.losses < self.dataset.max_losses:
             return []
         if shard in self._doing:
-            past.tokens.add(self._drop(shard))
+            past.tokens.append(self._drop(shard))
         else:
             self._returned.remove(shard)
         reason = f"{counted(past.losses, 'worker')} died training it, the last one {last}"
@@ -318,7 +362,7 @@ class ShardLedger:
     def _return(self, shards: list[Shard]) -> None:
         """Move shards from their holders to the front of the queue, and remember their tokens."""
         for shard in shards:
-            self._past.setdefault(shard, _Past()).tokens.add(self._drop(shard))
+            self._past.setdefault(shard, _Past()).tokens.append(self._drop(shard))
         self._returned.extendleft(reversed(shards))
 
     def _drop(self, shard: Shard) -> int:
@@ -424,3 +468,9 @@ class ShardLedger:
 def _records(shard: Shard) -> tuple[str, int, int]:
     """Return the records of a shard, the same in every epoch."""
     return shard.partition, shard.start, shard.stop
+
+
+def _source_of(dataset: m.Description) -> Source:
+    if isinstance(dataset, m.RangeDescription):
+        return RangeSource(dataset)
+    return StreamSource(dataset)

@@ -7,7 +7,7 @@ request within each `LEASE_S`. Pure. Times are monotonic seconds.
 
 import heapq
 import re
-from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -16,8 +16,8 @@ from elastic_driver import contract
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.driver_events import AgentLost, DriverResumed, LeaseExpired, Tick
 from elastic_driver.core.events import WorkerExited, WorkerStarted
-from elastic_driver.core.snapshots import Restorable
 from elastic_driver.errors import UsageError
+from elastic_driver.kernel.tables import Snapshots, Tables, make, saved, table
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
 from elastic_driver.policies.shard_ledger import ShardLedger
@@ -45,19 +45,33 @@ class _Waiting(NamedTuple):
     request: str = ""  # see `RepeatableRequest`
 
 
-class DataSets(Restorable):
+@dataclass
+class DataSets(Snapshots):
     """Hands out the shards of all data sets, and records which are done."""
 
-    def __init__(self) -> None:
-        self._ledgers: dict[str, ShardLedger] = {}  # by the data set's name
-        self._sizes: dict[str, int] = {}  # bytes of each, see `MAX_BYTES`
-        self._waiting: dict[int, _Waiting] = {}  # by ticket
-        self._ends: list[tuple[float, int]] = []  # a heap: ends of waits, and their tickets
-        self._alive: set[str] = set()  # workers that the job has started
-        self._stopping: set[str] = set()  # workers that were ordered to stop
-        self._gone: OrderedDict[str, None] = OrderedDict()  # workers that have ended
-        self._due: float | None = None  # when the leases are checked next
-        self._out: list[Reply | Announce] = []
+    _ledgers: dict[str, ShardLedger] = field(default_factory=dict)  # by the data set's name
+    _sizes: dict[str, int] = saved(factory=dict, name="sizes")  # bytes of each, see `MAX_BYTES`
+    _waiting: dict[int, _Waiting] = saved(factory=dict, name="waiting")  # by ticket
+    # A heap: ends of waits, and their tickets.
+    _ends: list[tuple[float, int]] = saved(factory=list, name="ends")
+    _alive: set[str] = saved(factory=set, name="alive")  # workers that the job has started
+    _stopping: set[str] = saved(factory=set, name="stopping")  # workers that were ordered to stop
+    _gone: dict[str, None] = saved(factory=dict, name="gone")  # workers that have ended
+    _due: float | None = saved(None, name="due")  # when the leases are checked next
+    _out: list[Reply | Announce] = field(default_factory=list)
+
+    def tables(self) -> Tables:
+        """See `Snapshots.tables`."""
+        ledgers = {name: ledger.tables() for name, ledger in self._ledgers.items()}
+        return {"": table(self), "ledgers": ledgers}
+
+    @classmethod
+    def from_tables(cls, found: Tables) -> "DataSets":
+        """See `Snapshots.from_tables`."""
+        sets = make(cls, found[""])
+        ledgers = found["ledgers"].items()
+        sets._ledgers = {name: ShardLedger.from_tables(tables) for name, tables in ledgers}
+        return sets
 
     # ---- a machine's methods -------------------------------------------------------------
 
@@ -214,7 +228,7 @@ class DataSets(Restorable):
             for ledger in self._ledgers.values():
                 ledger.users.clear()
         if len(self._gone) > MAX_GONE:
-            self._gone.popitem(last=False)
+            del self._gone[next(iter(self._gone))]
         for name, ledger in self._ledgers.items():
             if reason is None:
                 ledger.worker_left(worker)
