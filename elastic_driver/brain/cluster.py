@@ -10,6 +10,8 @@ each job with slots, or the lease of that job would have ended. Pure. Times are 
 """
 
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from itertools import chain
 from typing import TypeAlias, TypeVar
 
@@ -39,8 +41,8 @@ from elastic_driver.brain.messages import (
 from elastic_driver.brain.plans import MakeView, Plans
 from elastic_driver.brain.receipts import Proved
 from elastic_driver.core.driver_events import Tick
-from elastic_driver.core.snapshots import Restorable
 from elastic_driver.errors import assert_never
+from elastic_driver.kernel.tables import Snapshots, Tables, saved, set_defaults, table
 from elastic_driver.words import counted
 
 SILENT_S = JOB_LEASE_S  # a job without a report for so long is silent, whatever its lease says
@@ -63,36 +65,45 @@ BrainDecision: TypeAlias = PublishGrant | WithdrawGrant | AskAlgorithm | ProbeDr
 _Cluster = TypeVar("_Cluster", bound="Cluster")
 
 
-class Cluster(Restorable):
+@dataclass(init=False)
+class Cluster(Snapshots):
     """All jobs, all hosts, and who has which slots.
 
     Args:
         algorithm: the name of the algorithm that makes the plans; "": the built-in one.
     """
 
+    plans: Plans = saved(factory=Plans)
+    jobs: dict[str, Job] = saved(factory=dict)  # in order of arrival
+    former: list[Job] = saved(
+        factory=list
+    )  # runs that were replaced, while they may have processes
+    hosts: dict[str, int] = saved(factory=dict)  # slots, in the order of their source
+    figures: dict[str, HostView] = saved(factory=dict)
+    number: int = saved(0)  # of the newest grant
+    _ended: dict[str, float] = saved(factory=dict, name="ended")  # the newest run of each ended job
+    # Slots in use on hosts that have become smaller.
+    _excess: dict[str, int] = saved(factory=dict, name="excess")
+    _out: list[BrainDecision] = field(default_factory=list)
+
     def __init__(self, algorithm: str = "") -> None:
-        self.plans = Plans()
-        self.jobs: dict[str, Job] = {}  # in order of arrival
-        self.former: list[Job] = []  # runs that were replaced, while they may have processes
-        self.hosts: dict[str, int] = {}  # slots, in the order of their source
-        self.figures: dict[str, HostView] = {}
-        self.number = 0  # of the newest grant
-        self._ended: dict[str, float] = {}  # the newest run of each job that is over
-        self._excess: dict[str, int] = {}  # slots in use on hosts that have become smaller
-        self._out: list[BrainDecision] = []
+        set_defaults(self)
         self.use(algorithm)
 
     def use(self, algorithm: str) -> None:
         """Have this algorithm make the plans; "": the built-in one."""
         self.plans.algorithm = "" if algorithm == BUILT_IN else algorithm
 
+    def tables(self) -> Tables:
+        """See `Snapshots.tables`; a plan that is asked for is not part of the state."""
+        return {"": {**table(self), "plans": changed(self.plans, asked=None)}}
+
     @classmethod
-    def restored(cls: type[_Cluster], snapshot: bytes) -> _Cluster:
-        """Return the machine of a snapshot; it has heard of no job yet."""
-        cluster = super().restored(snapshot)
+    def from_tables(cls: type[_Cluster], found: Tables) -> _Cluster:
+        """See `Snapshots.from_tables`; the machine has heard of no job yet."""
+        cluster = super().from_tables(found)
         for job in cluster.runs():
             job.unheard, job.silent_at, job.gone_at = True, None, None
-        cluster.plans.asked = None
         cluster.plans.because("start")
         return cluster
 

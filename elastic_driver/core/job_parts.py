@@ -5,7 +5,7 @@ Each part owns its state and alone writes it; other parts read it, or call metho
 """
 
 from dataclasses import MISSING, fields, is_dataclass
-from typing import TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -37,7 +37,7 @@ from elastic_driver.core.rules.unreachable import Unreachable
 from elastic_driver.core.rules.waits import Waits
 from elastic_driver.core.rules.workers import WorkerStateRegistry
 from elastic_driver.core.tf_config import TfLayout
-from elastic_driver.kernel.tables import Snapshots, Tables, columns, table, values
+from elastic_driver.kernel.tables import Snapshots, Tables, table, values
 from elastic_driver.settings import Settings
 
 Part = TypeVar("Part")
@@ -99,7 +99,8 @@ class JobParts(Snapshots):
         parts = {name: getattr(self, name) for name in PARTS}
         if self.tf is not None:
             parts["tf"] = self.tf
-        found = {name: table(part) for name, part in parts.items() if columns(type(part))}
+        found = {name: table(part) for name, part in parts.items()}
+        found = {name: state for name, state in found.items() if state}
         return {"settings": self.settings, **found}
 
     @classmethod
@@ -108,4 +109,6 @@ class JobParts(Snapshots):
         return cls(msgspec.convert(found["settings"], Settings), found)
 
 
-PARTS = {name: kind for name, kind in get_type_hints(JobParts).items() if is_dataclass(kind)}
+PARTS: dict[str, Any] = {
+    name: kind for name, kind in get_type_hints(JobParts).items() if is_dataclass(kind)
+}

@@ -30,12 +30,6 @@ class Machine(Protocol[Event_contra, Decision_co]):
     def check(self) -> list[str]:
         """Return every violated invariant as a sentence; usually there is none."""
 
-    def snapshot(self) -> bytes:
-        """Return the state as bytes, for the journal and for comparing two machines.
-
-        The class method `restored` makes a machine of them (`core.snapshots`).
-        """
-
 
 def stamped(decisions: Iterable[AnyDecision], cause: int) -> list[AnyDecision]:
     """Return the decisions with the number of the event that caused them."""

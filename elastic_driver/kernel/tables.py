@@ -75,7 +75,7 @@ class _Column(NamedTuple):
 
 
 @cache
-def columns(part: type) -> tuple[_Column, ...]:
+def columns(part: Any) -> tuple[_Column, ...]:
     """Return the columns of a part's table; raises TypeError for a private one without a name."""
     hints, found = get_type_hints(part), []
     for each in fields(part):
@@ -96,7 +96,7 @@ def _of_index(kind: Any) -> _Form:
     """Return how an index is saved: the names of its records, in their order."""
     key, value = get_args(kind)
     if get_origin(value) is dict:
-        return dict[key, list[str]], _names_by_key, _records_by_key
+        return dict[key, list[str]], _names_by_key, _records_by_key  # type: ignore[valid-type]
     return list[str], list, _records
 
 
@@ -141,7 +141,7 @@ def _in_order(value: Any) -> Any:
 
 
 @cache
-def _type_of(part: type) -> type[msgspec.Struct]:
+def _type_of(part: Any) -> type[msgspec.Struct]:
     """Return the type of a part's table: all of its fields may be missing."""
     types = [(c.name, c.kind | msgspec.UnsetType, msgspec.UNSET) for c in columns(part)]
     return msgspec.defstruct(f"{part.__name__}Table", types, kw_only=True)
@@ -150,13 +150,14 @@ def _type_of(part: type) -> type[msgspec.Struct]:
 def table(part: Any) -> Tables:
     """Return the state of a part."""
     found = {}
-    for column in columns(type(part)):
+    kind: Any = type(part)
+    for column in columns(kind):
         value = getattr(part, column.attribute)
         found[column.name] = value if column.save is None else column.save(value)
     return found
 
 
-def values(part: type, found: Mapping[str, Any]) -> dict[str, Any]:
+def values(part: Any, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a part from its table; raises an error of msgspec, or KeyError."""
     read, known, indexes = msgspec.convert(found, _type_of(part)), dict[str, Any](), []
     for column in columns(part):
@@ -183,7 +184,8 @@ def make(part: type[Part], found: Mapping[str, Any]) -> Part:
     set_defaults(made)
     for name, value in known.items():
         setattr(made, name, value)
-    lacking = [c.name for c in columns(part) if not hasattr(made, c.attribute)]
+    kind: Any = part
+    lacking = [c.name for c in columns(kind) if not hasattr(made, c.attribute)]
     if lacking:
         raise KeyError(f"the table of {part.__name__} lacks {lacking[0]}")
     return made
@@ -252,6 +254,7 @@ def _read(snapshot: bytes) -> _Table:
         form = msgspec.msgpack.decode(snapshot, type=list[Any])[0]
         if isinstance(form, int) and form != FORMAT:
             raise SnapshotError(f"a snapshot has format {form}, only {FORMAT} can be read; {_HINT}")
-        return _decode(snapshot)
+        found: _Table = _decode(snapshot)
     except _DAMAGE as error:
         raise SnapshotError(f"a snapshot is damaged: {error}") from None
+    return found

@@ -26,10 +26,10 @@ Times are unix seconds, and never go back: an earlier time counts as the latest 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from elastic_driver.core.snapshots import SnapshotError, unpack
+from elastic_driver.kernel.tables import Snapshots, saved
 from elastic_driver.policies.log_lines import LogLine, read_line
 
 Class = Literal["training", "redone", "forming", "syncing", "starting", "waiting", "slow", "lost"]
@@ -72,32 +72,36 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class Ledger:
+class Ledger(Snapshots):
     """The seconds of each class so far; `feed` it with the lines of the event log, in order."""
 
-    seconds: dict[Class, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
-    step: int = 0  # committed steps: the most that are known
-    redoing: bool = False  # the steps that are trained now were trained before
-    steps_redone: int = 0  # steps that had to be trained again
-    failures: int = 0  # of workers
-    began: float | None = None
-    processes: int = 0  # that were started for a round which is not complete
-    running_since: float | None = None  # all processes of the round, or all its members
-    ended: bool = False
-    at: float = 0.0  # the time up to which `seconds` counts
-    _shown: dict[Class, float] = field(default_factory=dict)  # by `counters`
-    _least: int = 1  # workers that a world needs
-    _wanted: int | None = None
-    _hosts: dict[str, _Host] = field(default_factory=dict)
-    _slots: dict[tuple[str, int], _Slot] = field(default_factory=dict)
-    _states: dict[_State, int] = field(default_factory=lambda: dict.fromkeys(_STATES, 0))
-    _slow: dict[str, float] = field(default_factory=dict)  # the share of a step, by worker
-    _fallen: list[tuple[float, float]] = field(default_factory=list)  # began to train, was lost
-    _committed: float | None = None  # the last commit of a round that broke
-    _present: int = 0  # sums over `_hosts`
-    _room: int = 0
-    elastic: bool = False  # a worker has been ready: the script uses our API
-    _finishing: bool = False
+    seconds: dict[Class, float] = saved(factory=lambda: dict.fromkeys(CLASSES, 0.0))
+    step: int = saved(0)  # committed steps: the most that are known
+    redoing: bool = saved(False)  # the steps that are trained now were trained before
+    steps_redone: int = saved(0)  # steps that had to be trained again
+    failures: int = saved(0)  # of workers
+    began: float | None = saved(None)
+    processes: int = saved(0)  # that were started for a round which is not complete
+    running_since: float | None = saved(None)  # all processes of the round, or all its members
+    ended: bool = saved(False)
+    at: float = saved(0.0)  # the time up to which `seconds` counts
+    _shown: dict[Class, float] = saved(factory=dict, name="shown")  # by `counters`
+    _least: int = saved(1, name="least")  # workers that a world needs
+    _wanted: int | None = saved(None, name="wanted")
+    _hosts: dict[str, _Host] = saved(factory=dict, name="hosts")
+    _slots: dict[tuple[str, int], _Slot] = saved(factory=dict, name="slots")
+    _states: dict[_State, int] = saved(factory=lambda: dict.fromkeys(_STATES, 0), name="states")
+    _slow: dict[str, float] = saved(factory=dict, name="slow")  # the share of a step, by worker
+    _fallen: list[tuple[float, float]] = saved(
+        factory=list, name="fallen"
+    )  # began to train, was lost
+    _committed: float | None = saved(
+        None, name="committed"
+    )  # the last commit of a round that broke
+    _present: int = saved(0, name="present")  # sums over `_hosts`
+    _room: int = saved(0, name="room")
+    elastic: bool = saved(False)  # a worker has been ready: the script uses our API
+    _finishing: bool = saved(False, name="finishing")
 
     # ---- reading -------------------------------------------------------------------------
 
@@ -380,11 +384,3 @@ def read_ledger(lines: Iterable[bytes]) -> Ledger:
             ledger = Ledger()
         ledger.feed(read)
     return ledger
-
-
-def restored_ledger(snapshot: bytes) -> Ledger:
-    """Return the ledger that `core.snapshots.pack` has made this of; raises `SnapshotError`."""
-    found = unpack(snapshot)
-    if not isinstance(found, Ledger):
-        raise SnapshotError(f"this is a snapshot of a {type(found).__name__}")
-    return found

@@ -29,7 +29,6 @@ from elastic_driver.core.driver_events import (
 )
 from elastic_driver.core.events import StateDescribed, WorkerEnding
 from elastic_driver.core.progress import Progress, decode_progress
-from elastic_driver.core.snapshots import Restorable
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.policies.balance import Balancer, Cost
 from elastic_driver.policies.commit_watch import find_oddity
@@ -54,7 +53,7 @@ Taken = RoundPublished | KeysRead | StateDescribed | WorkerEnding | Tick
 Decided = ReadKeys | PublishKey | SendEvent | Announce
 
 
-class Stragglers(Restorable):
+class Stragglers:
     """Watches the ranks of the newest complete round."""
 
     def __init__(self) -> None:

@@ -30,6 +30,7 @@ from elastic_driver.core.machine import Machine, stamped
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.rules.workers import OCCUPYING, RUNNING
 from elastic_driver.errors import ElasticError, ExitCode
+from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.policies.messages import KeysRead, MachineName, Reply
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
 from elastic_driver.policies.scaling.starvation import Starvation
@@ -336,7 +337,7 @@ class DriverLoop:
         if self._journal is not None:
             with collector_paused():
                 states: dict[str, bytes] = {
-                    n: m.snapshot() for n, m in self._machines.items() if n in JOURNALLED
+                    n: m.snapshot() for n, m in self._machines.items() if isinstance(m, Snapshots)
                 }
             states[MEMORY] = self.executor.record.memory()
             self._journal.snapshot(self._events, self.clock(), states)

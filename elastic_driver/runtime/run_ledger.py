@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_driver.core.decisions import Announce, Detail
-from elastic_driver.core.snapshots import pack
-from elastic_driver.policies.goodput import Class, Ledger, restored_ledger
+from elastic_driver.policies.goodput import Class, Ledger
 from elastic_driver.policies.log_lines import line_of, read_line
 from elastic_driver.policies.story import Story, read_story
 from elastic_driver.runtime.journal.resume import ResumedRun
@@ -64,14 +63,14 @@ class RunLedger:
 
     def encode(self) -> bytes:
         """Return the ledger as bytes, for a snapshot."""
-        return pack(self.ledger)
+        return self.ledger.snapshot()
 
     def resume(self, snapshot: bytes, run: ResumedRun) -> None:
         """Go on with the ledger of the journal, if it knows of later events than the log.
 
         Raises SnapshotError if the snapshot holds none.
         """
-        ledger = restored_ledger(snapshot)
+        ledger = Ledger.restored(snapshot)
         if ledger.began is None:  # the first snapshot is made before anything is announced
             ledger.feed(line_of("job_started", run.began, sizes_of(run.settings)))
         for step in run.since:

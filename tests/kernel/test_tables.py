@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import pytest
@@ -15,8 +15,8 @@ from elastic_driver.core.job import Job
 from elastic_driver.core.job_parts import PARTS
 from elastic_driver.kernel.tables import (
     FORMAT,
-    Snapshots,
     SnapshotError,
+    Snapshots,
     Tables,
     columns,
     index,
@@ -41,7 +41,7 @@ class Box:
     """A record that several fields have."""
 
     name: str
-    where: Where = Where("a")
+    where: Where = Where("a")  # noqa: RUF009 - it never changes
     colour: Colour = Colour.RED
 
 
@@ -120,7 +120,7 @@ def test_tables_of_an_older_version_are_brought_up_one_version_at_a_time() -> No
 
     class Newer(Store):
         VERSION = 3
-        UPGRADES = {1: litres, 2: negative}
+        UPGRADES: ClassVar[Any] = {1: litres, 2: negative}
 
     Newer.__name__ = "Store"
     assert Newer.restored(store().snapshot()).size == -3000

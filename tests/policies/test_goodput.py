@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_driver.core.snapshots import SnapshotError, pack
+from elastic_driver.kernel.tables import SnapshotError
 from elastic_driver.policies.goodput import (
     CLASSES,
     Ledger,
     read_ledger,
-    restored_ledger,
 )
 from elastic_driver.policies.log_lines import LogLine, line_of, read_line
+from elastic_driver.policies.shards import DataSets
 
 
 class Log:
@@ -268,14 +268,14 @@ def test_a_log_file_gives_the_ledger_of_its_last_run() -> None:
 def test_a_ledger_that_comes_back_from_a_snapshot_goes_on_like_the_first_one() -> None:
     log = Log(min_np=1, a=2)
     log.start("a.0.1", "a.1.1")
-    twin = restored_ledger(pack(log.ledger))
+    twin = Ledger.restored(log.ledger.snapshot())
     facts = {"worker": "a.1.1", "host": "a", "slot": 1, "exit_code": -9, "rank": None}
     log.say(20.0, "worker_exited", "a.1.1", exit_code=-9)
     twin.feed(line_of("worker_exited", 20.0, facts))
     assert twin.document(30.0) == log.ledger.document(30.0)
     assert line_of("worker_exited", 20.0, {"slot": "none"}) is None
     with pytest.raises(SnapshotError, match="snapshot of a"):
-        restored_ledger(pack([1]))
+        Ledger.restored(DataSets().snapshot())
 
 
 WORKERS = [f"{host}.{slot}.{number}" for host in "ab" for slot in (0, 1) for number in (1, 2)]

@@ -19,12 +19,11 @@ from elastic_driver.core.driver_events import DriverResumed, Tick
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.messages import RequestDropped
 from elastic_driver.policies.shards import DataSets
-from tests.policies import test_stragglers, test_tf_cluster
+from tests.policies import test_tf_cluster
 from tests.policies.nodecheck import test_checker
 from tests.sim.restoring import Restoring
 
 MACHINES = {
-    test_stragglers: "Stragglers",
     test_tf_cluster: "TfCluster",
     test_checker: "NodeChecker",
 }

@@ -14,10 +14,12 @@ Pure: `checker` (or the simulation) runs the tasks. Times are seconds.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from msgspec import Struct
 
+from elastic_driver.kernel.tables import saved, set_defaults
 from elastic_driver.policies.nodecheck.evidence import Evidence, GroupResult, Measurement, failed
 
 _TRIES_WITHOUT_GOOD = 3  # with three pairings of four nodes, each has been with every other
@@ -45,6 +47,7 @@ class NodeVerdict(Struct, frozen=True):
     history: tuple[Measurement, ...]  # one for each round it took part in
 
 
+@dataclass(init=False)
 class NodeCheck:
     """One check of some nodes: it plans rounds, takes in their results and judges.
 
@@ -54,16 +57,20 @@ class NodeCheck:
             in what is usual; with them a node that is checked alone can be slow.
     """
 
+    nodes: tuple[str, ...] = saved(())
+    _known: tuple[list[float], list[float]] = saved(factory=lambda: ([], []), name="known")
+    _rounds: list[tuple[GroupResult, ...]] = saved(factory=list, name="rounds")
+    _gone: dict[str, str] = saved(factory=dict, name="gone")
+    _next: tuple[Group, ...] | None = saved(None, name="next")
+
     def __init__(self, nodes: Sequence[str], *, known: Sequence[NodeVerdict] = ()) -> None:
+        set_defaults(self)
         self.nodes = tuple(nodes)
         good = [v for v in known if v.verdict is Verdict.GOOD and v.node not in nodes]
         self._known = (
             [v.compute for v in good if v.compute is not None],
             [v.network for v in good if v.network is not None],
         )
-        self._rounds: list[tuple[GroupResult, ...]] = []
-        self._gone: dict[str, str] = {}
-        self._next: tuple[Group, ...] | None = None
 
     @property
     def rounds(self) -> tuple[tuple[GroupResult, ...], ...]:

@@ -10,8 +10,10 @@ Pure. Times are monotonic seconds.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -22,7 +24,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
 from elastic_driver.core.driver_events import AgentLost, LeaseExpired
 from elastic_driver.core.rules.ranks import Seat, assign
-from elastic_driver.core.snapshots import Restorable
+from elastic_driver.kernel.tables import Snapshots, Tables, make, saved, set_defaults, table
 from elastic_driver.policies.messages import (
     AdmitMembers,
     KeysRead,
@@ -73,7 +75,15 @@ class Phase(str, Enum):
     OVER = "over"
 
 
-class NodeChecker(Restorable):
+class _Waiting(NamedTuple):
+    """A process that waits for its next task."""
+
+    worker: str
+    done: int  # tasks so far
+
+
+@dataclass(init=False)
+class NodeChecker(Snapshots):
     """Checks nodes; the first `Tick` begins.
 
     Args:
@@ -84,6 +94,27 @@ class NodeChecker(Restorable):
         known: verdicts of earlier checks of the same cluster.
     """
 
+    _slots: dict[str, int] = saved(factory=dict, name="slots")
+    _limits: CheckLimits = saved(name="limits")
+    _task: str = saved("", name="task")
+    _incarnation: int = saved(0, name="incarnation")
+    _last_task: int = saved(0, name="last_task")
+    _phase: Phase = saved(Phase.STARTING, name="phase")
+    _agents: dict[str, ev.AgentReady] = saved(factory=dict, name="agents")  # that are up, by host
+    # Hosts whose agent's process has not ended.
+    _running: dict[str, None] = saved(factory=dict, name="running")
+    _tasks: dict[int, GroupTask] = saved(factory=dict, name="tasks")  # of this round, by number
+    # By (host, slot).
+    _waiting: dict[tuple[str, int], _Waiting] = saved(factory=dict, name="waiting")
+    _reading: dict[str, str] = saved(factory=dict, name="reading")  # key of a result → worker
+    _due: float | None = saved(None, name="due")
+    _began: float | None = saved(None, name="began")
+    _measuring_since: float = saved(0.0, name="measuring_since")
+    _task_seconds: float = saved(0.0, name="task_seconds")
+    _processes: dict[str, Process] = field(default_factory=dict)  # of this round, by worker
+    _gate: StartingGate = field(default_factory=lambda: StartingGate(()))
+    _out: list[CheckDecision] = field(default_factory=list)
+
     def __init__(
         self,
         hosts: Sequence[tuple[str, int]],
@@ -93,24 +124,25 @@ class NodeChecker(Restorable):
         task: str = "",
         known: Sequence[NodeVerdict] = (),
     ) -> None:
+        set_defaults(self)
         self._slots = dict(hosts)
         self._limits, self._task = limits, task
         self._check = NodeCheck(tuple(self._slots), known=known)
         self._incarnation = contract.FIRST_OF_CHECKS + number
         self._last_task = contract.FIRST_OF_CHECKS + number * TASKS_OF_A_CHECK
-        self._phase = Phase.STARTING
-        self._agents: dict[str, ev.AgentReady] = {}  # that are up, by host
-        self._running: set[str] = set()  # hosts whose agent's process has not ended
-        self._tasks: list[GroupTask] = []  # of this round
-        self._processes: dict[str, Process] = {}  # of this round, by worker
-        self._waiting: dict[tuple[str, int], Process] = {}  # (host, slot): for its next task
-        self._reading: dict[str, Process] = {}  # by the key of its result
-        self._gate = StartingGate(())
-        self._due: float | None = None
-        self._began: float | None = None
-        self._measuring_since = 0.0
-        self._task_seconds = 0.0
-        self._out: list[CheckDecision] = []
+
+    def tables(self) -> Tables:
+        """See `Snapshots.tables`."""
+        return {"": table(self), "check": table(self._check), "gate": table(self._gate)}
+
+    @classmethod
+    def from_tables(cls, found: Tables) -> "NodeChecker":
+        """See `Snapshots.from_tables`."""
+        checker = make(cls, found[""])
+        checker._check = make(NodeCheck, found["check"])
+        checker._gate = make(StartingGate, found["gate"])
+        checker._processes = {p.worker: p for t in checker._tasks.values() for p in t.processes}
+        return checker
 
     # ---- a machine's methods -------------------------------------------------------------
 
@@ -120,7 +152,7 @@ class NodeChecker(Restorable):
         """Take in what agents and tasks report, and the time."""
         if self._began is None:
             self._began, self._due = now, now + self._limits.start_timeout
-            self._running.update(self._slots)
+            self._running = dict.fromkeys(self._slots)
             for host, slots in self._slots.items():
                 start = do.StartAgent(host, self._incarnation, slots, "the node is checked")
                 self._out.append(start)
@@ -128,7 +160,7 @@ class NodeChecker(Restorable):
             case ev.AgentReady(host=host) if host in self._running:
                 self._agents[host] = event
             case AgentLost(host=host, reason=reason):
-                self._running.discard(host)
+                self._running.pop(host, None)
                 self._agent_lost(host, reason)
             case LeaseExpired(kind="agent"):
                 self._agent_lost(event.agent[0], event.reason)
@@ -152,7 +184,9 @@ class NodeChecker(Restorable):
 
     def check(self) -> list[str]:
         """See `Machine.check`."""
-        wrong = [f"{host} is up but was given up" for host in self._agents.keys() - self._running]
+        wrong = [
+            f"{host} is up but was given up" for host in self._agents.keys() - self._running.keys()
+        ]
         if self._phase is not Phase.OVER and self._began is not None and self._due is None:
             wrong.append(f"the check is {self._phase.value} without a deadline")
         return wrong
@@ -176,7 +210,7 @@ class NodeChecker(Restorable):
         match self._phase:
             case Phase.STARTING if late or len(self._agents) == len(self._running):
                 within = f"within {self._limits.start_timeout:g} s (--start-timeout)"
-                missing = self._running - self._agents.keys()
+                missing = self._running.keys() - self._agents.keys()
                 for host in [host for host in self._slots if host in missing]:
                     self._give_up(host, f"its agent did not come up {within}")
                 of = counted(len(self._slots), "node")
@@ -185,13 +219,13 @@ class NodeChecker(Restorable):
             case Phase.GATHERING if late or self._is_gate_open(now):
                 # All begin at once: the start of one would disturb the times of another.
                 self._show("measuring", now)
-                for task in self._tasks:
+                for task in self._tasks.values():
                     self._out.append(PublishKey(messages.go_key(task.number), b"", "all are up"))
                 self._phase, self._measuring_since = Phase.MEASURING, now
             case Phase.MEASURING if late or self._is_round_over():
                 self._task_seconds += now - self._measuring_since
                 within = f"within {self._limits.task_timeout:g} s (--check-timeout)"
-                for task in self._tasks:
+                for task in self._tasks.values():
                     self._stop(task, f"not done {within}")
                 self._phase, self._due = Phase.STOPPING, now + STOP_S
             case Phase.STOPPING if late or self._is_round_over():
@@ -222,14 +256,16 @@ class NodeChecker(Restorable):
             if not process.ended:
                 process.failure = process.failure or "it does not end"
                 self._give_up(process.host, "its agent does not end a task")
-        for task in self._tasks:
+        for task in self._tasks.values():
             self._out.append(do.SealRound(task.number, "the round of the node check is over"))
-        measured = [[task.measurement(host) for host in task.group] for task in self._tasks]
+        measured = [
+            [task.measurement(host) for host in task.group] for task in self._tasks.values()
+        ]
         for group in measured:
             self._show(f"measured {'; '.join(map(shown_times, group))}", now)
         self._check.report(chain.from_iterable(measured))
         self._reading.clear()
-        self._tasks, self._processes = [], {}
+        self._tasks, self._processes = {}, {}
 
     def _next_round(self, now: float) -> None:
         """Start the tasks of the next round, or let the agents end if there is none."""
@@ -243,10 +279,11 @@ class NodeChecker(Restorable):
         self._show(
             f"round {number}, {counted(nodes, 'node')} in {counted(len(groups), 'group')}", now
         )
-        self._tasks = [self._new_task(group) for group in groups]
-        self._processes = {p.worker: p for task in self._tasks for p in task.processes}
+        made = [self._new_task(group) for group in groups]
+        self._tasks = {task.number: task for task in made}
+        self._processes = {p.worker: p for task in made for p in task.processes}
         self._gate = StartingGate(self._processes)
-        for task in self._tasks:
+        for task in self._tasks.values():
             self._start(task)
         self._phase, self._due = Phase.GATHERING, now + self._limits.task_timeout
 
@@ -261,7 +298,7 @@ class NodeChecker(Restorable):
                 done = 0 if before is None else before.done + 1
                 worker = contract.worker_id(host, slot, task.number)
                 worker = worker if before is None else before.worker
-                task.processes.append(Process(worker, host, slot, task, done))
+                task.processes.append(Process(worker, host, slot, task.number, done))
         return task
 
     def _start(self, task: GroupTask) -> None:
@@ -296,7 +333,7 @@ class NodeChecker(Restorable):
         process.failure = process.failure or reason
         if process.host not in self._agents:
             process.ended = True
-        self._stop(process.task, f"stopped: {process.host} failed")
+        self._stop(self._tasks[process.task], f"stopped: {process.host} failed")
 
     def _stop(self, task: GroupTask, reason: str) -> None:
         for process in task.processes:
@@ -308,11 +345,11 @@ class NodeChecker(Restorable):
 
     def _task_ended(self, event: messages.TaskEnded) -> None:
         process = self._processes.get(event.worker)
-        if process is None or process.ended or process.task.number != event.task:
+        if process is None or process.ended or process.task != event.task:
             return
         process.ended = True
         if not process.failure:
-            self._waiting[process.host, process.slot] = process
+            self._waiting[process.host, process.slot] = _Waiting(process.worker, process.done)
             self._read_result(process)
 
     def _exited(self, event: ev.WorkerExited) -> None:
@@ -327,13 +364,13 @@ class NodeChecker(Restorable):
             self._read_result(process)
 
     def _read_result(self, process: Process) -> None:
-        key = messages.result_key(process.task.number, process.worker)
-        self._reading[key] = process
+        key = messages.result_key(process.task, process.worker)
+        self._reading[key] = process.worker
         self._out.append(ReadKeys("check", (key,), f"{process.worker} has ended its task"))
 
     def _results_read(self, event: KeysRead) -> None:
         for key in event.keys:
-            process = self._reading.pop(key, None)
+            process = self._processes.get(self._reading.pop(key, ""))
             if process is None or process.failure:
                 continue
             written, _ = event.entries.get(key, (b"", 0))
@@ -355,7 +392,7 @@ class NodeChecker(Restorable):
             return
         self._check.give_up(host, reason)
         if host in self._running:
-            self._running.discard(host)
+            self._running.pop(host, None)
             self._out.append(do.KillAgent(host, self._incarnation, reason))
 
     # ---- for people ----------------------------------------------------------------------

@@ -6,6 +6,7 @@ Pure. Times are monotonic seconds.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from elastic_driver.kernel.tables import saved
 from elastic_driver.policies.nodecheck.check import Group
 from elastic_driver.policies.nodecheck.evidence import Measurement, failed
 from elastic_driver.policies.nodecheck.messages import TaskResult
@@ -13,6 +14,7 @@ from elastic_driver.policies.nodecheck.messages import TaskResult
 PATIENCE_S = 10.0  # for the last processes of a round to come up, once more than half are up
 
 
+@dataclass(init=False, slots=True)
 class StartingGate:
     """Opens when every process of the round has arrived or ended, or patience is over.
 
@@ -21,11 +23,15 @@ class StartingGate:
     that hangs or is very slow must not make the others run out of time.
     """
 
+    _awaited: set[str] = saved(factory=set, name="awaited")
+    _half: float = saved(0.0, name="half")
+    # It opens at this time even if processes are missing; None while too few are up.
+    opens_at: float | None = saved(None)
+
     def __init__(self, workers: Iterable[str]) -> None:
         self._awaited = set(workers)
         self._half = len(self._awaited) / 2
-        # It opens at this time even if processes are missing; None while too few are up.
-        self.opens_at: float | None = None
+        self.opens_at = None
 
     def passed(self, worker: str, now: float) -> None:
         """Record that a process is up or has ended: the others wait for it no longer."""
@@ -45,7 +51,7 @@ class Process:
     worker: str
     host: str
     slot: int
-    task: "GroupTask"
+    task: int  # the number of its task
     done: int = 0  # tasks before this one
     result: TaskResult | None = None
     failure: str = ""

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 from elastic_driver.core.decisions import Announce, Detail
 from elastic_driver.core.driver_events import MemoryExpected, SizeProposed, Tick
-from elastic_driver.core.snapshots import Restorable
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.gauge import DRIFT, Gauge
 from elastic_driver.policies.scaling.messages import WRONG, PriorFound, SpeedSeen
@@ -32,7 +31,7 @@ GIVE_UP_S = 120.0  # a size that the job does not reach for this long is not tri
 Decided: TypeAlias = SendEvent | Announce
 
 
-class AutoScaler(Restorable):
+class AutoScaler:
     """Searches the best size, goes there, and watches whether it stays the best."""
 
     def __init__(self) -> None:

@@ -4,7 +4,6 @@ The first steps of a round do not count. After that, each look at the job's prog
 time of the steps since the look before. Times are seconds.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 from math import inf, sqrt
 from statistics import fmean, stdev
@@ -23,7 +22,7 @@ class Gauge:
 
     began: tuple[int, float] | None = None  # steps and time at the first look
     seen: tuple[int, float] | None = None  # at the newest look after the warm-up
-    looks: deque[tuple[float, int]] = field(default_factory=deque)  # seconds and steps of each
+    looks: list[tuple[float, int]] = field(default_factory=list)  # seconds and steps of each
     steps: int = 0  # in `looks`
     seconds: float = 0.0
 
@@ -44,7 +43,7 @@ class Gauge:
         self.looks.append((took, done))
         self.steps, self.seconds = self.steps + done, self.seconds + took
         while self.seconds - self.looks[0][0] > DRIFT_S and len(self.looks) > LEAST_STEPS:
-            old, fewer = self.looks.popleft()
+            old, fewer = self.looks.pop(0)
             self.steps, self.seconds = self.steps - fewer, self.seconds - old
 
     @property

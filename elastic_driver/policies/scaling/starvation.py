@@ -8,7 +8,6 @@ takes one worker at a time, and each time looks again for as long. Pure. Times a
 from statistics import median
 
 from elastic_driver.core.driver_events import HostStarved, Tick
-from elastic_driver.core.snapshots import Restorable
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.messages import HostLoad, LoadsSeen
 
@@ -18,7 +17,7 @@ WAITED = 0.4  # of the time, in which a process waited for a processor, at least
 SLOWER = 1.2  # times as long as those of the other hosts, at least
 
 
-class Starvation(Restorable):
+class Starvation:
     """Watches the load of the hosts of one job."""
 
     def __init__(self) -> None:

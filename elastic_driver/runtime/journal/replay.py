@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from elastic_driver.core.job import Job
 from elastic_driver.core.machine import Machine, stamped
-from elastic_driver.core.snapshots import Restorable
 from elastic_driver.errors import UsageError
+from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
@@ -22,7 +22,7 @@ from elastic_driver.runtime.journal import write_ahead
 from elastic_driver.runtime.journal.codec import AnyEvent, decode
 from elastic_driver.runtime.journal.tables import FORMAT, UPGRADED, checksum, connect, stranger
 
-_KINDS: dict[str, type[Restorable]] = {
+_KINDS: dict[str, type[Snapshots]] = {
     "job": Job,
     "check": NodeChecker,
     "shards": DataSets,

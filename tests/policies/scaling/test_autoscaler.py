@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.driver_events import MemoryExpected, SizeProposed, Tick
-from elastic_driver.core.snapshots import unpack
+from elastic_driver.core.driver_events import MemoryExpected, SizeProposed
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.autoscaler import GIVE_UP_S, AutoScaler
 from elastic_driver.policies.scaling.messages import PriorFound, SpeedSeen
@@ -310,18 +309,6 @@ def test_a_fixed_batch_is_not_weighed() -> None:
     plain = SimulatedJob(CURVES["8 micro-batches"])
     plain.until_found()
     assert weighed.wanted == plain.wanted
-
-
-def test_it_comes_back_from_a_snapshot() -> None:
-    job = SimulatedJob(CURVES["peak at 5"])
-    job.run(20)
-    job.machine.handle(Tick(), job.now)
-    again = AutoScaler.restored(job.machine.snapshot())
-    assert again.snapshot() == job.machine.snapshot()
-    assert type(unpack(job.machine.snapshot())) is AutoScaler
-    job.machine = again
-    job.until_found()
-    assert job.wanted == 5
 
 
 def knows(job: SimulatedJob, curve: Curve, factor: float = 1.0) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.driver_events import HostStarved, Tick
-from elastic_driver.core.snapshots import unpack
+from elastic_driver.core.driver_events import HostStarved
 from elastic_driver.policies.scaling.messages import HostLoad, LoadsSeen
 from elastic_driver.policies.scaling.starvation import LASTS_S, Starvation
 
@@ -79,16 +78,3 @@ def test_a_host_that_recovers_begins_anew() -> None:
 
 def test_while_a_user_holds_a_size_nothing_is_proposed() -> None:
     assert watched(Starvation(), seen(QUIET, STARVED, held=True), 3 * LASTS_S) == []
-
-
-def test_a_restored_machine_goes_on() -> None:
-    machine = Starvation()
-    assert watched(machine, seen(QUIET, STARVED), LASTS_S - 1) == []
-    twin = unpack(machine.snapshot())
-    assert isinstance(twin, Starvation)
-    at = 100.0 + LASTS_S
-    event = seen(QUIET, STARVED)
-    assert twin.handle(event, at) == machine.handle(event, at) != []
-    assert machine.handle(Tick(), at) == []
-    assert machine.deadline() is None
-    assert machine.check() == []
