@@ -92,6 +92,7 @@ class Cluster(Restorable):
         cluster = super().restored(snapshot)
         for job in cluster.runs():
             job.unheard, job.silent_at, job.gone_at = True, None, None
+            job.is_doubted = job.is_watched = False
         cluster.plans.asked = None
         cluster.plans.because("start")
         return cluster
@@ -272,9 +273,8 @@ class Cluster(Restorable):
     def _on_probed(self, event: DriverProbed, now: float) -> None:
         for job in self.runs():
             run = job.name, job.report.began
-            if run == (event.job, event.began) and job.probed(event, now):
-                line = f"its driver has ended; its slots are free in {job.report.lives_on:g} s"
-                self._tell("job_lost", job.name, line)
+            if run == (event.job, event.began) and (line := job.probed(event, now)):
+                self._tell("job_lost" if job.gone_at is not None else "job_found", job.name, line)
 
     def _on_forgotten(self, name: str) -> None:
         job = self.jobs.get(name)

@@ -44,7 +44,7 @@ from launcher.brain.figures import HostFigures
 from launcher.brain.folder import BrainFolder, State
 from launcher.brain.intake import Intake
 from launcher.brain.priors import Priors
-from launcher.brain.probes import answer_probe
+from launcher.brain.probes import Drivers
 from launcher.brain.routes import BrainRoutes, job_of_lease
 from launcher.brain.status import is_silent, status_document
 from rendezvous.server import RendezvousServer
@@ -127,6 +127,7 @@ class BrainService:
         self._ahead: int | None = None  # messages that come before the tick that is due
         self._intake = Intake(self._mailbox.put)
         self._receipts = Receipts(setup.token, "")
+        self._drivers = Drivers(setup.token, self._mailbox.put)
         self._started = time.time()
 
     # ---- life ----------------------------------------------------------------------------
@@ -140,6 +141,7 @@ class BrainService:
             self._algorithms.check(setup.algorithm)
             server = self._server = self._open_server()
             stack.callback(server.stop)
+            stack.callback(lambda: server.spawn(self._drivers.keep_only({})))
             self._log.open()
             stack.callback(self._log.close)
             setup.folder.write_tokens(setup.token, setup.identity.known_by)
@@ -308,7 +310,15 @@ class BrainService:
     def _probe(self, asked: ProbeDriver) -> None:
         """Look whether a driver lives, on the server's loop; `DriverProbed` answers."""
         if self._server is not None:
-            self._server.spawn(answer_probe(asked, self._mailbox.put))
+            self._server.spawn(self._drivers.look(asked))
+
+    def _watch_only_jobs(self) -> None:
+        """Close the connections to drivers of jobs that are over."""
+        if self._server is not None:
+            places = {
+                (job.name, job.report.began): job.report.liveness for job in self._cluster.runs()
+            }
+            self._server.spawn(self._drivers.keep_only(places))
 
     # ---- the disk, before promises -------------------------------------------------------
 
@@ -328,6 +338,7 @@ class BrainService:
             return
         if unkept.failed:
             self._tell("state_written", "", f"{self._setup.folder.state_file} is written again")
+        self._watch_only_jobs()
         grants, self._unkept = unkept.grants, _Unkept()
         for made in grants.values():
             self._publish(made.job, made.grant, made.claims)

@@ -52,6 +52,7 @@ class Brain:
         self.probes: list[ProbeDriver] = []
         self.withdrawn: list[str] = []
         self.ended: set[str] = set()  # jobs at whose driver's address nobody listens
+        self.unproved: set[str] = set()  # or somebody who is not that driver
         self.hosts(hosts)
 
     def hosts(self, hosts: dict[str, int]) -> None:
@@ -73,6 +74,8 @@ class Brain:
             elif isinstance(decision, ProbeDriver):
                 self.probes.append(decision)
                 result: Any = "refused" if decision.job in self.ended else "answered"
+                if decision.job in self.unproved:
+                    result = "unproved"
                 self.send(DriverProbed(decision.job, decision.began, decision.liveness, result))
             elif isinstance(decision, WithdrawGrant):
                 self.withdrawn.append(decision.job)
@@ -86,6 +89,11 @@ class Brain:
         fields = {"began": 1.0, "least": 1, "lives_on": LIVES_ON_S, "liveness": job, **fields}
         said = JobReport(kind=Kind(name=job, command=""), **fields)
         self.send(JobHeard(job, said, proved), after)
+
+    def lose(self, job: str) -> None:
+        """The connection to its driver has ended."""
+        report = self.cluster.jobs[job].report
+        self.send(DriverProbed(job, report.began, report.liveness, "lost"))
 
     def carried_out(self, job: str, holding: dict[str, int] | None = None) -> None:
         held = self.grants[job] if holding is None else holding
@@ -172,18 +180,88 @@ def test_a_driver_that_is_stopped_or_cut_off_keeps_its_slots_however_long_it_is_
         two.send(Tick(), after=SILENT_S / 2)
     assert two.grants == {"A": {"n1": 2}, "B": {"n2": 2}}
     looks = [probe for probe in two.probes if probe.reason == "its driver is silent"]
-    assert len(looks) == 6, "when it became silent, and at each event"
+    assert len(looks) == 1, "the connection stands"
     two.ended = {"B"}
-    two.send(Tick(), after=PROBE_S)
+    two.lose("B")
     two.plans = [{"A": {"n1": 2, "n2": 2}}]
     two.now += LIVES_ON_S
     two.carried_out("A")
     assert two.grants["A"] == {"n1": 2, "n2": 2}
 
 
-def test_a_driver_that_was_never_found_at_its_address_is_not_taken_for_dead() -> None:
-    brain = Brain({"n1": 2})
-    brain.ended = {"A"}  # for example, because a firewall refuses connections
+def test_who_takes_the_port_of_a_driver_that_has_ended_keeps_its_slots_no_longer(
+    two: Brain,
+) -> None:
+    two.unproved = {"B"}
+    two.lose("B")  # while it is heard: it is looked for again
+    assert [told.event for told in two.told if told.job == "B"] == ["job_arrived"]
+    two.send(JobSilent("B"))
+    assert [told.event for told in two.told][-2:] == ["job_silent", "job_lost"]
+    two.plans = [{"A": {"n1": 2, "n2": 2}}]
+    two.send(Tick(), after=LIVES_ON_S - 1)
+    two.carried_out("A")
+    assert two.grants["A"] == {"n1": 2}
+    two.send(Tick(), after=1.0)
+    assert two.grants["A"] == {"n1": 2, "n2": 2}
+
+
+def test_a_driver_that_proves_itself_late_keeps_its_slots(two: Brain) -> None:
+    two.unproved = {"B"}
+    two.lose("B")
+    two.send(JobSilent("B"))
+    two.unproved = set()
+    two.plans = [{"A": {"n1": 2}}]
+    for _ in range(3):
+        two.carried_out("A")
+        two.send(Tick(), after=PROBE_S)
+    assert two.told[-1].line == "its driver lives; its slots stay its own"
+    two.carried_out("A")
+    two.send(Tick(), after=LIVES_ON_S)
+    assert two.grants == {"A": {"n1": 2}, "B": {"n2": 2}}
+
+
+def test_a_port_that_nobody_has_any_more_is_certain_after_a_doubt(two: Brain) -> None:
+    two.unproved = {"B"}
+    two.lose("B")
+    two.send(JobSilent("B"))
+    gone_at = two.cluster.jobs["B"].gone_at
+    two.unproved, two.ended = set(), {"B"}
+    two.send(Tick(), after=PROBE_S)
+    known = two.cluster.jobs["B"]
+    assert (known.gone_at, known.is_doubted, known.probe_at) == (gone_at, False, None)
+
+
+def test_a_brain_that_starts_again_looks_anew_and_believes_no_stranger(two: Brain) -> None:
+    two.cluster = Cluster.restored(two.cluster.snapshot())
+    assert not any(job.is_watched for job in two.cluster.runs())
+    two.unproved = {"B"}
+    two.carried_out("A")
+    assert two.cluster.jobs["A"].is_watched
+    two.plans = [{"A": {"n1": 2}}] * 3
+    two.send(Tick(), after=JOB_LEASE_S)
+    assert "job_lost" in [told.event for told in two.told]
+    two.carried_out("A")
+    two.plans = [{"A": {"n1": 2, "n2": 2}}] * 3
+    two.send(Tick(), after=LIVES_ON_S)
+    assert list(two.cluster.jobs) == ["A"]
+
+
+def test_the_end_of_a_driver_counts_not_for_the_next_one_at_another_port(two: Brain) -> None:
+    before = two.cluster.jobs["B"].report
+    two.plans = [{"A": {"n1": 2}, "B": {"n2": 2}}] * 3
+    two.report("B", liveness="another", carried_out=two.numbers["B"], holding={"n2": 2})
+    assert two.cluster.jobs["B"].found_at == "another"
+    two.send(DriverProbed("B", before.began, before.liveness, "lost"))
+    two.send(DriverProbed("B", before.began, before.liveness, "refused"))
+    assert two.cluster.jobs["B"].is_watched
+    two.send(JobSilent("B"))
+    assert two.cluster.jobs["B"].gone_at is None
+
+
+@pytest.mark.parametrize("result", ["refused", "unproved"])
+def test_a_driver_that_was_never_found_at_its_address_is_not_taken_for_dead(result: str) -> None:
+    brain = Brain({"n1": 2})  # for example, because a firewall refuses connections
+    (brain.ended if result == "refused" else brain.unproved).add("A")
     brain.plans = [{"A": {"n1": 2}}]
     brain.report("A")
     brain.carried_out("A")

@@ -128,33 +128,6 @@ def test_what_it_has_granted_is_known_to_the_next_one_that_waits_for_its_jobs(
         assert (same.number, same.hosts) == (grant.number, {"a": 2})
 
 
-def test_the_slots_of_a_silent_driver_are_free_once_it_has_ended(tmp_path: Path) -> None:
-    with elasticbrain(tmp_path, "-H", "a:2") as brain:
-        first, second = Job(brain, "first"), Job(brain, "second")
-        listener = socket.create_server(("127.0.0.1", 0))
-        liveness = f"127.0.0.1:{listener.getsockname()[1]}"
-        grant = first.until(lambda g: g.hosts == {"a": 2}, report(least=2, liveness=liveness))
-        listener.accept()[0].close()  # it is found while it is heard
-        first.say(report(least=2, liveness=liveness, carried_out=grant.number, holding={"a": 2}))
-        states = lambda: {job["job"]: job["state"] for job in brain.status()["jobs"]}  # noqa: E731
-
-        def second_waits() -> None:
-            second.say(report(least=2))
-            waits = second.grant()
-            assert waits is None or not waits.hosts
-
-        def has_seen(state: str) -> bool:
-            second_waits()
-            return states().get("first") == state
-
-        eventually(lambda: has_seen("silent"), within=30, what="its lease ends")
-        for _ in range(2):
-            listener.accept()[0].close()
-        assert has_seen("silent"), "it lives: it may be cut off"
-        listener.close()
-        second.until(lambda g: g.hosts == {"a": 2}, report(least=2))
-
-
 def test_an_administrator_frees_the_slots_of_a_silent_job_and_of_no_other(tmp_path: Path) -> None:
     with elasticbrain(tmp_path, "-H", "a:2") as brain:
         where = "--state-dir", str(brain.folder)
