@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from elastic_driver.brain.documents import JobReport, Kind
+from launcher.brain.folder import BrainFolder
+from launcher.brain.show import ask
 from rendezvous.auth import job_token, read_token_file
 from tests.launcher.brain.test_serve import Job
 from tests.support.brain import RunningBrain, elasticbrain
@@ -28,7 +31,8 @@ def token_of(brain: RunningBrain, job: str) -> str:
 
 
 def state_of_first(brain: RunningBrain) -> tuple[str, bool] | None:
-    jobs = [job for job in brain.status()["jobs"] if job["job"] == "first"]
+    document = json.loads(ask(BrainFolder(brain.folder)))
+    jobs = [job for job in document["jobs"] if job["job"] == "first"]
     return (jobs[0]["state"], jobs[0]["watched"]) if jobs else None
 
 
