@@ -25,6 +25,7 @@ from elastic_driver.brain.messages import (
     DriverProbed,
     HostsFound,
     HostsMeasured,
+    JobDropped,
     JobEnded,
     JobForgotten,
     JobHeard,
@@ -52,6 +53,7 @@ BrainEvent: TypeAlias = (
     | JobEnded
     | JobSilent
     | JobForgotten
+    | JobDropped
     | DriverProbed
     | HostsFound
     | HostsMeasured
@@ -123,6 +125,8 @@ class Cluster(Restorable):
                 self._on_silent(event.job, now)
             case JobForgotten():
                 self._on_forgotten(event.job)
+            case JobDropped():
+                self._on_dropped(event.job)
             case DriverProbed():
                 self._on_probed(event, now)
             case HostsFound():
@@ -239,6 +243,8 @@ class Cluster(Restorable):
         self.plans.because("job arrived")
 
     def _on_ended(self, name: str, over: JobOver) -> None:
+        if not any((job.name, job.report.began) == (name, over.began) for job in self.runs()):
+            return  # nobody knows that run, and it takes no place from those that are known
         self._ended.pop(name, None)
         self._ended[name] = over.began
         if len(self._ended) > ENDED_KEPT:
@@ -282,6 +288,11 @@ class Cluster(Restorable):
             self._remove(job, "job_forgotten", "an administrator says that it has ended")
         for former in [former for former in self.former if former.name == name]:
             self._drop_former(name, former.report.began)
+
+    def _on_dropped(self, name: str) -> None:
+        job = self.jobs.get(name)
+        if job is not None and not job.claims():
+            self._remove(job, "job_dropped", "it has no slots, and others need its place")
 
     def _miss_reports(self, now: float) -> None:
         """Note whose reports are overdue, once those that have come were taken in."""

@@ -217,7 +217,8 @@ class Job:
     def _ended(self, certain: bool, now: float) -> str:
         """Its driver has ended, as far as can be known."""
         if self.gone_at is not None:
-            self.is_doubted = self.is_doubted and not certain
+            if certain:
+                self.is_doubted, self.probe_at = False, None
             return ""
         self.gone_at, self.is_doubted = now + self.report.lives_on, not certain
         if certain:

@@ -61,6 +61,12 @@ class JobForgotten(Struct, frozen=True, tag="job_forgotten"):
     job: str
 
 
+class JobDropped(Struct, frozen=True, tag="job_dropped"):
+    """There is no place for a job if it has no slots; its driver may ask again."""
+
+    job: str
+
+
 class HostsFound(Struct, frozen=True, tag="hosts_found"):
     """The hosts that the Brain may give, in the order of their source; no figures."""
 

@@ -24,6 +24,7 @@ from elastic_driver.brain.documents import Grant, grant_key
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     HostsFound,
+    JobDropped,
     JobEnded,
     JobForgotten,
     JobHeard,
@@ -175,7 +176,10 @@ class BrainService:
         book = state.book or uuid.uuid4().hex
         self._state = msgspec.structs.replace(state, starts=state.starts + 1, book=book)
         self._receipts = Receipts(self._setup.token, book)
-        self._intake.know(job.name for job in self._cluster.runs())
+        for job in self._cluster.runs():
+            self._intake.know(job.name, holds=False)
+            if job.claims():
+                self._intake.note(job.name, holds=True)
         self._keep(time.time())
 
     def _open_server(self) -> RendezvousServer:
@@ -280,12 +284,15 @@ class BrainService:
             self._priors.ask(event.job, event.report.kind)
         if isinstance(event, JobHeard) and event.job not in self._cluster.jobs:
             self._intake.forget(event.job)  # a late report of a run that is over
+        if isinstance(event, JobDropped) and event.job in self._cluster.jobs:
+            self._intake.know(event.job)  # it has got slots meanwhile
         if self._unkept.due is None:
             self._unkept.due = now + KEEP_S
         for decision in decisions:
             match decision:
-                case PublishGrant(job=job):
+                case PublishGrant(job=job, claims=claims):
                     self._unkept.grants[job] = decision
+                    self._intake.note(job, holds=bool(claims))
                 case WithdrawGrant(job=job):
                     self._withdraw(job)
                 case ProbeDriver():
