@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
-from elastic_driver.brain.cluster import SILENT_S, BrainDecision, Cluster
+from elastic_driver.brain.cluster import ENDED_KEPT, SILENT_S, BrainDecision, Cluster
 from elastic_driver.brain.documents import JOB_LEASE_S, JobOver, JobReport, Kind
 from elastic_driver.brain.fair import fair
 from elastic_driver.brain.handover import GATHER_S
@@ -17,6 +17,7 @@ from elastic_driver.brain.messages import (
     DriverProbed,
     HostsFound,
     HostsMeasured,
+    JobDropped,
     JobEnded,
     JobForgotten,
     JobHeard,
@@ -310,6 +311,27 @@ def test_a_report_that_comes_after_the_end_of_its_run_brings_no_job_back(two: Br
     assert list(two.cluster.jobs) == ["A"]
     two.report("B", began=2.0)
     assert list(two.cluster.jobs) == ["A", "B"]
+
+
+def test_ends_of_runs_that_nobody_knows_make_no_other_end_forgotten(two: Brain) -> None:
+    two.plans = [{"A": {"n1": 2, "n2": 2}}] * 2
+    two.send(JobEnded("B", JobOver(began=1.0, exit_code=0)))
+    for number in range(ENDED_KEPT + 1):
+        two.send(JobEnded(f"fake-{number}", JobOver(began=1.0, exit_code=0)))
+    two.report("B", holding={"n2": 2})  # late
+    assert list(two.cluster.jobs) == ["A"]
+
+
+def test_a_job_gives_its_place_up_if_it_has_no_slots(two: Brain) -> None:
+    two.plans = [{"A": {"n1": 2}, "B": {"n2": 2}}] * 3
+    two.report("C")
+    for name in ("B", "C", "unknown"):
+        two.send(JobDropped(name))
+    assert list(two.cluster.jobs) == ["A", "B"]
+    assert two.withdrawn == ["C"]
+    assert two.told[-1].line == "it has no slots, and others need its place"
+    two.report("C")
+    assert list(two.cluster.jobs) == ["A", "B", "C"], "it may ask again"
 
 
 def test_a_silent_job_that_comes_back_keeps_its_slots(two: Brain) -> None:

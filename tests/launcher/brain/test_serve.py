@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -21,11 +22,13 @@ import pytest
 from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, grant_key, lease_key
 from elastic_driver.brain.store.records import Node
 from launcher.brain.database import address_of
+from launcher.brain.intake import NAMES
 from launcher.launch.brain import brain_client
-from rendezvous.auth import job_token, jobs_token, read_credentials, write_token_file
+from rendezvous.auth import bearer, job_token, jobs_token, read_credentials, write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnauthorizedError, UnreachableError
 from rendezvous.tls import certificate_in, make_certificate
+from rendezvous.web import JSON
 from rendezvous.wire import EVENTS_PATH
 from tests.support.brain import RunningBrain, elasticbrain
 from tests.support.job import ROOT, eventually
@@ -126,6 +129,26 @@ def test_what_it_has_granted_is_known_to_the_next_one_that_waits_for_its_jobs(
             lambda g: True, report(least=2, carried_out=grant.number, holding={"a": 2})
         )
         assert (same.number, same.hosts) == (grant.number, {"a": 2})
+
+
+def test_names_without_end_leave_places_for_the_names_of_others(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:2") as brain:
+        host, _, port = brain.url.rpartition("//")[2].partition(":")
+        body = msgspec.json.encode(report())
+
+        def bring(name: str, address: str) -> int:
+            headers = {"Authorization": bearer(job_token(token, name)), "Content-Type": JSON}
+            from_there = address, 0
+            connection = http.client.HTTPConnection(host, int(port), 10, source_address=from_there)
+            with contextlib.closing(connection):
+                connection.request("POST", EVENTS_PATH, body, headers)
+                return connection.getresponse().status
+
+        token = read_credentials(brain.folder / "job.token").token
+        codes = [bring(f"fake-{number}", "127.0.0.1") for number in range(200)]
+        assert codes.count(202) >= NAMES
+        assert codes[-1] == 429
+        assert bring("honest", "127.0.0.2") == 202
 
 
 def test_an_administrator_frees_the_slots_of_a_silent_job_and_of_no_other(tmp_path: Path) -> None:
