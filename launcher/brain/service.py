@@ -40,6 +40,7 @@ from elastic_driver.core.machine import stamped
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.identity import Identity
+from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.runtime.mailbox import Mailbox
 from launcher.brain.figures import HostFigures
 from launcher.brain.folder import BrainFolder, State
@@ -137,6 +138,7 @@ class BrainService:
         """Serve until `stop`; return the exit status. Raises ElasticError if it cannot begin."""
         setup = self._setup
         with contextlib.ExitStack() as stack:
+            stack.enter_context(logs_shown(lambda line, _of_library: self._say(line)))
             self._load()
             stack.callback(self._algorithms.close)
             self._algorithms.check(setup.algorithm)

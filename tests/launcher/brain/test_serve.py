@@ -236,6 +236,8 @@ def test_a_token_of_no_job_s_name_reports_nothing(name: str, tmp_path: Path) -> 
         assert b" 202 " in posted(address, job_token(jobs, "good")).splitlines()[0]
         assert [job["job"] for job in brain.status()["jobs"]] == ["good"]
         assert name not in brain.said()
+        for token in (job_token(jobs, name), job_token(jobs, "good")):
+            assert token.rpartition(":")[2] not in brain.said(), "no header is in any line"
 
 
 def posted(address: str, token: str) -> bytes:
