@@ -152,6 +152,7 @@ class Cluster(Restorable):
             times += [job.gone_at, job.gather_until, job.probe_at]
             if job.is_live:
                 times.append(job.heard_at + SILENT_S)
+        for job in self.jobs.values():  # of runs that were replaced nothing is planned anyway
             if job.owes_since is not None and not job.is_stuck:
                 times.append(job.owes_since + STUCK_S)
         return min((time for time in times if time is not None), default=None)

@@ -313,6 +313,23 @@ def test_a_report_that_comes_after_the_end_of_its_run_brings_no_job_back(two: Br
     assert list(two.cluster.jobs) == ["A", "B"]
 
 
+def test_a_run_that_was_replaced_while_it_owed_slots_keeps_the_brain_from_no_rest(
+    two: Brain,
+) -> None:
+    two.plans = [{"A": {"n1": 2, "n2": 1}, "B": {"n2": 1}}]
+    two.report("B", weight=0.5, carried_out=two.numbers["B"], holding={"n2": 2})
+    assert two.cluster.jobs["B"].owes_since is not None
+    two.plans = [{"A": {"n1": 2}}] * 9
+    two.report("B", began=2.0)
+    for _ in range(int(STUCK_S / 5) + 2):
+        two.carried_out("A")
+        two.report("B", began=2.0)
+        two.send(Tick(), after=5.0)
+    assert [job.report.began for job in two.cluster.former] == [1.0], "it may have processes"
+    due = two.cluster.deadline()
+    assert due is None or due > two.now
+
+
 def test_ends_of_runs_that_nobody_knows_make_no_other_end_forgotten(two: Brain) -> None:
     two.plans = [{"A": {"n1": 2, "n2": 2}}] * 2
     two.send(JobEnded("B", JobOver(began=1.0, exit_code=0)))
