@@ -336,7 +336,7 @@ def test_a_wrong_proof_opens_nothing_and_its_address_is_named_once(
         assert (refused.value.status, refused.value.code) == (403, "no_proof")
     assert site.hosts() == ()
     (line,) = [r.getMessage() for r in caplog.records if "did not prove" in r.getMessage()]
-    assert line.startswith(f"a program at 127.0.0.1 (user {os.getuid()}) asked to join and did")
+    assert line.startswith(f"a program at localhost (user {os.getuid()}) asked to join and did")
     assert "another secret" not in caplog.text
     assert site.server.hits.snapshot()["no_proof"] == 3
 
