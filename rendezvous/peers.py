@@ -46,7 +46,7 @@ class Peers:
         except (OSError, struct.error):
             self.close()  # an answer may still come, and would be taken for that of the next
             return counts_as
-        return counts_as if user is None else f"{THIS_MACHINE} (user {user})"
+        return counts_as if user is None else of_user(user)
 
     def _user_of(self, connection: socket.socket, address: str, port: int) -> int | None:
         """Return the user of the other end of a connection, or None: it is on another machine."""
@@ -69,6 +69,11 @@ class Peers:
         user: int
         user, inode = _FOUND.unpack_from(answer, _HEADER.size)
         return user if inode else None  # without an inode it is nobody's: it has closed already
+
+
+def of_user(user: int) -> str:
+    """Return the peer that a user of this machine is."""
+    return f"{THIS_MACHINE} (user {user})"
 
 
 def _ask_of_sockets() -> socket.socket:
