@@ -1,8 +1,8 @@
 """The port where an agent answers probes, and where a driver that has taken over calls.
 
 Everybody may connect: what is answered tells nothing (`elastic_driver.presence`), and what is
-believed is signed (`elastic_driver.announcement`). Connections that say nothing keep nobody out, and
-no crowd of them does: each peer (`rendezvous.peers`) has a share of the places.
+believed is signed (`elastic_driver.announcement`). Connections that say nothing keep nobody out,
+however many they are: each peer (`rendezvous.peers`) has a share of the places.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class ProbePort:
         if len(own) >= SHARE:
             next(iter(own)).abort()
         elif sum(map(len, self.open.values())) >= MOST:
-            next(iter(max(self.open.values(), key=len))).abort()
+            next(iter(self.open[max(self.open, key=lambda each: len(self.open[each]))])).abort()
         connection = _Connection(self)
         self.open.setdefault(peer, {})[connection] = None
         try:
