@@ -204,3 +204,42 @@ def test_a_damaged_one_set_aside_is_no_candidate_any_more(tmp_path: Path) -> Non
     aside = folders.set_aside(folder)
     assert aside.is_dir()
     assert folders.checkpoints(tmp_path) == []
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+# Whoever opened a pipe waited for its other end, with all ranks of the world.
+@pytest.mark.timeout(30, method="thread")
+@pytest.mark.parametrize("put", [pipe, endless])
+def test_a_pipe_or_a_device_in_a_shared_place_holds_nobody_up(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
+    good = make(tmp_path, 7, order=7)
+    put(tmp_path / folders.folder_name(9, "1-abc"))
+    put(tmp_path / folders.roll_call_name("0badcafe"))
+    for number, name in ((10, "manifest.json"), (11, "data")):
+        put(make(tmp_path, number, order=number) / name)
+    assert folders.sweep(tmp_path) == []
+    readable = [path for path in folders.newest_first(tmp_path) if folders.is_readable(path)]
+    assert readable == [good]
+    assert folders.ages(tmp_path).keys() == {good.name, folders.folder_name(11, "1-abc")}
+    for number, error in ((10, OSError), (11, OSError)):
+        with pytest.raises(error, match="no plain file"):
+            folders.verified(tmp_path / folders.folder_name(number, "1-abc"))
+    folders.retire(tmp_path, good, [folders.folder_name(9, "1-abc")])
+    assert (tmp_path / folders.folder_name(9, "1-abc")).is_fifo() == (put is pipe), "it is not ours"
+
+
+@pytest.mark.timeout(30, method="thread")
+def test_a_pipe_at_the_place_of_a_new_file_is_not_written_to(tmp_path: Path) -> None:
+    pipe(tmp_path / "data")
+    with pytest.raises(OSError, match=r"no plain file|No such device"):
+        folders.new_file(tmp_path / "data")
