@@ -139,11 +139,14 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def _is_other(path: Path) -> bool:
-    """Return whether something is there that is no folder, such as a pipe or a device."""
+    """Return whether something is there that is no folder, or a link that another user has made."""
     try:
-        return not stat.S_ISDIR(path.stat().st_mode)
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode) and status.st_uid in (os.geteuid(), 0):
+            status = path.stat()
     except OSError:  # what cannot be seen may be a folder
         return False
+    return not stat.S_ISDIR(status.st_mode)
 
 
 def newest_first(root: Path) -> list[Path]:
@@ -318,10 +321,15 @@ def is_readable(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint, its manifest first: an interrupted deletion leaves no complete one."""
+    """Delete a checkpoint, its manifest first: an interrupted deletion leaves no complete one.
+
+    Of a link, nothing but the link.
+    """
     with suppress(OSError):
-        (folder / MANIFEST).unlink(missing_ok=True)
-        if folder.is_dir():  # `rmtree` would wait at a pipe
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.is_dir():  # `rmtree` would wait at a pipe
+            (folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(folder)
 
 

@@ -243,3 +243,29 @@ def test_a_pipe_at_the_place_of_a_new_file_is_not_written_to(tmp_path: Path) -> 
     pipe(tmp_path / "data")
     with pytest.raises(OSError, match=r"no plain file|No such device"):
         folders.new_file(tmp_path / "data")
+
+
+def test_what_is_behind_a_link_is_never_deleted(tmp_path: Path) -> None:
+    """Its manifest was: a link of another user's to any checkpoint of ours was enough."""
+    elsewhere = make(tmp_path / "elsewhere", 3)
+    root = tmp_path / "shared"
+    newest = make(root, 9)
+    for link in (root / folders.folder_name(4, "1-def"), root / folders.roll_call_name("0bad")):
+        link.symlink_to(elsewhere)
+        folders.remove(link)
+        assert not link.is_symlink()
+        link.symlink_to(elsewhere)
+    folders.retire(root, newest, [folders.folder_name(4, "1-def")])
+    folders.sweep(root)
+    assert folders.verified(elsewhere).version == 3
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a link to somebody else")
+def test_a_link_that_another_user_has_made_is_no_checkpoint(tmp_path: Path) -> None:
+    elsewhere, root = make(tmp_path / "elsewhere", 3), tmp_path / "shared"
+    ours, theirs = root / folders.folder_name(3, "1-abc"), root / folders.folder_name(3, "1-def")
+    root.mkdir()
+    for link in (ours, theirs):
+        link.symlink_to(elsewhere)
+    os.chown(theirs, 65534, 65534, follow_symlinks=False)
+    assert folders.checkpoints(root) == [ours]
