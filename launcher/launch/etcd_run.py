@@ -54,7 +54,10 @@ class EtcdRun(contextlib.AbstractContextManager["EtcdRun"]):
         insecure: bool = False,
     ) -> None:
         """Take nothing yet; raises UsageError for an address or a file that cannot be used."""
-        self._client = EtcdClient(read_access(options.journal, environ, insecure=insecure))
+        access = read_access(options.journal, environ, insecure=insecure)
+        if access.warning:
+            say(access.warning)
+        self._client = EtcdClient(access)
         self._run_dir, self._lease_s, self._say = run_dir, options.driver_lease, say
         files = run_dir.journal_file, run_dir.token_file
         self._follower = Follower(self._client.clone(), run_dir.run_id, *files)

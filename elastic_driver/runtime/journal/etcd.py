@@ -15,7 +15,7 @@ import re
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -67,6 +67,7 @@ class EtcdAccess:
     key: str = ""
     user: str = ""
     password_file: str = ""
+    warning: str = ""  # that other users of this machine may read along; "": nobody wants to hear
 
     def __str__(self) -> str:
         hosts = ((f"[{host}]" if ":" in host else host, port) for host, port in self.endpoints)
@@ -100,9 +101,18 @@ def read_access(url: str, environ: Mapping[str, str], *, insecure: bool = False)
                 Path(path).read_bytes()
             except OSError as error:
                 raise UsageError(f"{name}: cannot read {path}: {error.strerror}") from error
-    if not (given["ELASTIC_ETCD_CA"] or insecure or environ.get(PLAIN_VARIABLE) == "1"):
-        _check_plain(endpoints, given["ELASTIC_ETCD_USER"])
-    return EtcdAccess(tuple(endpoints), *given.values())
+    access = EtcdAccess(tuple(endpoints), *given.values())
+    if given["ELASTIC_ETCD_CA"] or insecure or environ.get(PLAIN_VARIABLE) == "1":
+        return access
+    _check_plain(endpoints, given["ELASTIC_ETCD_USER"])
+    return replace(
+        access,
+        warning=(
+            f"{access} is asked without TLS: other users of this machine can read the job's token "
+            "there, and control the job; name etcd's CA in ELASTIC_ETCD_CA, or set "
+            f"{PLAIN_VARIABLE}=1 if nobody else logs in here"
+        ),
+    )
 
 
 def _check_plain(endpoints: Sequence[tuple[str, int]], user: str) -> None:
