@@ -15,7 +15,7 @@ import re
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -67,7 +67,8 @@ class EtcdAccess:
     key: str = ""
     user: str = ""
     password_file: str = ""
-    warning: str = ""  # that other users of this machine may read along; "": nobody wants to hear
+    _: KW_ONLY
+    is_plain_here: bool = False  # without TLS on this machine, and nobody has said that it may be
 
     def __str__(self) -> str:
         hosts = ((f"[{host}]" if ":" in host else host, port) for host, port in self.endpoints)
@@ -105,14 +106,7 @@ def read_access(url: str, environ: Mapping[str, str], *, insecure: bool = False)
     if given["ELASTIC_ETCD_CA"] or insecure or environ.get(PLAIN_VARIABLE) == "1":
         return access
     _check_plain(endpoints, given["ELASTIC_ETCD_USER"])
-    return replace(
-        access,
-        warning=(
-            f"{access} is asked without TLS: other users of this machine can read the job's token "
-            "there, and control the job; name etcd's CA in ELASTIC_ETCD_CA, or set "
-            f"{PLAIN_VARIABLE}=1 if nobody else logs in here"
-        ),
-    )
+    return replace(access, is_plain_here=True)
 
 
 def _check_plain(endpoints: Sequence[tuple[str, int]], user: str) -> None:
