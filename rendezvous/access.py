@@ -23,6 +23,9 @@ _OWN, _JOINED, _ROUNDS = "{own}/", "{joined}/", "rounds/"
 _FEW = 8
 _READ, _WRITE = 0, 1
 _MANY = (wire.Get, wire.Watch)
+JOB_LEASE_S = (
+    30.0  # the longest lease of a job with a Brain: names that nobody uses leave the store
+)
 _ITSELF = ": the driver does that itself"
 NOBODY: Roles = frozenset()  # but the driver; of keys: but the driver itself, without a request
 MEMBERS = frozenset({Role.AGENT, Role.WORKER})
@@ -150,7 +153,17 @@ def refused(
                 return _sentence(caller, "seal", operation.prefix)
         elif not rights.allow(caller.subject, operation.key, _WRITE, rounds):
             return _sentence(caller, "write", operation.key)
+        elif caller.role is Role.JOB and not _is_bare_lease(operation):
+            return f"the lease of a job has no value and lasts {JOB_LEASE_S:g} s at most"
     return None
+
+
+def _is_bare_lease(operation: wire.Operation) -> bool:
+    """Return whether an operation ends or renews a lease, and leaves nothing in the store."""
+    if isinstance(operation, wire.Set):
+        lease = operation.lease
+        return not operation.value and lease is not None and lease <= JOB_LEASE_S
+    return isinstance(operation, wire.Delete)
 
 
 def _refused_to_driver(operations: Sequence[wire.Operation]) -> str | None:

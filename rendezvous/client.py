@@ -84,6 +84,11 @@ class RendezvousClient(contextlib.AbstractContextManager["RendezvousClient"]):
         """The address of the driver in use."""
         return self._connections.url
 
+    @property
+    def token(self) -> str:
+        """The token that it sends."""
+        return self._token
+
     def clone(self, timeout: float | None = None, *, borrows: bool = False) -> "RendezvousClient":
         """Return another client of the same server, with its own connections and `abort`.
 

@@ -12,6 +12,7 @@ import secrets
 import stat
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -108,14 +109,49 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -> int
     return os.open(path, flags, mode)
 
 
+def open_named(path: str | os.PathLike[str]) -> int:
+    """Open for writing a file that a user has named, which may lie where others write, too.
+
+    A link, a pipe or a device counts only if this user or root has made it: another user's could
+    lead to a file of ours, or never be read. Raises `OSError`.
+    """
+    flags, linked = os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.path.islink(path)
+    try:
+        opened = open_own(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as error:  # ENXIO: a pipe that nobody reads yet
+        if error.errno != errno.ENXIO or os.stat(path).st_uid not in (os.geteuid(), 0):
+            raise
+        opened = open_own(path, flags, 0o666)
+    status = os.fstat(opened)
+    if not (linked or stat.S_ISREG(status.st_mode) or status.st_uid in (os.geteuid(), 0)):
+        os.close(opened)
+        raise _refused(f"it is a pipe or a device of user {status.st_uid}")
+    os.set_blocking(opened, True)
+    return opened
+
+
+def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a plain file for reading; raises `OSError`, also where something else is there.
+
+    Nothing blocks or has no end: a pipe or a device that somebody has put there is refused.
+    """
+    return plain(open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"))
+
+
+def plain(file: BinaryIO) -> BinaryIO:
+    """Return an open file; closes it and raises `PermissionError` if it is a pipe or a device."""
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _refused("it is no plain file")
+    return file
+
+
 def read_own(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the content of a plain file of at most `most` bytes; raises `OSError`, EFBIG for more.
 
     Nothing blocks: a pipe that somebody has put there is refused.
     """
-    with open(open_own(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _refused("it is no plain file")
+    with plain(open(open_own(path, os.O_RDONLY | os.O_NONBLOCK), "rb")) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most} bytes")

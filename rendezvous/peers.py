@@ -1,9 +1,9 @@
 """Who is at the other end of a connection, as far as the system can tell before the first byte.
 
-An address, or for connections of this machine the address and the user, as all users of a machine
-share its loopback addresses. An IPv6 address counts with its whole network of 64 bits, in which a
-host takes as many addresses as it likes. The user is asked of the kernel (sock_diag(7)), which
-takes some microseconds; where it does not tell, the address alone counts.
+An address, or for connections of this machine the user alone, as each user of a machine may connect
+from all its addresses, those of 127.0.0.0/8 among them. An IPv6 address counts with its whole
+network of 64 bits, in which a host takes as many addresses as it likes. The user is asked of the
+kernel (sock_diag(7)), which takes some microseconds; where it does not tell, the address counts.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import socket
 import struct
 from functools import lru_cache
 
+THIS_MACHINE = "localhost"
 _SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1  # of netlink(7): its family, a kind, and a flag
 _NETWORK = 64  # bits of an IPv6 network
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, number, sender
@@ -39,18 +40,16 @@ class Peers:
 
     def of(self, connection: socket.socket, name: tuple[str, int]) -> str:
         """Return who has connected; `name` is what `accept` has told of address and port."""
-        address, is_own = _known(name[0])
-        if not is_own:
-            return address
+        address, counts_as = _known(name[0])
         try:
             user = self._user_of(connection, address, name[1])
         except (OSError, struct.error):
             self.close()  # an answer may still come, and would be taken for that of the next
-            return address
-        return address if user is None else f"{address} (user {user})"
+            return counts_as
+        return counts_as if user is None else of_user(user)
 
     def _user_of(self, connection: socket.socket, address: str, port: int) -> int | None:
-        """Return the user of the other end of a connection within this machine, or None."""
+        """Return the user of the other end of a connection, or None: it is on another machine."""
         own_address, own_port = connection.getsockname()[:2]
         client, server = _packed(address), _packed(_known(own_address)[0])
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -72,6 +71,11 @@ class Peers:
         return user if inode else None  # without an inode it is nobody's: it has closed already
 
 
+def of_user(user: int) -> str:
+    """Return the peer that a user of this machine is."""
+    return f"{THIS_MACHINE} (user {user})"
+
+
 def _ask_of_sockets() -> socket.socket:
     """Return the way to ask the kernel about sockets."""
     kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG)
@@ -86,14 +90,16 @@ def _packed(address: str) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def _known(address: str) -> tuple[str, bool]:
-    """Return an address as it counts, and whether it is one of this machine's loopback."""
+def _known(address: str) -> tuple[str, str]:
+    """Return an address as the kernel has it, and as it counts."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
-        return address, False
+        return address, address
     mapped = getattr(found, "ipv4_mapped", None)
     found = mapped or found
-    if found.version == 6 and not found.is_loopback:
-        return str(ipaddress.ip_network((found, _NETWORK), strict=False)), False
-    return str(found), found.is_loopback
+    if found.is_loopback:
+        return str(found), THIS_MACHINE
+    if found.version == 6:
+        return str(found), str(ipaddress.ip_network((found, _NETWORK), strict=False))
+    return str(found), str(found)

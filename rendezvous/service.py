@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar, cast
 
+from rendezvous.auth import Caller, Role
 from rendezvous.errors import StoppedError
 from rendezvous.limits import Hits, Limits
 from rendezvous.space import Owner
@@ -139,7 +140,7 @@ class StoreService:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         kept = None if on_changes is None else passing
-        self._store = KVStore(first_revision, kept, limits, hits, system)
+        self._store = KVStore(first_revision, kept, limits, hits, system, is_of_crowd=_is_worker)
         self._on_changes = on_changes
         self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
         self._requests: dict[str, _WaitingRequest] = {}
@@ -306,3 +307,8 @@ def _answer(done: Done, results: Results | None) -> None:
         done(results)
     except Exception:
         log.exception("a batch was carried out, but telling its client failed")
+
+
+def _is_worker(owner: Owner) -> bool:
+    """Return whether an owner of keys is a worker; agents and people have room beside all."""
+    return isinstance(owner, Caller) and owner.role is Role.WORKER

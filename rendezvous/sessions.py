@@ -15,7 +15,7 @@ are monotonic seconds.
 import hashlib
 import hmac
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,8 +24,9 @@ from typing import NamedTuple, TypeAlias
 from rendezvous.auth import Caller, Role
 
 HEADER = "X-Elastic"  # its value is the key; any value shows that a login is sent by our page
-MOST_SESSIONS = 256  # of each role; the oldest is forgotten
-MOST_CODES = 64
+# Of each role; a quarter of one peer, whose oldest is forgotten, else that of the peer with most.
+MOST_SESSIONS = 1024
+MOST_CODES = 256
 CODE_S = 300.0  # until a code is void
 SESSION_S = 12 * 3600.0  # from the login
 _MAX_SECRET_CHARS = 64
@@ -42,6 +43,7 @@ class Session:
 
     caller: Caller
     until: float
+    peer: str  # who has asked for it (`peers`)
     browser: bytes = b""  # digest of the cookie
     cuts: set[Callable[[], object]] = field(default_factory=set)
 
@@ -70,8 +72,13 @@ class Sessions:
         self._codes: dict[Role, _Known] = {role: OrderedDict() for role in roles}
         self._numbers = count(1)
 
-    def begin(self, caller: Caller, cookies: Mapping[str, str], now: float) -> Begun | None:
-        """Return a new session of a browser with these cookies; None: this role has none."""
+    def begin(
+        self, caller: Caller, cookies: Mapping[str, str], now: float, peer: str = ""
+    ) -> Begun | None:
+        """Return a new session of a browser with these cookies; None: this role has none.
+
+        `peer`: who has connected (`peers`).
+        """
         role = _ROLES.get(caller.role)
         if role is None:
             return None
@@ -80,17 +87,21 @@ class Sessions:
             cookie = secrets.token_urlsafe(32)
         key = secrets.token_urlsafe(32)
         owner = Caller(role, f"page {next(self._numbers)}")  # a client of its own
-        session = Session(owner, now + SESSION_S, _digest(cookie))
+        session = Session(owner, now + SESSION_S, peer, _digest(cookie))
         _keep(self._sessions[role], key, session, MOST_SESSIONS)
         return Begun(cookie, key, owner)
 
-    def make_code(self, caller: Caller, now: float) -> str | None:
-        """Return a code with which one session may begin; None: this role has no sessions."""
+    def make_code(self, caller: Caller, now: float, peer: str = "") -> str | None:
+        """Return a code with which one session may begin; None: this role has no sessions.
+
+        `peer`: as for `begin`.
+        """
         role = _ROLES.get(caller.role)
         if role is None:
             return None
         code = secrets.token_urlsafe(16)
-        _keep(self._codes[role], code, Session(Caller(role), now + CODE_S), MOST_CODES)
+        session = Session(Caller(role), now + CODE_S, peer)
+        _keep(self._codes[role], code, session, MOST_CODES)
         return code
 
     def redeem(self, code: str, now: float) -> Caller | None:
@@ -128,8 +139,13 @@ class Sessions:
 
 def _keep(known: _Known, secret: str, session: Session, most: int) -> None:
     known[_digest(secret)] = session
-    while len(known) > most:
-        _cut(known.popitem(last=False)[1])
+    peers = Counter(each.peer for each in known.values())
+    if peers[session.peer] <= most // 4:
+        if len(known) <= most:
+            return
+        session = next(each for each in known.values() if each.peer == peers.most_common(1)[0][0])
+    oldest = next(key for key, each in known.items() if each.peer == session.peer)
+    _cut(known.pop(oldest))
 
 
 def _cut(session: Session) -> None:

@@ -4,7 +4,7 @@ A key belongs to the client that has written it last; keys of the driver belong 
 are bytes, with `KEY_BYTES` for each key besides its text and value.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from rendezvous.limits import KEY_BYTES, Limits
 
@@ -15,11 +15,16 @@ _NOTHING = (0, 0)
 class StoreSpace:
     """The bytes and keys in a store.
 
-    Keys that begin with one of `system` are the job's own; all others are users'.
+    Keys that begin with one of `system` are the job's own; all others are users'. `is_of_crowd`
+    tells the owners, such as workers, that leave an eighth of all to the others.
     """
 
-    def __init__(self, system: tuple[str, ...] = ()) -> None:
-        self._system = system
+    def __init__(
+        self,
+        system: tuple[str, ...] = (),
+        is_of_crowd: Callable[[Owner], bool] = lambda _owner: False,
+    ) -> None:
+        self._system, self._is_of_crowd = system, is_of_crowd
         self.bytes = self.keys = 0
         self._users_bytes = self._users_keys = 0
         self._owners: dict[str, Owner] = {}
@@ -44,13 +49,21 @@ class StoreSpace:
                 return "share", "share_full", "this client has its share of the store; delete keys"
         if more <= 0:
             return None
-        if self.bytes + more > limits.store_bytes or self.keys + new > limits.store_keys:
+        most_bytes, most_keys = self._open_to(owner, limits.store_bytes, limits.store_keys)
+        if self.bytes + more > most_bytes or self.keys + new > most_keys:
             return "store", "store_full", "the store is full; delete keys, or write smaller values"
         if not key.startswith(self._system):
             held, keys = self._users_bytes, self._users_keys
-            if held + more > limits.users_bytes or keys + new > limits.users_keys:
+            most_bytes, most_keys = self._open_to(owner, limits.users_bytes, limits.users_keys)
+            if held + more > most_bytes or keys + new > most_keys:
                 return "users", "store_full", "users' keys have taken all their room; delete some"
         return None
+
+    def _open_to(self, owner: Owner, size: int, keys: int) -> tuple[int, int]:
+        """Return how many of these bytes and keys may be taken before an owner gets no more."""
+        if self._is_of_crowd(owner):
+            return size - size // 8, keys - keys // 8
+        return size, keys
 
     def put(self, key: str, before: int | None, after: int, owner: Owner) -> None:
         """Record a write; see `refuse`."""

@@ -20,7 +20,7 @@ another batch is carried out; when the wait is over, the batch goes on.
 
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from msgspec import Struct
 
@@ -63,7 +63,7 @@ class KVStore:
     Revisions start at `first_revision`. If a store replaces another one, this number is larger than
     any revision of the old store: clients wait for a revision above the last one they saw.
     `passing`: keys that begin like this are not kept for the next store; None: no key is.
-    `system`: keys that begin like this are the job's own, see `StoreSpace`.
+    `system`: keys that begin like this are the job's own; `is_of_crowd`: see `StoreSpace`.
     """
 
     def __init__(
@@ -73,12 +73,14 @@ class KVStore:
         limits: Limits | None = None,
         hits: Hits | None = None,
         system: tuple[str, ...] = (),
+        *,
+        is_of_crowd: Callable[[Owner], bool] = lambda _owner: False,
     ) -> None:
         self._revision = first_revision
         self._passing = passing
         self._limits = Limits() if limits is None else limits
         self._hits = Hits() if hits is None else hits
-        self._space = StoreSpace(system)
+        self._space = StoreSpace(system, is_of_crowd)
         self._shared_bytes = 0
         self._changed: dict[str, None] = {}  # keys to be kept, since `take_changes`
         self._data: dict[str, wire.Entry] = {}

@@ -27,6 +27,7 @@ from elastic_driver.brain.messages import (
     DriverProbed,
     HostsFound,
     HostsMeasured,
+    JobDropped,
     JobEnded,
     JobForgotten,
     JobHeard,
@@ -54,6 +55,7 @@ BrainEvent: TypeAlias = (
     | JobEnded
     | JobSilent
     | JobForgotten
+    | JobDropped
     | DriverProbed
     | HostsFound
     | HostsMeasured
@@ -104,6 +106,7 @@ class Cluster(Snapshots):
         cluster = super().from_tables(found)
         for job in cluster.runs():
             job.unheard, job.silent_at, job.gone_at = True, None, None
+            job.is_doubted = job.is_watched = False
         cluster.plans.because("start")
         return cluster
 
@@ -133,6 +136,8 @@ class Cluster(Snapshots):
                 self._on_silent(event.job, now)
             case JobForgotten():
                 self._on_forgotten(event.job)
+            case JobDropped():
+                self._on_dropped(event.job)
             case DriverProbed():
                 self._on_probed(event, now)
             case HostsFound():
@@ -158,6 +163,7 @@ class Cluster(Snapshots):
             times += [job.gone_at, job.gather_until, job.probe_at]
             if job.is_live:
                 times.append(job.heard_at + SILENT_S)
+        for job in self.jobs.values():  # of runs that were replaced nothing is planned anyway
             if job.owes_since is not None and not job.is_stuck:
                 times.append(job.owes_since + STUCK_S)
         return min((time for time in times if time is not None), default=None)
@@ -249,6 +255,8 @@ class Cluster(Snapshots):
         self.plans.because("job arrived")
 
     def _on_ended(self, name: str, over: JobOver) -> None:
+        if not any((job.name, job.report.began) == (name, over.began) for job in self.runs()):
+            return  # nobody knows that run, and it takes no place from those that are known
         self._ended.pop(name, None)
         self._ended[name] = over.began
         if len(self._ended) > ENDED_KEPT:
@@ -283,9 +291,8 @@ class Cluster(Snapshots):
     def _on_probed(self, event: DriverProbed, now: float) -> None:
         for job in self.runs():
             run = job.name, job.report.began
-            if run == (event.job, event.began) and job.probed(event, now):
-                line = f"its driver has ended; its slots are free in {job.report.lives_on:g} s"
-                self._tell("job_lost", job.name, line)
+            if run == (event.job, event.began) and (line := job.probed(event, now)):
+                self._tell("job_lost" if job.gone_at is not None else "job_found", job.name, line)
 
     def _on_forgotten(self, name: str) -> None:
         job = self.jobs.get(name)
@@ -293,6 +300,11 @@ class Cluster(Snapshots):
             self._remove(job, "job_forgotten", "an administrator says that it has ended")
         for former in [former for former in self.former if former.name == name]:
             self._drop_former(name, former.report.began)
+
+    def _on_dropped(self, name: str) -> None:
+        job = self.jobs.get(name)
+        if job is not None and not job.claims():
+            self._remove(job, "job_dropped", "it has no slots, and others need its place")
 
     def _miss_reports(self, now: float) -> None:
         """Note whose reports are overdue, once those that have come were taken in."""

@@ -1,10 +1,12 @@
 """What the Brain knows of one job: its newest report, its grants, and the slots it may occupy.
 
 A driver that is not heard may be dead, stopped, or only cut off from the Brain; then its workers
-train on. So its slots stay its own until it is certain that it has ended: the machine of the driver
-says that nobody listens any more at the address where the living driver was found before. The
-workers end by themselves some time later (`JobReport.lives_on`). A job that never had a process,
-and whose driver was never found, is forgotten after that time, too.
+train on. So its slots stay its own until it is known that it has ended: at the address where the
+living driver has proved itself, its machine says that nobody listens any more, or somebody listens
+who proves nothing. The first is certain. The second may also be a driver that was stopped and whose
+connection was lost, so it counts as long as no proof comes. The workers end by themselves some time
+after both (`JobReport.lives_on`). A job that never had a process, and whose driver was never found,
+is forgotten after that time, too.
 
 A report counts for its own job, and no further than what the Brain has granted it (`believed`).
 
@@ -39,9 +41,10 @@ class Job:
     `target`: where the newest plan wants its workers, None before the first plan. `unheard`: not
     heard by this Brain since it was started. `silent_at`: since when it is silent; of an unheard
     job this is still to come, and None at the very start. `gone_at`: when the processes of a job
-    whose driver has ended have ended, too. `found_at`: the address at which its driver answered.
-    `has_begun`: whether it has ever carried out a grant. `is_told`: people know that it says it
-    holds more than it was granted.
+    whose driver has ended have ended, too; `is_doubted`: it counts until the driver proves itself.
+    `found_at`: the address at which its driver has done so; `is_watched`: on a connection that
+    stands. `has_begun`: whether it has ever carried out a grant. `is_told`: people know that it
+    says it holds more than it was granted.
     """
 
     name: str
@@ -54,7 +57,9 @@ class Job:
     unheard: bool = False
     silent_at: float | None = None
     gone_at: float | None = None
+    is_doubted: bool = False
     found_at: str = ""
+    is_watched: bool = False
     has_begun: bool = False
     is_told: bool = False
     owes_since: float | None = None  # it is to give up slots that it has
@@ -120,13 +125,13 @@ class Job:
             why.append("CPU starved")
         if not self.is_live:
             why.append("job back")
-        self.report, self.heard_at = report, now
+        self.report, self.heard_at, was_live = report, now, self.is_live
         self.has_begun = self.has_begun or report.carried_out > 0
         self.silent_at = self.gone_at = None
-        self.unheard = False
-        if report.liveness == self.found_at:
+        self.unheard = self.is_doubted = False
+        if not report.liveness or (self.is_watched and report.liveness == self.found_at):
             self.probe_at = None
-        elif self.probe_at is None:
+        elif self.probe_at is None or not was_live:
             self.probe_at = now
         while len(self.grants) > 1 and self.grants[0].number < report.carried_out:
             del self.grants[0]
@@ -182,27 +187,47 @@ class Job:
         """Return the look that is due now, if there is one."""
         if self.probe_at is None or now < self.probe_at:
             return None
-        if not self.report.liveness or self.gone_at is not None:
+        if not self.report.liveness or (self.gone_at is not None and not self.is_doubted):
             self.probe_at = None
             return None
         self.probe_at = now + PROBE_S
         reason = "is its driver found there?" if self.is_live else "its driver is silent"
         return ProbeDriver(self.name, self.report.began, self.report.liveness, reason)
 
-    def probed(self, event: DriverProbed, now: float) -> bool:
-        """Note the result of a look; return whether the driver has certainly ended."""
+    def probed(self, event: DriverProbed, now: float) -> str:
+        """Note the result of a look; return a sentence if people should know."""
         if event.liveness != self.report.liveness:
-            return False
-        if self.is_live:
-            if event.result == "answered":
-                self.found_at, self.probe_at = event.liveness, None
-            return False
-        ended = (
-            event.result == "refused" and event.liveness == self.found_at and self.gone_at is None
+            return ""
+        if event.result == "lost":
+            self.is_watched, self.probe_at = False, now
+        elif event.result == "answered":
+            return self._describe_proof(event.liveness)
+        elif event.result != "silent" and event.liveness == self.found_at and not self.is_live:
+            return self._describe_loss(event.result == "refused", now)
+        return ""
+
+    def _describe_proof(self, place: str) -> str:
+        """Its driver lives."""
+        self.found_at, self.is_watched, self.probe_at = place, True, None
+        if not self.is_doubted:
+            return ""
+        self.gone_at, self.is_doubted = None, False
+        return "its driver lives; its slots stay its own"
+
+    def _describe_loss(self, certain: bool, now: float) -> str:
+        """Its driver has ended, as far as can be known."""
+        if self.gone_at is not None:
+            if certain:
+                self.is_doubted, self.probe_at = False, None
+            return ""
+        self.gone_at, self.is_doubted = now + self.report.lives_on, not certain
+        if certain:
+            self.probe_at = None
+            return f"its driver has ended; its slots are free in {self.report.lives_on:g} s"
+        return (
+            f"who listens at {self.found_at} is not its driver, or it is stopped; its slots are "
+            f"free in {self.report.lives_on:g} s, unless it is heard by then"
         )
-        if ended:
-            self.gone_at, self.probe_at = now + self.report.lives_on, None
-        return ended
 
     def grant(self, grant: Grant, now: float) -> None:
         """Note the newest grant."""

@@ -42,16 +42,27 @@ class JobSilent(Struct, frozen=True, tag="job_silent"):
 
 
 class DriverProbed(Struct, frozen=True, tag="driver_probed"):
-    """The answer to a `ProbeDriver`: see `elastic_driver.reachability.Result`."""
+    """The answer to a `ProbeDriver`, or, without one, that the driver is `lost`.
+
+    answered: it has proved that it lives, now or on a connection that has stood since. refused: its
+    machine says that nobody listens there. unproved: somebody does, without that proof. silent:
+    nobody can be reached. lost: that connection has ended.
+    """
 
     job: str
     began: float
     liveness: str
-    result: Literal["answered", "refused", "silent"]
+    result: Literal["answered", "refused", "unproved", "silent", "lost"]
 
 
 class JobForgotten(Struct, frozen=True, tag="job_forgotten"):
     """An administrator says that a silent job has no processes any more."""
+
+    job: str
+
+
+class JobDropped(Struct, frozen=True, tag="job_dropped"):
+    """There is no place for a job if it has no slots; its driver may ask again."""
 
     job: str
 

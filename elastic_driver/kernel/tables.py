@@ -14,7 +14,7 @@ is saved once: an `index` keeps only the order of the names. Nothing is evaluate
 The form is msgpack: `[FORMAT, machine, version, {part: table}]`.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field, fields
 from functools import cache
@@ -105,6 +105,8 @@ def _of_value(kind: Any) -> _Form:
     args = get_args(kind)
     if get_origin(kind) is deque:
         return list[args[0]], list, deque  # type: ignore[valid-type]
+    if get_origin(kind) is Counter:
+        return dict[args[0], int], dict, Counter  # type: ignore[valid-type]
     if get_origin(kind) is dict and _is_struct(args[0]):
         return list[tuple[args[0], args[1]]], _pairs, dict  # type: ignore[valid-type]
     return kind, _in_order if "set[" in str(kind) else None, None

@@ -289,6 +289,7 @@ class ShardRequest(Struct, frozen=True, tag="shard_request"):
     ticket: int
     dataset: str
     request: Request
+    owner: str = ""  # the slot of the worker that asks; "": a person or the driver, without a share
 
 
 class ShardBatch(Struct, frozen=True, tag="shard_batch"):

@@ -24,8 +24,12 @@ from elastic_driver.policies.shard_ledger import ShardLedger
 from elastic_driver.policies.shard_sources import RangeSource
 
 LEASE_S = 60.0
-MAX_DATASETS = 256
+MAX_DATASETS = 1024
 MAX_BYTES = 32 * 1024 * 1024  # of all descriptions and restored checkpoints together, as JSON
+SHARE = (
+    4  # one worker, with its successors, opens a quarter of both, and leaves an eighth to people
+)
+RESERVE = 8
 MAX_HELD = 1024  # shards of one worker; a loop that holds more forgets to report them
 TERM_BITS = 32  # of a token are its number among those of one driver; the term is before them
 MAX_GONE = 65536  # names of ended workers, which get no shard any more
@@ -50,7 +54,8 @@ class DataSets(Snapshots):
     """Hands out the shards of all data sets, and records which are done."""
 
     _ledgers: dict[str, ShardLedger] = field(default_factory=dict)  # by the data set's name
-    _sizes: dict[str, int] = saved(factory=dict, name="sizes")  # bytes of each, see `MAX_BYTES`
+    # Bytes of each, see `MAX_BYTES`, and the slot of the worker that has sent them.
+    _sizes: dict[str, tuple[int, str]] = saved(factory=dict, name="sizes")
     _waiting: dict[int, _Waiting] = saved(factory=dict, name="waiting")  # by ticket
     # A heap: ends of waits, and their tickets.
     _ends: list[tuple[float, int]] = saved(factory=list, name="ends")
@@ -112,7 +117,7 @@ class DataSets(Snapshots):
 
     def _take(self, event: m.ShardRequest, now: float) -> None:
         ticket, name, request = event.ticket, event.dataset, event.request
-        ledger = self._find(name, request)
+        ledger = self._find(name, request, event.owner)
         if isinstance(ledger, Rejection):
             self._out.append(Reply(ticket, ledger))
         elif isinstance(request, m.NextRequest):
@@ -122,8 +127,8 @@ class DataSets(Snapshots):
                 heapq.heappush(self._ends, (waiting.until, ticket))
             if self._due is None:
                 self._due = now + LEASE_S / 4
-        elif isinstance(request, _SAVED) and not self._fits(name, request):
-            self._out.append(Reply(ticket, _TOO_LARGE))
+        elif isinstance(request, _SAVED) and (full := self._full(name, request, event.owner)):
+            self._out.append(Reply(ticket, full))
         else:
             if isinstance(request, m.AgreeRequest):
                 self._end_waits_of(name, request.worker)
@@ -263,50 +268,62 @@ class DataSets(Snapshots):
 
     # ---- opening -------------------------------------------------------------------------
 
-    def _find(self, name: str, request: m.Request) -> ShardLedger | Rejection:
+    def _find(self, name: str, request: m.Request, owner: str) -> ShardLedger | Rejection:
         """Return the ledger of a request's data set, opened if the request describes it."""
         ledger = self._ledgers.get(name)
         if not isinstance(request, _DESCRIBING):
             problem = f"no data set {name[:128]!r}"
             return ledger or Rejection("unknown_dataset", problem, "it opens with its first :next")
         if ledger is None:
-            return self._open(name, request.dataset)
+            return self._open(name, request.dataset, owner)
         if ledger.dataset != request.dataset:
             opened = f"was opened as {ledger.dataset}, not as {request.dataset}"
             hint = "describe it alike on every worker, or give one of them another name"
             return Rejection("other_dataset", f"the data set {name!r} {opened}", hint)
         return ledger
 
-    def _open(self, name: str, dataset: m.Description) -> ShardLedger | Rejection:
+    def _open(self, name: str, dataset: m.Description, owner: str) -> ShardLedger | Rejection:
         if _NAME.fullmatch(name) is None:
             hint = "use letters, digits, '.', '_', '-'"
             return Rejection("bad_name", f"{name[:40]!r} is no name", hint)
-        if len(self._ledgers) >= MAX_DATASETS:
-            return Rejection("too_many", f"there are {MAX_DATASETS} data sets already")
-        if not self._fits(name, dataset):
-            return _TOO_LARGE
+        own = sum(each == owner for _, each in self._sizes.values())
+        if len(self._ledgers) >= _open_to(owner, MAX_DATASETS):
+            return Rejection("too_many", f"there are {len(self._ledgers)} data sets already")
+        if owner and own >= MAX_DATASETS // SHARE:
+            return Rejection("too_many", f"the workers of slot {owner} have opened {own} data sets")
         try:
             ledger = ShardLedger(dataset, lease=LEASE_S, max_held=MAX_HELD)
         except UsageError as error:
             return Rejection("bad_dataset", str(error))
+        if full := self._full(name, dataset, owner):
+            return full
         self._ledgers[name] = ledger
         return ledger
 
-    def _fits(self, name: str, document: "m.Description | _Saved") -> bool:
-        """Return whether there is room for a description or a state, and take it."""
+    def _full(self, name: str, document: "m.Description | _Saved", owner: str) -> Rejection | None:
+        """Return why there is no room for a description or a state; None: it is taken."""
         size = len(msgspec.json.encode(document))
-        if sum(self._sizes.values()) - self._sizes.get(name, 0) + size > MAX_BYTES:
-            return False
-        self._sizes[name] = size
-        return True
+        others = [each for known, each in self._sizes.items() if known != name]
+        most, own = _open_to(owner, MAX_BYTES), sum(s for s, each in others if each == owner)
+        if sum(s for s, _ in others) + size > most:
+            return _too_large("the data sets take", most)
+        if owner and own + size > MAX_BYTES // SHARE:
+            return _too_large(f"the data sets of slot {owner} take", MAX_BYTES // SHARE)
+        self._sizes[name] = size, owner
+        return None
+
+
+def _open_to(owner: str, room: int) -> int:
+    return room - room // RESERVE if owner else room
+
+
+def _too_large(what: str, most: int) -> Rejection:
+    problem = f"{what} more than {most >> 20} MiB as JSON"
+    hint = "use larger shards, or fewer partitions and data sets"
+    return Rejection("too_large", problem, hint)
 
 
 _Saved: TypeAlias = m.ShardCheckpoint | m.RestoreRequest | m.AgreeRequest
 _SAVED = get_args(_Saved)
 _DESCRIBING = (m.NextRequest, m.ResumeRequest, *_SAVED)
 _RESTORE_HINT = "restore before the first shard is asked for, or with an operator's token"
-_TOO_LARGE = Rejection(
-    "too_large",
-    f"the data sets take more than {MAX_BYTES >> 20} MiB as JSON",
-    "use larger shards, or fewer partitions and data sets",
-)

@@ -10,6 +10,7 @@ wait until then.
 Pure. Times are monotonic seconds.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -33,8 +34,11 @@ HELD_UP_S = 0.5  # a Tick that is this late means that the driver itself stood s
 RENEWAL_S = 1.0  # for renewals that wait in socket buffers to be read
 MAX_TAGS = 4096  # that wait for members at the same time
 MAX_HELD_BYTES = 256 * 1024 * 1024  # of values that wait for others
+MAX_NODES = 16_384  # addresses that have a place
+SHARE = 4  # one member, or the workers of one slot, get a quarter of each of these
 _ANEW = "ask for the next cluster_spec"
 
+_TfAsked = tf.ClusterSpecRequest | tf.BarrierRequest | tf.LookRequest
 # The ticket of a request, the node that sent it, and the reply.
 Answer = tuple[int, str, tf.ClusterSpec | tf.Synchronized | Rejection]
 
@@ -70,11 +74,14 @@ class Meetings:
     _members: tuple[str, ...] = saved((), name="members")
     _tags: dict[str, _Tag] = saved(factory=dict, name="tags")
     _broken: Rejection | None = saved(None, name="broken")
-    _held: int = saved(0, name="held")  # bytes
+    _held: Counter[str] = saved(factory=Counter, name="held")  # bytes, by member
+    # Of each member, that not all others have made.
+    _calls: Counter[str] = saved(factory=Counter, name="calls")
 
     def __init__(self, generation: int, members: Iterable[str]) -> None:
         self._generation, self._members = generation, tuple(members)
-        self._tags = {}
+        self._tags, self._broken = {}, None
+        self._held, self._calls = Counter(), Counter()
 
     def arrive(self, ticket: int, request: tf.BarrierRequest, deadline: float) -> list[Answer]:
         """Record that a member has come to a tag, or has failed; return the answers to give."""
@@ -83,8 +90,11 @@ class Meetings:
         refused = self._broken
         if refused is None and tag not in self._tags and len(self._tags) >= MAX_TAGS:
             refused = Rejection("too_many_tags", f"{MAX_TAGS} tags wait already", "use tags again")
-        elif refused is None and self._held + len(value) > MAX_HELD_BYTES:
-            problem = f"values of {self._held} bytes wait already"
+        elif refused is None and self._calls[member] >= MAX_TAGS // SHARE:
+            problem = f"{member} has called {self._calls[member]} times without the others"
+            refused = Rejection("too_many_tags", problem, "wait for the others")
+        elif refused is None and not self._has_room(member, len(value)):
+            problem = f"values of {self._held.total()} bytes wait already"
             refused = Rejection("too_large", problem, "synchronize less at once")
         if refused is not None:
             return [(ticket, member, refused)]
@@ -92,6 +102,7 @@ class Meetings:
         number = known.calls[member] = known.calls.get(member, 0) + 1
         meeting = known.meetings.setdefault(number, _Meeting(deadline))
         meeting.called[member] = None
+        self._calls[member] += 1
         meeting.tickets[member] = ticket
         reply: tf.Synchronized | Rejection | None = meeting.failed
         if reply is None and request.failure is not None:
@@ -100,12 +111,13 @@ class Meetings:
         elif reply is None:
             meeting.values[member] = value
             meeting.deadline = min(meeting.deadline, deadline)
-            self._held += len(value)
+            self._held[member] += len(value)
             if len(meeting.values) == len(self._members):
                 values = {name: meeting.values[name] for name in self._members}
                 reply = tf.Synchronized(self._generation, values)
         answers = [] if reply is None else self._answer(meeting, reply)
         if len(meeting.called) == len(self._members):
+            self._calls.subtract([*meeting.called])
             del known.meetings[number]
         if not known.meetings and len({known.calls.get(m, 0) for m in self._members}) == 1:
             del self._tags[tag]
@@ -117,6 +129,7 @@ class Meetings:
         self._broken = Rejection("member_gone", problem, _ANEW)
         answers = [a for _, m in self._open() for a in self._answer(m, self._broken)]
         self._tags.clear()
+        self._calls.clear()
         return answers
 
     def forget_waiting(self) -> None:
@@ -125,8 +138,9 @@ class Meetings:
             for meeting in known.meetings.values():
                 for member in meeting.tickets:
                     known.calls[member] -= 1
+                    self._calls[member] -= 1
                     meeting.called.pop(member, None)
-                    self._held -= len(meeting.values.pop(member))
+                    self._held[member] -= len(meeting.values.pop(member))
                 meeting.tickets.clear()
             known.meetings = {n: found for n, found in known.meetings.items() if found.called}
 
@@ -141,6 +155,11 @@ class Meetings:
                 answers += self._answer(meeting, Rejection("timed_out", problem, _ANEW))
         return answers
 
+    def _has_room(self, member: str, size: int) -> bool:
+        """Return whether a member may leave a value of this size for the others."""
+        share = max(tf.MAX_VALUE_BYTES, MAX_HELD_BYTES // SHARE)
+        return self._held.total() + size <= MAX_HELD_BYTES and self._held[member] + size <= share
+
     def deadline(self) -> float | None:
         """Return when to call `expire` next."""
         return min((meeting.deadline for _, meeting in self._open()), default=None)
@@ -154,7 +173,7 @@ class Meetings:
         """Answer all members that wait, and drop the values."""
         if isinstance(reply, Rejection):
             meeting.failed = reply
-        self._held -= sum(map(len, meeting.values.values()))
+        self._held.subtract({member: len(value) for member, value in meeting.values.items()})
         tickets, meeting.tickets, meeting.values = meeting.tickets, {}, {}
         return [(ticket, member, reply) for member, ticket in tickets.items()]
 
@@ -197,6 +216,9 @@ class TfCluster(Snapshots):
 
     lease: float = saved()
     _leases: dict[str, float] = saved(factory=dict, name="leases")  # node → the end of its lease
+    # Node → the slot of the worker that speaks for it, as long as it has a lease; "": whoever has
+    # an operator's token.
+    _owners: dict[str, str] = saved(factory=dict, name="owners")
     # In the order of their arrival.
     _waiting: dict[str, _Call] = saved(factory=dict, name="waiting")
     # The newest request; all waiting nodes have asked for the same numbers.
@@ -213,9 +235,8 @@ class TfCluster(Snapshots):
     # Members that had no request open when it formed.
     _unaware: set[str] = saved(factory=set, name="unaware")
     _meetings: Meetings = field(default_factory=lambda: Meetings(0, ()))
-    _names: dict[int, str] = saved(
-        factory=dict, name="names"
-    )  # of the requests that wait, by ticket
+    # Of the requests that wait, by ticket.
+    _names: dict[int, str] = saved(factory=dict, name="names")
     # The newest answer to each node, with the name of its request, until the node sends another
     # one: an answer may be lost.
     _given: dict[str, _Given] = saved(factory=dict, name="given")
@@ -239,8 +260,12 @@ class TfCluster(Snapshots):
     ) -> list[Reply]:
         """Take in a request, the loss of a request's client or of the driver, or the time."""
         match event:
-            case tf.TfRequest(ticket, request):
+            case tf.TfRequest(ticket, request, owner):
+                if refused := self._refuse(request, owner):
+                    return [Reply(ticket, refused)]
                 self._take(ticket, request, now)
+                if (node := request.address) not in self._leases:  # it has got no place
+                    self._owners.pop(node or "", None)
             case DriverResumed():
                 self._resume(now)
             case RequestDropped(ticket=ticket):  # its node keeps its place for one lease
@@ -279,10 +304,26 @@ class TfCluster(Snapshots):
 
     # ---- requests ------------------------------------------------------------------------
 
+    def _refuse(self, request: _TfAsked, owner: str) -> Rejection | None:
+        """Return why a request may not speak for its node; None: it does from now on."""
+        node = request.address
+        if node is None or (isinstance(request, tf.LookRequest) and node not in self._leases):
+            return None
+        if node in self._owners:
+            if not owner or self._owners[node] == owner:
+                return None
+            problem = f"{node} is a node of another worker"
+            return Rejection("not_yours", problem, "give each node an address of its own")
+        own = sum(of == owner for of in self._owners.values())
+        if len(self._owners) >= MAX_NODES or (owner and own >= MAX_NODES // SHARE):
+            return Rejection("too_many", f"{len(self._owners)} nodes have a place already")
+        self._owners[node] = owner
+        return None
+
     def _take(
         self,
         ticket: int,
-        request: tf.ClusterSpecRequest | tf.BarrierRequest | tf.LookRequest,
+        request: _TfAsked,
         now: float,
     ) -> None:
         if isinstance(request, RepeatableRequest) and request.request:
@@ -406,6 +447,7 @@ class TfCluster(Snapshots):
         self._answer(self._meetings.expire(now), now)
         for node in [node for node, until in self._leases.items() if until <= now]:
             del self._leases[node]
+            self._owners.pop(node, None)
             self._waiting.pop(node, None)
             self._given.pop(node, None)
             if node in self._living:

@@ -106,3 +106,4 @@ class TfRequest(Struct, frozen=True, tag="tf_request"):
 
     ticket: int
     request: ClusterSpecRequest | BarrierRequest | SynchronizeRequest | LookRequest
+    owner: str = ""  # the slot of the worker that asks; "": a program with an operator's token

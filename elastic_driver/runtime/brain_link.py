@@ -64,7 +64,7 @@ class BrainLink:
     ) -> None:
         self._client, self._job, self._say, self._alive = client, job, say, alive
         url = urlsplit(client.url)
-        self._liveness = LivenessPort(url.hostname or "", url.port or 0, ports)
+        self._liveness = LivenessPort(url.hostname or "", url.port or 0, client.token, ports)
         self._report: JobReport | None = None
         self._grant: Grant | None = None  # the newest
         self._take: Callable[[Grant], None] | None = None
@@ -192,11 +192,10 @@ class BrainLink:
     def _tell(self) -> None:
         """Send reports until an attempt fails."""
         while not self._closing:
-            self._liveness.open()
-            self._liveness.hang_up()
             with self._news:
                 report, self._changed = self._report, False
             if report is not None:
+                self._liveness.open(report.began)
                 report = replace(report, liveness=self._liveness.address)
             self._client.post_json(EVENTS_PATH, msgspec.json.encode(report), ANSWER_S)
             with self._news:

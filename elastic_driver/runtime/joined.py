@@ -32,7 +32,7 @@ from elastic_driver.runtime.node_proofs import NodeProofs
 from rendezvous.auth import Role, agent_token, node_token
 from rendezvous.errors import StoppedError
 from rendezvous.server import RendezvousServer
-from rendezvous.web import Problem, caller_of, forbidden, json_answer, read_json
+from rendezvous.web import PEER, Problem, caller_of, forbidden, json_answer, read_json
 from rendezvous.wire import DeletePrefix, Operation, Set
 
 LOOK_S = 0.5  # `find` returns this often although nothing has changed
@@ -43,6 +43,7 @@ LEAVE_S = 10.0
 # that driver from its agent, which has one of them.
 RETURN_TIMEOUTS = 2.0
 MAX_NODES = 100_000
+OF_PEER = MAX_NODES // 4  # of them, of one address, or user of this machine
 
 _decode_report = msgspec.json.Decoder(join.NodeReport).decode
 
@@ -54,6 +55,7 @@ class _JoinedNode:
     name: str
     offer: join.NodeReport
     slots: int
+    peer: str = ""  # who has connected to join (`rendezvous.peers`)
     agents: dict[int, OnLost] = field(default_factory=dict)  # started, and not known to be gone
     killed: int = 0  # the newest incarnation that was killed
     check_killed: int = 0  # of the agents of node checks
@@ -232,14 +234,15 @@ class JoinedNodes(Backend):
 
     async def post_proof(self, request: web.Request) -> web.Response:
         """Take in a node that has proved that it knows the secret."""
-        return self._take(await self._open_proofs().check(request), proved=True)
+        report = await self._open_proofs().check(request)
+        return self._take(report, request[PEER], proved=True)
 
     async def post_report(self, request: web.Request) -> web.Response:
         """Take in the end of a node's agents, its leaving, or its return to this driver."""
         report, caller = await read_json(request, _decode_report), caller_of(request)
         if caller.role is Role.NODE and not self._is_of(report, caller.subject):
             raise forbidden(f"the token of node {caller.subject} is not that of {report.name}")
-        return self._take(report, proved=False)
+        return self._take(report, request[PEER], proved=False)
 
     def _is_of(self, report: join.NodeReport, name: str) -> bool:
         """Return whether a report is about the node of this name."""
@@ -252,12 +255,12 @@ class JoinedNodes(Backend):
             raise _not_accepting()
         return self._proofs
 
-    def _take(self, report: join.NodeReport, *, proved: bool) -> web.Response:
+    def _take(self, report: join.NodeReport, peer: str, *, proved: bool) -> web.Response:
         rules = self._rules
         with self._lock:
             node = self._nodes.get(report.session)
             if node is None:
-                node = self._join(report, proved)
+                node = self._join(report, peer, proved)
             elif report.leaves:
                 self._remove(node, report.reason)
             else:
@@ -284,7 +287,7 @@ class JoinedNodes(Backend):
 
     # ---- the table, with the lock held ---------------------------------------------------
 
-    def _join(self, offer: join.NodeReport, proved: bool) -> _JoinedNode:
+    def _join(self, offer: join.NodeReport, peer: str, proved: bool) -> _JoinedNode:
         """Add a node; if it joins again, the agents of its earlier process are lost."""
         rules = self._rules
         if offer.ended or offer.leaves:
@@ -301,6 +304,8 @@ class JoinedNodes(Backend):
             raise _not_accepting()
         if len(self._nodes) >= MAX_NODES:
             raise Problem(409, "too_many", f"{MAX_NODES} nodes have joined already")
+        if sum(node.peer == peer for node in self._nodes.values()) >= OF_PEER:
+            raise Problem(409, "too_many", f"{OF_PEER} nodes have joined from {peer} already")
         for known in list(self._nodes.values()):
             # A token that a node was given stands for the name that it was given with it.
             name, its = (known.offer.name, offer.name) if proved else (known.name, offer.joined_as)
@@ -313,7 +318,7 @@ class JoinedNodes(Backend):
                 gone = f"another node is {offer.joined_as} now"
                 raise Problem(410, join.NOT_JOINED, gone, "join again")
             node = _JoinedNode(name, offer, offer.slots or rules.default_slots)
-        node.offer = offer
+        node.offer, node.peer = offer, peer
         self._nodes[offer.session] = node
         lease = join.node_lease(node.name, offer.session)
         self._store(Set(lease, lease=rules.heartbeat_timeout))

@@ -143,7 +143,8 @@ class OpenRequests:
             else:
                 answer(200, found or b"")
 
-        return self.begin(lambda ticket: shards.ShardRequest(ticket, name, request), done)
+        owner = _slot_of(caller)
+        return self.begin(lambda ticket: shards.ShardRequest(ticket, name, request, owner), done)
 
     def may_ask(self, caller: Caller, request: Struct) -> bool:
         """Return whether a caller may send this: a worker asks and reports in its own name.
@@ -218,15 +219,22 @@ def _handler(
             raise forbidden(f"{said}: it holds shards in its own name, or as a member of the world")
         if isinstance(asked, shards.ShardCheckpoint) and caller.role is Role.WORKER:
             asked = shards.RestoreRequest(caller.subject, asked)
-        dataset = request.match_info.get("dataset")
+        dataset, owner = request.match_info.get("dataset"), _slot_of(caller)
         if dataset is None:
-            found = await requests.ask(lambda ticket: tf.TfRequest(ticket, asked))
+            found = await requests.ask(lambda ticket: tf.TfRequest(ticket, asked, owner))
         else:
-            found = await requests.ask(lambda ticket: shards.ShardRequest(ticket, dataset, asked))
+            found = await requests.ask(
+                lambda ticket: shards.ShardRequest(ticket, dataset, asked, owner)
+            )
         status = 204 if found is None else 200
         return web.Response(body=found, status=status, content_type=JSON)
 
     return handler
+
+
+def _slot_of(caller: Caller) -> str:
+    """Return the slot of a worker, whose share its successors have too; "" for any other caller."""
+    return caller.subject.rpartition(".")[0] if caller.role is Role.WORKER else ""
 
 
 def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:

@@ -29,6 +29,7 @@ from rendezvous.access import PAGE_FILES
 from rendezvous.auth import Caller, bearer
 from rendezvous.sessions import CODE_S, HEADER
 from rendezvous.web import (
+    PEER,
     SESSION,
     SESSIONS,
     TOKENS,
@@ -113,7 +114,7 @@ class PageRoutes:
         )
         if caller is None:
             raise _not_known(given)
-        begun = sessions.begin(caller, request.cookies, _now())
+        begun = sessions.begin(caller, request.cookies, _now(), request[PEER])
         if begun is None:
             raise _no_session(caller)
         answer = json_answer(LoginState(begun.caller.role.value, begun.key))
@@ -139,7 +140,7 @@ class PageRoutes:
 
     async def make_code(self, request: web.Request) -> web.Response:
         """Make a code with which a browser may log in once."""
-        code = request.app[SESSIONS].make_code(caller_of(request), _now())
+        code = request.app[SESSIONS].make_code(caller_of(request), _now(), request[PEER])
         if code is None:
             raise _no_session(caller_of(request))
         return json_answer(LoginCode(code, CODE_S))

@@ -25,7 +25,7 @@ from elastic_driver.contract import STATUS_PATH
 from elastic_driver.runtime.run_dir import MAX_RUN_ID_CHARS, is_run_id
 from launcher.brain.intake import MOST_JOBS
 from rendezvous.auth import Caller, Role
-from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
+from rendezvous.web import JSON, PEER, Problem, caller_of, forbidden, read_json
 from rendezvous.wire import EVENTS_PATH, UNREADABLE
 
 ANSWER_S = 5.0
@@ -35,7 +35,8 @@ FORGET_PATH = "/v1/jobs/{job}:forget"
 _ACCEPTED = b'{"accepted":true}'
 _decode: Callable[[bytes], JobReport | JobOver] = msgspec.json.Decoder(JobReport | JobOver).decode
 _Answer = TypeVar("_Answer")
-Take = Callable[[JobHeard | JobEnded], str]  # why it is not taken; "": it is
+# Takes what a job says, and who has connected, if that is known; returns why not, or "".
+Take = Callable[[JobHeard | JobEnded, str | None], str]
 AskStatus = Callable[[Callable[[bytes], None]], None]
 AskForget = Callable[[str, Callable[[bool | None], None]], None]  # the reply: see `is_silent`
 
@@ -82,7 +83,7 @@ class BrainRoutes:
             return None
         if problem_with(caller, said) is not None or self._is_elsewhere(caller.subject, said):
             return None
-        if self._take(_event(caller.subject, said)):
+        if self._take(_event(caller.subject, said), None):
             return None
         answer(202, _ACCEPTED)
         return lambda: None
@@ -94,7 +95,7 @@ class BrainRoutes:
             raise problem
         if isinstance(said, JobReport):
             said = self._reachable(caller.subject, said, request.remote or "")
-        if why := self._take(_event(caller.subject, said)):
+        if why := self._take(_event(caller.subject, said), request[PEER]):
             raise Problem(429, "too_many", why, "try again in a moment")
         return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
 

@@ -24,6 +24,7 @@ from elastic_driver.brain.documents import Grant, grant_key
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     HostsFound,
+    JobDropped,
     JobEnded,
     JobForgotten,
     JobHeard,
@@ -39,12 +40,13 @@ from elastic_driver.core.machine import stamped
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.identity import Identity
+from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.runtime.mailbox import Mailbox
 from launcher.brain.figures import HostFigures
 from launcher.brain.folder import BrainFolder, State
 from launcher.brain.intake import Intake
 from launcher.brain.priors import Priors
-from launcher.brain.probes import answer_probe
+from launcher.brain.probes import Drivers
 from launcher.brain.routes import BrainRoutes, job_of_lease
 from launcher.brain.status import is_silent, status_document
 from rendezvous.server import RendezvousServer
@@ -127,6 +129,7 @@ class BrainService:
         self._ahead: int | None = None  # messages that come before the tick that is due
         self._intake = Intake(self._mailbox.put)
         self._receipts = Receipts(setup.token, "")
+        self._drivers = Drivers(setup.token, self._mailbox.put)
         self._started = time.time()
 
     # ---- life ----------------------------------------------------------------------------
@@ -135,11 +138,13 @@ class BrainService:
         """Serve until `stop`; return the exit status. Raises ElasticError if it cannot begin."""
         setup = self._setup
         with contextlib.ExitStack() as stack:
+            stack.enter_context(logs_shown(lambda line, _of_library: self._say(line)))
             self._load()
             stack.callback(self._algorithms.close)
             self._algorithms.check(setup.algorithm)
             server = self._server = self._open_server()
             stack.callback(server.stop)
+            stack.callback(lambda: server.spawn(self._drivers.keep_only({})))
             self._log.open()
             stack.callback(self._log.close)
             setup.folder.write_tokens(setup.token, setup.identity.known_by)
@@ -173,7 +178,10 @@ class BrainService:
         book = state.book or uuid.uuid4().hex
         self._state = msgspec.structs.replace(state, starts=state.starts + 1, book=book)
         self._receipts = Receipts(self._setup.token, book)
-        self._intake.know(job.name for job in self._cluster.runs())
+        for job in self._cluster.runs():
+            self._intake.know(job.name, holds=False)
+            if job.claims():
+                self._intake.note(job.name, holds=True)
         self._keep(time.time())
 
     def _open_server(self) -> RendezvousServer:
@@ -278,12 +286,15 @@ class BrainService:
             self._priors.ask(event.job, event.report.kind)
         if isinstance(event, JobHeard) and event.job not in self._cluster.jobs:
             self._intake.forget(event.job)  # a late report of a run that is over
+        if isinstance(event, JobDropped) and event.job in self._cluster.jobs:
+            self._intake.know(event.job)  # it has got slots meanwhile
         if self._unkept.due is None:
             self._unkept.due = now + KEEP_S
         for decision in decisions:
             match decision:
-                case PublishGrant(job=job):
+                case PublishGrant(job=job, claims=claims):
                     self._unkept.grants[job] = decision
+                    self._intake.note(job, holds=bool(claims))
                 case WithdrawGrant(job=job):
                     self._withdraw(job)
                 case ProbeDriver():
@@ -308,7 +319,15 @@ class BrainService:
     def _probe(self, asked: ProbeDriver) -> None:
         """Look whether a driver lives, on the server's loop; `DriverProbed` answers."""
         if self._server is not None:
-            self._server.spawn(answer_probe(asked, self._mailbox.put))
+            self._server.spawn(self._drivers.look(asked))
+
+    def _watch_only_jobs(self) -> None:
+        """Close the connections to drivers of jobs that are over."""
+        if self._server is not None:
+            places = {
+                (job.name, job.report.began): job.report.liveness for job in self._cluster.runs()
+            }
+            self._server.spawn(self._drivers.keep_only(places))
 
     # ---- the disk, before promises -------------------------------------------------------
 
@@ -328,6 +347,7 @@ class BrainService:
             return
         if unkept.failed:
             self._tell("state_written", "", f"{self._setup.folder.state_file} is written again")
+        self._watch_only_jobs()
         grants, self._unkept = unkept.grants, _Unkept()
         for made in grants.values():
             self._publish(made.job, made.grant, made.claims)

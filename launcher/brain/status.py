@@ -25,6 +25,7 @@ def status_document(url: str, started: float, cluster: Cluster) -> bytes:
         {
             "job": job.name,
             "state": _state(job),
+            "watched": job.is_watched,
             "arrived": job.arrived,
             "min": job.report.least,
             "max": job.report.most,

@@ -15,6 +15,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.policies.log_lines import read_line
 from elastic_driver.runtime.live import event_row
 from elastic_driver.runtime.page_routes import FOLDER
+from rendezvous.own_files import open_named
 
 MOST_EVENTS = 20_000  # the newest; a page with more is slow
 _STYLE = '<link rel="stylesheet" href="/assets/app.css">'
@@ -28,7 +29,8 @@ def write(into: Path, run_id: str, log: Path, story: dict[str, Any]) -> None:
         events = [event_row(line) for line in lines if read_line(line) is not None]
     text = page(run_id, story, events[-MOST_EVENTS:])
     try:
-        into.write_text(text, encoding="utf-8")
+        with open(open_named(into), "wb") as file:
+            file.write(text.encode())
     except OSError as error:
         raise UsageError(f"cannot write {into}: {error.strerror}; choose another -o") from None
 

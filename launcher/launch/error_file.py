@@ -4,7 +4,6 @@ Schedulers that start torchrun set this variable and read the file; its form is 
 `@record` (torch.distributed.elastic.multiprocessing.errors).
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import msgspec
 
 from elastic_driver.runtime.failures import describe_failure, last_words
 from elastic_driver.runtime.results import JobResult
-from rendezvous.own_files import open_own
+from rendezvous.own_files import open_named
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -34,8 +33,7 @@ def write_error_file(result: JobResult, environ: Mapping[str, str]) -> str:
     told = {"message": message, "extraInfo": known, "errorCode": result.exit_code}
     try:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        file = open_own(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        with open(file, "wb") as stream:
+        with open(open_named(name), "wb") as stream:
             stream.write(msgspec.json.encode({"message": told}))
     except OSError as error:
         return f"cannot write {ERROR_FILE} {name}: {error.strerror}"

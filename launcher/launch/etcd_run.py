@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.journal import mirror
-from elastic_driver.runtime.journal.etcd import EtcdClient, read_access
+from elastic_driver.runtime.journal.etcd import PLAIN_VARIABLE, EtcdClient, read_access
 from elastic_driver.runtime.journal.follower import Follower, RunState
 from elastic_driver.runtime.journal.mirror import Ended, EtcdStore
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
@@ -54,7 +54,14 @@ class EtcdRun(contextlib.AbstractContextManager["EtcdRun"]):
         insecure: bool = False,
     ) -> None:
         """Take nothing yet; raises UsageError for an address or a file that cannot be used."""
-        self._client = EtcdClient(read_access(options.journal, environ, insecure=insecure))
+        access = read_access(options.journal, environ, insecure=insecure)
+        if access.is_plain_here:
+            say(
+                f"{access} is asked without TLS: other users of this machine can read the job's "
+                "token there, and control the job; name etcd's CA in ELASTIC_ETCD_CA, or set "
+                f"{PLAIN_VARIABLE}=1 if nobody else logs in here"
+            )
+        self._client = EtcdClient(access)
         self._run_dir, self._lease_s, self._say = run_dir, options.driver_lease, say
         files = run_dir.journal_file, run_dir.token_file
         self._follower = Follower(self._client.clone(), run_dir.run_id, *files)

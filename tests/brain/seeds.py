@@ -19,7 +19,7 @@ from elastic_driver.brain.algorithm import Plan, View
 from elastic_driver.brain.documents import JOB_LEASE_S
 from elastic_driver.brain.fair import fair
 from elastic_driver.brain.messages import AskAlgorithm, HostsFound
-from tests.brain.world import LIVES_ON_S, Curve, SimJob, World
+from tests.brain.world import LIVES_ON_S, UNANSWERED_S, Curve, SimJob, World
 
 FAULTS_S, QUIET_S = 200.0, 100.0
 ALONE_S = JOB_LEASE_S + LIVES_ON_S - 1.1  # processes without a driver, which reports each second
@@ -186,7 +186,7 @@ class Faults:
         if (job := self._any_job()) is None:
             return
         world = self.world
-        job.driver_lives = False
+        world.driver_dies(job)
         self.out.silent += 1
         if self.random.random() < 0.5:
             world.after(self.random.uniform(0.1, ALONE_S), lambda: world.come_back(job))
@@ -198,6 +198,7 @@ class Faults:
         if (job := self._any_job()) is None:
             return
         job.cut = True
+        self.world.after(UNANSWERED_S, lambda: self.world.lose(job))
         self.out.cut += 1
         self.world.after(self.random.uniform(0.1, 4 * ALONE_S), lambda: self._mend(job))
 
@@ -210,7 +211,7 @@ class Faults:
         if (job := self._any_job()) is None or job.cut:
             return
         world = self.world
-        job.driver_lives = False
+        world.driver_dies(job)
         self.out.late += 1
 
         def end_processes() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
-from elastic_driver.brain.cluster import SILENT_S, BrainDecision, Cluster
+from elastic_driver.brain.cluster import ENDED_KEPT, SILENT_S, BrainDecision, Cluster
 from elastic_driver.brain.documents import JOB_LEASE_S, JobOver, JobReport, Kind
 from elastic_driver.brain.fair import fair
 from elastic_driver.brain.handover import GATHER_S
@@ -17,6 +17,7 @@ from elastic_driver.brain.messages import (
     DriverProbed,
     HostsFound,
     HostsMeasured,
+    JobDropped,
     JobEnded,
     JobForgotten,
     JobHeard,
@@ -52,6 +53,7 @@ class Brain:
         self.probes: list[ProbeDriver] = []
         self.withdrawn: list[str] = []
         self.ended: set[str] = set()  # jobs at whose driver's address nobody listens
+        self.unproved: set[str] = set()  # or somebody who is not that driver
         self.hosts(hosts)
 
     def hosts(self, hosts: dict[str, int]) -> None:
@@ -73,6 +75,8 @@ class Brain:
             elif isinstance(decision, ProbeDriver):
                 self.probes.append(decision)
                 result: Any = "refused" if decision.job in self.ended else "answered"
+                if decision.job in self.unproved:
+                    result = "unproved"
                 self.send(DriverProbed(decision.job, decision.began, decision.liveness, result))
             elif isinstance(decision, WithdrawGrant):
                 self.withdrawn.append(decision.job)
@@ -86,6 +90,11 @@ class Brain:
         fields = {"began": 1.0, "least": 1, "lives_on": LIVES_ON_S, "liveness": job, **fields}
         said = JobReport(kind=Kind(name=job, command=""), **fields)
         self.send(JobHeard(job, said, proved), after)
+
+    def lose(self, job: str) -> None:
+        """The connection to its driver has ended."""
+        report = self.cluster.jobs[job].report
+        self.send(DriverProbed(job, report.began, report.liveness, "lost"))
 
     def carried_out(self, job: str, holding: dict[str, int] | None = None) -> None:
         held = self.grants[job] if holding is None else holding
@@ -172,18 +181,88 @@ def test_a_driver_that_is_stopped_or_cut_off_keeps_its_slots_however_long_it_is_
         two.send(Tick(), after=SILENT_S / 2)
     assert two.grants == {"A": {"n1": 2}, "B": {"n2": 2}}
     looks = [probe for probe in two.probes if probe.reason == "its driver is silent"]
-    assert len(looks) == 6, "when it became silent, and at each event"
+    assert len(looks) == 1, "the connection stands"
     two.ended = {"B"}
-    two.send(Tick(), after=PROBE_S)
+    two.lose("B")
     two.plans = [{"A": {"n1": 2, "n2": 2}}]
     two.now += LIVES_ON_S
     two.carried_out("A")
     assert two.grants["A"] == {"n1": 2, "n2": 2}
 
 
-def test_a_driver_that_was_never_found_at_its_address_is_not_taken_for_dead() -> None:
-    brain = Brain({"n1": 2})
-    brain.ended = {"A"}  # for example, because a firewall refuses connections
+def test_who_takes_the_port_of_a_driver_that_has_ended_keeps_its_slots_no_longer(
+    two: Brain,
+) -> None:
+    two.unproved = {"B"}
+    two.lose("B")  # while it is heard: it is looked for again
+    assert [told.event for told in two.told if told.job == "B"] == ["job_arrived"]
+    two.send(JobSilent("B"))
+    assert [told.event for told in two.told][-2:] == ["job_silent", "job_lost"]
+    two.plans = [{"A": {"n1": 2, "n2": 2}}]
+    two.send(Tick(), after=LIVES_ON_S - 1)
+    two.carried_out("A")
+    assert two.grants["A"] == {"n1": 2}
+    two.send(Tick(), after=1.0)
+    assert two.grants["A"] == {"n1": 2, "n2": 2}
+
+
+def test_a_driver_that_proves_itself_late_keeps_its_slots(two: Brain) -> None:
+    two.unproved = {"B"}
+    two.lose("B")
+    two.send(JobSilent("B"))
+    two.unproved = set()
+    two.plans = [{"A": {"n1": 2}}]
+    for _ in range(3):
+        two.carried_out("A")
+        two.send(Tick(), after=PROBE_S)
+    assert two.told[-1].line == "its driver lives; its slots stay its own"
+    two.carried_out("A")
+    two.send(Tick(), after=LIVES_ON_S)
+    assert two.grants == {"A": {"n1": 2}, "B": {"n2": 2}}
+
+
+def test_a_port_that_nobody_has_any_more_is_certain_after_a_doubt(two: Brain) -> None:
+    two.unproved = {"B"}
+    two.lose("B")
+    two.send(JobSilent("B"))
+    gone_at = two.cluster.jobs["B"].gone_at
+    two.unproved, two.ended = set(), {"B"}
+    two.send(Tick(), after=PROBE_S)
+    known = two.cluster.jobs["B"]
+    assert (known.gone_at, known.is_doubted, known.probe_at) == (gone_at, False, None)
+
+
+def test_a_brain_that_starts_again_looks_anew_and_believes_no_stranger(two: Brain) -> None:
+    two.cluster = Cluster.restored(two.cluster.snapshot())
+    assert not any(job.is_watched for job in two.cluster.runs())
+    two.unproved = {"B"}
+    two.carried_out("A")
+    assert two.cluster.jobs["A"].is_watched
+    two.plans = [{"A": {"n1": 2}}] * 3
+    two.send(Tick(), after=JOB_LEASE_S)
+    assert "job_lost" in [told.event for told in two.told]
+    two.carried_out("A")
+    two.plans = [{"A": {"n1": 2, "n2": 2}}] * 3
+    two.send(Tick(), after=LIVES_ON_S)
+    assert list(two.cluster.jobs) == ["A"]
+
+
+def test_the_end_of_a_driver_counts_not_for_the_next_one_at_another_port(two: Brain) -> None:
+    before = two.cluster.jobs["B"].report
+    two.plans = [{"A": {"n1": 2}, "B": {"n2": 2}}] * 3
+    two.report("B", liveness="another", carried_out=two.numbers["B"], holding={"n2": 2})
+    assert two.cluster.jobs["B"].found_at == "another"
+    two.send(DriverProbed("B", before.began, before.liveness, "lost"))
+    two.send(DriverProbed("B", before.began, before.liveness, "refused"))
+    assert two.cluster.jobs["B"].is_watched
+    two.send(JobSilent("B"))
+    assert two.cluster.jobs["B"].gone_at is None
+
+
+@pytest.mark.parametrize("result", ["refused", "unproved"])
+def test_a_driver_that_was_never_found_at_its_address_is_not_taken_for_dead(result: str) -> None:
+    brain = Brain({"n1": 2})  # for example, because a firewall refuses connections
+    (brain.ended if result == "refused" else brain.unproved).add("A")
     brain.plans = [{"A": {"n1": 2}}]
     brain.report("A")
     brain.carried_out("A")
@@ -232,6 +311,44 @@ def test_a_report_that_comes_after_the_end_of_its_run_brings_no_job_back(two: Br
     assert list(two.cluster.jobs) == ["A"]
     two.report("B", began=2.0)
     assert list(two.cluster.jobs) == ["A", "B"]
+
+
+def test_a_run_that_was_replaced_while_it_owed_slots_keeps_the_brain_from_no_rest(
+    two: Brain,
+) -> None:
+    two.plans = [{"A": {"n1": 2, "n2": 1}, "B": {"n2": 1}}]
+    two.report("B", weight=0.5, carried_out=two.numbers["B"], holding={"n2": 2})
+    assert two.cluster.jobs["B"].owes_since is not None
+    two.plans = [{"A": {"n1": 2}}] * 9
+    two.report("B", began=2.0)
+    for _ in range(int(STUCK_S / 5) + 2):
+        two.carried_out("A")
+        two.report("B", began=2.0)
+        two.send(Tick(), after=5.0)
+    assert [job.report.began for job in two.cluster.former] == [1.0], "it may have processes"
+    due = two.cluster.deadline()
+    assert due is None or due > two.now
+
+
+def test_ends_of_runs_that_nobody_knows_make_no_other_end_forgotten(two: Brain) -> None:
+    two.plans = [{"A": {"n1": 2, "n2": 2}}] * 2
+    two.send(JobEnded("B", JobOver(began=1.0, exit_code=0)))
+    for number in range(ENDED_KEPT + 1):
+        two.send(JobEnded(f"fake-{number}", JobOver(began=1.0, exit_code=0)))
+    two.report("B", holding={"n2": 2})  # late
+    assert list(two.cluster.jobs) == ["A"]
+
+
+def test_a_job_gives_its_place_up_if_it_has_no_slots(two: Brain) -> None:
+    two.plans = [{"A": {"n1": 2}, "B": {"n2": 2}}] * 3
+    two.report("C")
+    for name in ("B", "C", "unknown"):
+        two.send(JobDropped(name))
+    assert list(two.cluster.jobs) == ["A", "B"]
+    assert two.withdrawn == ["C"]
+    assert two.told[-1].line == "it has no slots, and others need its place"
+    two.report("C")
+    assert list(two.cluster.jobs) == ["A", "B", "C"], "it may ask again"
 
 
 def test_a_silent_job_that_comes_back_keeps_its_slots(two: Brain) -> None:

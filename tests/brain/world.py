@@ -38,6 +38,7 @@ from elastic_driver.core.driver_events import Tick
 
 LATENCY_S = 0.01
 LIVES_ON_S = 8.0
+UNANSWERED_S = 30.0  # until a connection without an answer has ended
 CHANGE_S = 0.2  # the steps that a change of the size costs
 Curve = Callable[[int], float]  # steps per second of a number of workers
 
@@ -119,7 +120,7 @@ class World:
     """Jobs, hosts and the Brain, on one simulated clock."""
 
     def __init__(self, hosts: dict[str, int], seed: int = 0, algorithm: str = "") -> None:
-        self.random = Random(seed)
+        self.random, self.strangers = Random(seed), Random(seed)
         self.now = 1000.0
         self.hosts = dict(hosts)
         self.most: dict[str, int] = dict(hosts)  # slots that each host ever had
@@ -196,7 +197,8 @@ class World:
             job for job in self.jobs.values() if (job.name, job.began) == (asked.job, asked.began)
         ]
         lives, cut = any(job.driver_lives for job in runs), any(job.cut for job in runs)
-        result: Any = "silent" if cut else "answered" if lives else "refused"
+        dead = self.strangers.choice(("refused", "unproved"))  # another program has the port
+        result: Any = "silent" if cut else "answered" if lives else dead
         probed = DriverProbed(asked.job, asked.began, asked.liveness, result)
         self.after(LATENCY_S, lambda: self.brain(probed))
 
@@ -280,6 +282,17 @@ class World:
             self.brain(JobEnded(job.name, JobOver(began=job.began, exit_code=0)))
         else:
             self.after(1.0, lambda: self._say_over(job))
+
+    def driver_dies(self, job: SimJob) -> None:
+        """Nothing says so but the end of its connection."""
+        job.driver_lives = False
+        self.after(UNANSWERED_S if job.cut else LATENCY_S, lambda: self.lose(job))
+
+    def lose(self, job: SimJob) -> None:
+        """The connection to a driver has ended, or nothing has come through it for long."""
+        if job.cut or not job.driver_lives:
+            place = f"{job.name}:{job.began}"
+            self.brain(DriverProbed(job.name, job.began, place, "lost"))
 
     def come_back(self, job: SimJob) -> None:
         """Its next driver reads the newest grant, and reports."""

@@ -271,7 +271,7 @@ def test_a_node_with_another_secret_is_told_so_and_waits_and_the_server_names_it
                 f"the server at {at} does not know this node's secret; another program or" in line
             )
         assert not job.events("host_discovered")
-        who = f"a program at 127.0.0.1 (user {os.getuid()})"
+        who = f"a program at localhost (user {os.getuid()})"
         told = f"{who} asked to join and did not prove that it knows this job's"
         job.until(lambda: told in job.stderr, "the server names it")
         assert job.stderr.count(told) == 1

@@ -31,8 +31,8 @@ from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
-from elastic_driver.presence import Presence
-from elastic_driver.runtime import page_routes, run_dir
+from elastic_driver.presence import DriverPresence, Presence
+from elastic_driver.runtime import liveness_port, page_routes, run_dir
 from elastic_driver.runtime.event_routes import Reported
 from elastic_driver.runtime.host_lists import (
     MAX_HOSTS,
@@ -368,11 +368,32 @@ def hear_driver(chunks: list[bytes]) -> None:
     asyncio.run(hear())
 
 
+def hear_brain(chunks: list[bytes]) -> None:
+    """Bytes at the port where a driver proves that it lives; none is a Brain's question."""
+
+    async def hear() -> None:
+        lines = liveness_port._Lines(DriverPresence("secret", 1.0, "127.0.0.1:2000"))
+        connection = liveness_port._Line(lines)
+        transport = _Transport()
+        connection.connection_made(cast("asyncio.Transport", transport))
+        for chunk in chunks:
+            if not transport.closed:
+                connection.data_received(chunk)
+        assert not transport.said
+        connection.connection_lost(None)
+        assert not lines.unproved
+        assert not lines.kept
+
+    asyncio.run(hear())
+
+
 class _Transport:
+    said = b""
     closed = False
 
-    def write(self, _data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         assert not self.closed
+        self.said += data
 
     def close(self) -> None:
         self.closed = True
@@ -541,6 +562,7 @@ PARSERS = (
         (b'{"more":' + b"[" * 2000, b'{"\xff":1}', b'{"round":1,"step":%b,"step_time":1}' % LARGE),
     ),
     Parser("probe port", CHUNKS, hear_driver),
+    Parser("liveness port", CHUNKS, hear_brain),
     Parser(
         "announcement",
         nearly(announcement.Announcement),

@@ -170,7 +170,7 @@ def test_a_private_field_needs_a_name_in_the_table() -> None:
     class Nameless(Snapshots):
         _size: int = saved(0)
 
-    with pytest.raises(TypeError, match="Nameless._size needs a name in the table"):
+    with pytest.raises(TypeError, match=r"Nameless\._size needs a name in the table"):
         Nameless().snapshot()
 
 

@@ -91,6 +91,34 @@ def test_all_data_sets_have_a_bounded_size_together(monkeypatch: pytest.MonkeyPa
     assert isinstance(answer("two", NextRequest("a", TWENTY)), Granted), "it is as it was"
 
 
+SMALL = dict.fromkeys("pq", 0)
+
+
+@pytest.mark.parametrize("what", ["number", "bytes"])
+def test_one_worker_leaves_room_to_the_others_and_all_workers_leave_some_to_people(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    asked = NextRequest("a", StreamDescription(SMALL, 1))
+    size = len(msgspec.json.encode(asked.dataset))
+    if what == "bytes":
+        monkeypatch.setattr(shards, "MAX_BYTES", 16 * size)
+    else:
+        monkeypatch.setattr(shards, "MAX_DATASETS", 16)
+    datasets, codes = DataSets(), list[str]()
+
+    def opens(name: str, owner: str) -> bool:
+        answer = replies(datasets, ShardRequest(1, name, asked, owner), 0.0)[1]
+        codes.extend([answer.code] if isinstance(answer, Rejection) else [])
+        return not isinstance(answer, Rejection)
+
+    assert [opens(f"a-{n}", "h.0") for n in range(9)].count(True) == 4, "a quarter"
+    assert opens("a-0", "h.1"), "what is open is open to all"
+    assert [opens(f"{s}-{n}", f"h.{s}") for s in range(1, 5) for n in range(4)].count(True) == 10
+    assert [opens(f"people-{n}", "") for n in range(4)].count(True) == 2, "an eighth was left"
+    assert set(codes) == {"too_large" if what == "bytes" else "too_many"}
+    assert DataSets.restored(datasets.snapshot()).snapshot() == datasets.snapshot()
+
+
 # ---- answers that are lost, and drivers that die ----------------------------------------------
 
 

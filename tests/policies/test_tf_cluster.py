@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from elastic_driver.core.driver_events import DriverResumed, Tick
 from elastic_driver.core.tf_config import tf_config
+from elastic_driver.policies import tf_cluster
+from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import Rejection, RequestDropped
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.policies.tf_messages import (
@@ -102,10 +106,10 @@ class Nodes:
             self.got[self.nodes[reply.ticket]] = reply.document
         assert self.cluster.check() == []
 
-    def _ask(self, name: str, request: Any) -> None:
+    def _ask(self, name: str, request: Any, owner: str = "") -> None:
         self.tickets += 1
         self.nodes[self.tickets] = name
-        self.handle(TfRequest(self.tickets, request))
+        self.handle(TfRequest(self.tickets, request, owner))
 
 
 # ---- bringup -----------------------------------------------------------------------------
@@ -343,7 +347,7 @@ def test_meetings_leave_nothing_behind() -> None:
         nodes.synchronize("a", tag=f"step {step}")
         nodes.synchronize("b", tag=f"step {step}")
     meetings = nodes.cluster._meetings
-    assert (meetings._tags, meetings._held) == ({}, 0)
+    assert (meetings._tags, meetings._held.total(), meetings._calls.total()) == ({}, 0, 0)
 
 
 # ---- answers that are lost, and drivers that die ----------------------------------------------
@@ -391,7 +395,8 @@ def test_a_barrier_during_which_the_driver_dies_is_passed_with_the_next_one() ->
         nodes.synchronize("b")
         got = nodes.take()
         assert got["a"] == got["b"] == Synchronized(1, {"a:1": b"a", "b:1": b"b"})
-    assert (nodes.cluster._meetings._tags, nodes.cluster._meetings._held) == ({}, 0)
+    met = nodes.cluster._meetings
+    assert (met._tags, met._held.total(), met._calls.total()) == ({}, 0, 0)
 
 
 def test_a_member_whose_answer_at_a_barrier_was_lost_gets_it_again() -> None:
@@ -416,3 +421,71 @@ def test_names_of_requests_leave_nothing_behind() -> None:
     nodes.join("b", wait=1.0, request="next")
     nodes.wait(2.0, alive="a")
     assert (nodes.cluster._given, nodes.cluster._names) == ({}, {})
+
+
+# ---- one worker among others ---------------------------------------------------------------
+
+
+def refusal(nodes: Nodes, name: str) -> str:
+    answer = nodes.take().get(name)
+    return answer.code if isinstance(answer, Rejection) else ""
+
+
+def test_a_worker_speaks_for_no_node_of_another() -> None:
+    nodes = Nodes(least=2, most=2)
+    for name, owner in (("a", "h.0"), ("b", "h.1")):
+        nodes._ask(name, ClusterSpecRequest(f"{name}:1", 2, 2, 60.0, 2.0), owner)
+    assert nodes.specs().keys() == {"a", "b"}
+    for request in (
+        BarrierRequest("a:1", "t", 5.0, failure="says another"),
+        ClusterSpecRequest("a:1", 2, 2, 60.0, 2.0),
+        LookRequest("a:1"),
+    ):
+        nodes._ask("a", request, "h.1")
+        assert refusal(nodes, "a") == "not_yours"
+    nodes.resume()
+    nodes._ask("a", LookRequest("a:1"), "h.1")
+    assert refusal(nodes, "a") == "not_yours", "the next driver knows, too"
+    for name, owner in (("a", "h.0"), ("b", "h.1")):
+        nodes._ask(name, BarrierRequest(f"{name}:1", "t", 5.0), owner)
+    assert all(isinstance(each, Synchronized) for each in nodes.take().values())
+    nodes._ask("a", LookRequest("a:1"), "")
+    assert refusal(nodes, "a") == "", "an orchestrator has an operator's token"
+    nodes.wait(2 * LEASE)
+    nodes._ask("a", ClusterSpecRequest("a:1", 2, 2, 60.0, 2.0), "h.1")
+    assert refusal(nodes, "a") == "", "it was free"
+
+
+def test_one_worker_takes_no_places_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tf_cluster, "MAX_NODES", 16)
+    nodes = Nodes()
+    for name in "abcdef":
+        nodes._ask(name, ClusterSpecRequest(f"{name}:1", 20, 20, 60.0, 2.0), "h.0")
+        assert refusal(nodes, name) == ("too_many" if name in "ef" else "")
+    nodes._ask("f", LookRequest("f:1"), "h.0")
+    assert refusal(nodes, "f") == "", "who only looks has no place"
+    nodes._ask("g", ClusterSpecRequest("g:1", 20, 20, 60.0, 2.0), "h.1")
+    assert refusal(nodes, "g") == ""
+    assert len(nodes.cluster._owners) == 5
+    nodes.wait(200.0)
+    assert nodes.cluster._owners == {}
+
+
+def test_one_member_calls_no_end_of_meetings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tag again and again was no further tag, and no meeting was forgotten."""
+    monkeypatch.setattr(tf_cluster, "MAX_TAGS", 16)
+    monkeypatch.setattr(tf_cluster, "MAX_HELD_BYTES", 16)
+    monkeypatch.setattr(tf, "MAX_VALUE_BYTES", 1)
+    nodes = Nodes(least=2, most=2).up("a", "b")
+    for tag in ("t", "t", "u", "v", "t"):
+        nodes.barrier("a", tag)
+        assert refusal(nodes, "a") == ("", "too_many_tags")[nodes.tickets == 7]
+    for tag in ("t", "t", "u", "v"):
+        nodes.barrier("b", tag)
+    assert nodes.take().keys() == {"a", "b"}
+    for name, code in (("a" * 3, ""), ("a" * 2, "too_large")):
+        request = SynchronizeRequest("a:1", "t", 5.0, value=name.encode())
+        nodes._ask("a", request)
+        assert refusal(nodes, "a") == code
+    nodes._ask("b", SynchronizeRequest("b:1", "t", 5.0, value=b"bbbb"))
+    assert isinstance(nodes.take()["b"], Synchronized)

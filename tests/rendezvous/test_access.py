@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rendezvous import auth
-from rendezvous.access import KEYS, ROUTES, may_call, refused
+from rendezvous.access import JOB_LEASE_S, KEYS, ROUTES, may_call, refused
 from rendezvous.auth import Caller, Role
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError
@@ -96,7 +96,8 @@ def test_each_key_is_written_and_read_by_those_who_may(
         CompareSet(key, None, b""),
     )
     for write in writes:
-        assert allowed([write]) == writers, write
+        is_bare = isinstance(write, Delete) or (isinstance(write, Set) and write.lease)
+        assert allowed([write]) == writers - (set() if is_bare else {JOB}), write
     for read in (Get((key,)), Get(("mine/key", key)), Watch({key: 0})):
         assert allowed([read]) == readers - (
             set() if len(read.keys) == 1 else {AGENT, NODE, JOB}
@@ -132,6 +133,24 @@ def test_keys_that_the_driver_writes_itself_are_written_by_no_request() -> None:
     for mine in ("rounds/7/", "workers/", "workers/a.0.1/", "nodes/n/", "checks/machines/", "mine"):
         assert refused(auth.DRIVER, [DeletePrefix(mine), Set(f"{mine}x")], ROUNDS) is None, mine
     assert refused(auth.DRIVER, [Set("agents/a.1/lease"), Set("jobs/x/lease")], ROUNDS) is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "may"),
+    [
+        (Set("jobs/night/lease", lease=JOB_LEASE_S), True),
+        (Delete("jobs/night/lease"), True),
+        (Set("jobs/night/lease", lease=JOB_LEASE_S + 1), False),
+        (Set("jobs/night/lease"), False),
+        (Set("jobs/night/lease", b"x", lease=1.0), False),
+        (Append("jobs/night/lease", b"x" * 1000), False),
+        (Add("jobs/night/lease", 1), False),
+        (CompareSet("jobs/night/lease", None, b"x"), False),
+    ],
+)
+def test_a_job_leaves_nothing_in_the_store_of_its_brain(operation: Operation, may: bool) -> None:
+    """Who may start jobs has the token of any name: each would keep its share of the store."""
+    assert (refused(JOB, [operation], RoundMembers()) is None) is may
 
 
 def test_many_keys_are_all_looked_at() -> None:

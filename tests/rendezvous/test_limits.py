@@ -309,22 +309,36 @@ def test_a_reader_has_a_bounded_number_of_connections() -> None:
         assert ask(TOKEN) == 404
 
 
-def test_an_address_that_connects_without_end_closes_its_own_connections() -> None:
+_CONNECTS = """
+import encodings.idna, os, socket, sys, time
+os.setuid(65534)
+held = []
+for turn in range(5):
+    time.sleep(float(sys.argv[2]))
+    for number in range(19):
+        address = f"127.{turn}.1.{number + 1}"
+        held.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), 30, (address, 0)))
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may be somebody else")
+def test_a_user_who_connects_without_end_closes_his_own_connections_whatever_his_address() -> None:
     bounds = Limits(unproven=20, unproven_s=30.0)
     with RendezvousServer(token=TOKEN, limits=bounds) as server, contextlib.ExitStack() as stack:
-
-        def connect(address: str) -> socket.socket:
-            made = socket.create_connection(("127.0.0.1", server.port), 30, (address, 0))
-            return stack.enter_context(made)
-
-        quiet = connect("127.0.0.2")
-        for _ in range(5):
-            time.sleep(connections.YOUNG_S)
-            for _ in range(19):
-                connect("127.0.0.3")
-        quiet.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert quiet.recv(100).startswith(b"HTTP/1.1 200 ")
-        assert server.hits.snapshot()["unproven"] >= 60
+        made = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(3)]
+        quiet = [stack.enter_context(each) for each in made]
+        argv = [sys.executable, "-c", _CONNECTS, str(server.port), str(connections.YOUNG_S)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(argv, stdin=pipe, stdout=pipe) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"done\n"
+            for each in quiet:
+                each.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert each.recv(100).startswith(b"HTTP/1.1 200 ")
+            other.communicate()
+        assert server.hits.snapshot()["unproven"] >= 40
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_bug(

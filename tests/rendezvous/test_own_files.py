@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from rendezvous.auth import read_credentials, write_token_file
 from rendezvous.errors import TokenError
-from rendezvous.own_files import open_own, own_folder, read_own, shown_folder, write_own
+from rendezvous.own_files import open_named, open_own, own_folder, read_own, shown_folder, write_own
 
 STRANGER = 12345
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
@@ -138,3 +139,53 @@ def test_a_token_behind_a_link_of_another_user_is_not_read(tmp_path: Path) -> No
         open_own(link, os.O_RDONLY)
     with pytest.raises(TokenError, match=f"a link that user {STRANGER} has made"):
         read_credentials(link)
+
+
+@pytest.mark.timeout(30, method="thread")
+@is_root
+@pytest.mark.parametrize("what", ["pipe", "pipe that is read", "link", "device"])
+def test_a_file_that_the_user_has_named_is_not_one_that_others_have_prepared(
+    tmp_path: Path, what: str
+) -> None:
+    named, other = tmp_path / "page.html", tmp_path / "other"
+    reader = None
+    if what == "link":
+        named.symlink_to(other)
+    elif what == "device":
+        os.mknod(named, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    else:
+        os.mkfifo(named)
+        reader = os.open(named, os.O_RDONLY | os.O_NONBLOCK) if "read" in what else None
+    os.chown(named, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(OSError, match=r"user 65534|No such device"):
+        open_named(named)
+    assert not other.exists()
+    if reader is not None:
+        os.close(reader)
+
+
+@pytest.mark.timeout(30, method="thread")
+def test_a_file_that_the_user_has_named_may_be_anything_of_his(tmp_path: Path) -> None:
+    plain, link, pipe = tmp_path / "plain", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(plain)
+    os.mkfifo(pipe)
+    for path in (plain, link):
+        with open(open_named(path), "wb") as file:
+            file.write(path.name.encode())
+        assert plain.read_text() == path.name
+    assert stat.S_IMODE(plain.stat().st_mode) == 0o666 & ~umask()
+    for path in (Path("/dev/null"), Path("/dev/stderr")):
+        os.close(open_named(path))
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    with open(open_named(pipe), "wb") as file:
+        file.write(b"x" * 200_000)
+    reader.join(30)
+    assert read == [b"x" * 200_000]
+
+
+def umask() -> int:
+    now = os.umask(0)
+    os.umask(now)
+    return now

@@ -36,9 +36,31 @@ def test_a_client_of_this_machine_counts_with_its_user(host: str) -> None:
         client = socket.create_connection(listener.getsockname()[:2])
         accepted, name = listener.accept()
         with accepted:
-            assert peer_of(accepted, name) == f"{host} (user {os.getuid()})"
+            assert peer_of(accepted, name) == f"localhost (user {os.getuid()})"
             client.close()
-            assert peer_of(accepted, name) == host, "it has closed, and is nobody's any more"
+            assert peer_of(accepted, name) == "localhost", "it has closed, and is nobody's now"
+
+
+def own_address() -> str:
+    """Return an address of this machine that is not loopback's, or that of loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+        try:
+            unsent.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            return "127.0.0.1"
+        return str(unsent.getsockname()[0])
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2", "127.255.3.4", own_address()])
+def test_a_user_of_this_machine_is_one_client_from_whichever_address(source: str) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as listener:  # noqa: S104 - as a driver with hosts
+        port = listener.getsockname()[1]
+        to = "127.0.0.1" if source.startswith("127.") else source
+        with socket.create_connection((to, port), source_address=(source, 0)):
+            accepted, name = listener.accept()
+            with accepted:
+                assert name[0] == source
+                assert peer_of(accepted, name) == f"localhost (user {os.getuid()})"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may be somebody else")
@@ -50,7 +72,7 @@ def test_another_user_is_another_client_also_behind_a_mapped_address() -> None:
         with subprocess.Popen(argv, stdin=subprocess.PIPE) as other:
             accepted, name = listener.accept()
             with accepted:
-                assert peer_of(accepted, name) == "127.0.0.1 (user 65534)"
+                assert peer_of(accepted, name) == "localhost (user 65534)"
             other.communicate()
 
 

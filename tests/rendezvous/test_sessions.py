@@ -119,9 +119,26 @@ def test_readers_push_out_no_operator() -> None:
     assert sessions.redeem(code or "", 1.0) == OPERATOR
 
 
-def test_the_oldest_session_makes_room() -> None:
-    sessions = Sessions()
-    begun = [begin(sessions, READER) for _ in range(MOST_SESSIONS + 1)]
-    assert [caller(sessions, each) for each in begun] == [None, *[READER] * MOST_SESSIONS]
-    codes = [sessions.make_code(READER, 0.0) or "" for _ in range(MOST_CODES + 1)]
-    assert [sessions.redeem(code, 1.0) for code in codes] == [None, *[READER] * MOST_CODES]
+def test_who_logs_in_without_end_pushes_out_his_own_sessions_alone() -> None:
+    sessions, own = Sessions(), MOST_SESSIONS // 4
+    other = sessions.begin(READER, {}, 0.0, "10.0.0.9")
+    code = sessions.make_code(READER, 0.0, "10.0.0.9") or ""
+    begun = [begin(sessions, READER) for _ in range(2 * own)]
+    assert [caller(sessions, each) for each in begun] == [None] * own + [READER] * own
+    assert other is not None
+    assert caller(sessions, other) == READER
+    codes = [sessions.make_code(READER, 0.0) or "" for _ in range(MOST_CODES)]
+    assert [sessions.redeem(each, 1.0) for each in codes].count(READER) == MOST_CODES // 4
+    assert sessions.redeem(code, 1.0) == READER
+
+
+def test_if_all_have_their_share_the_one_with_the_most_makes_room() -> None:
+    sessions, few = Sessions(), MOST_SESSIONS // 8
+    first = sessions.begin(READER, {}, 0.0, "first")
+    many = [sessions.begin(READER, {}, 0.0, "many") for _ in range(2 * few)]
+    for number in range(6 * few):
+        assert sessions.begin(READER, {}, 0.0, f"{number % (4 * few)}") is not None
+    assert first is not None
+    assert caller(sessions, first) == READER
+    found = [each is not None and caller(sessions, each) for each in many]
+    assert found == [None, *[READER] * (2 * few - 1)]

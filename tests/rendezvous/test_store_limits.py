@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,7 +36,12 @@ class Client:
 
     def __init__(self, **limits: Any) -> None:
         self.hits = Hits()
-        self.store = KVStore(limits=Limits(**limits), hits=self.hits, system=("rounds/",))
+        self.store = KVStore(
+            limits=Limits(**limits),
+            hits=self.hits,
+            system=("rounds/",),
+            is_of_crowd=lambda owner: str(owner).startswith("worker"),
+        )
         self.sent = 0
 
     def do(
@@ -157,6 +163,25 @@ def test_one_client_takes_no_more_than_its_share(prefix: str) -> None:
     assert client.hits.snapshot()["share"] == 3
     client.store.expire(1.0)
     assert isinstance(client.do(Set(mine[3]))[0], Written)
+
+
+def test_all_workers_together_leave_room_to_agents_and_people() -> None:
+    client = Client(store_keys=32, users_keys=16)
+    workers = [f"worker {number}" for number in range(4)]
+
+    def fills(prefix: str, owners: Sequence[str], each: int) -> int:
+        wrote = [
+            client.do(Set(f"{prefix}{owner}{n}"), owner=owner)[0]
+            for owner in owners
+            for n in range(each)
+        ]
+        assert all(isinstance(one, Written) or refused(one, "store_full") for one in wrote)
+        return sum(isinstance(one, Written) for one in wrote)
+
+    assert fills("k/", workers, 8) == 14
+    assert fills("k/", ["operator"], 8) == 2
+    assert fills("rounds/1/", workers, 8) == 12
+    assert fills("rounds/agents/", ["agent"], 8) == 4
 
 
 def test_a_key_counts_for_who_has_written_it_last() -> None:

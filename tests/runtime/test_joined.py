@@ -24,6 +24,7 @@ from elastic_driver.core.join_messages import (
     node_order,
 )
 from elastic_driver.errors import ClusterError
+from elastic_driver.runtime import joined
 from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
 from rendezvous.auth import agent_token, node_token
 from rendezvous.client import RendezvousClient
@@ -336,7 +337,7 @@ def test_a_wrong_proof_opens_nothing_and_its_address_is_named_once(
         assert (refused.value.status, refused.value.code) == (403, "no_proof")
     assert site.hosts() == ()
     (line,) = [r.getMessage() for r in caplog.records if "did not prove" in r.getMessage()]
-    assert line.startswith(f"a program at 127.0.0.1 (user {os.getuid()}) asked to join and did")
+    assert line.startswith(f"a program at localhost (user {os.getuid()}) asked to join and did")
     assert "another secret" not in caplog.text
     assert site.server.hits.snapshot()["no_proof"] == 3
 
@@ -429,3 +430,12 @@ def test_a_node_that_comes_back_when_the_job_is_over_is_told(resumed: Site) -> N
     resumed.nodes.job_ends(3, "it failed")
     resumed.report("n1", joined_as="n1")
     assert resumed.order("n1-m")[0].over == JobOver(3, "it failed")
+
+
+def test_one_address_joins_no_end_of_nodes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "OF_PEER", 2)
+    first, _ = site.report("one"), site.report("two")
+    with pytest.raises(RequestError, match="2 nodes have joined from localhost"):
+        site.report("three")
+    assert site.report("one", leaves=True, reason="enough") == first
+    assert site.report("three").name == "three"

@@ -1,64 +1,134 @@
-"""The port that shows whether a driver lives."""
+"""The port at which a driver proves that it lives."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import subprocess
-import sys
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.reachability import probe
-from elastic_driver.runtime.liveness_port import LivenessPort
-from tests.support.job import ROOT
+from elastic_driver.presence import DriverPresence
+from elastic_driver.runtime import liveness_port
+from elastic_driver.runtime.liveness_port import KEPT, MOST, LivenessPort
+from tests.support.job import eventually
+from tests.support.liveness import driver
 
-PROCESS = """
-from elastic_driver.runtime.liveness_port import LivenessPort
-import sys
-liveness = LivenessPort("127.0.0.1", 1)
-liveness.open()
-print(liveness.address, flush=True)
-sys.stdin.read()
-"""
+TOKEN, BEGAN = "job:j:a token", 5.0
 
 
-def look(address: str) -> str:
+def connected(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    return asyncio.run(probe(host, int(port), 5.0))
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
 
 
-def test_a_process_that_is_stopped_answers_and_one_that_was_killed_is_refused() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROCESS],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        text=True,
-    )
-    with process:
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
-        assert look(address) == "answered"
-        process.send_signal(signal.SIGSTOP)
-        assert look(address) == "answered"
+def asked(address: str, began: float = BEGAN, token: str = TOKEN) -> tuple[socket.socket, bytes]:
+    """Ask as the Brain does; return the connection and what was answered, b"" at its end."""
+    question, answer = DriverPresence(token, began, address).ask()
+    connection, found = connected(address), b""
+    connection.sendall(question)
+    with contextlib.suppress(ConnectionResetError):
+        while len(found) < len(answer) and (more := connection.recv(len(answer))):
+            found += more
+    assert found in (b"", answer)
+    return connection, found
+
+
+def has_ended(connection: socket.socket) -> bool:
+    with connection:
+        try:
+            return connection.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def port(request: pytest.FixtureRequest) -> Iterator[LivenessPort]:
+    found = LivenessPort(request.param, 1, TOKEN)
+    assert found.address == ""
+    found.open(BEGAN)
+    yield found
+    found.close()
+
+
+def test_a_driver_proves_itself_to_the_brain_and_keeps_the_connection(port: LivenessPort) -> None:
+    address = port.address
+    connection, answer = asked(address)
+    assert answer
+    port.open(BEGAN)
+    assert port.address == address, "open is done once"
+    connection.settimeout(liveness_port.LINE_S + 0.5)
+    with pytest.raises(TimeoutError):
+        connection.recv(1)
+    connection.settimeout(5.0)
+    port.close()
+    assert has_ended(connection)
+    assert port.address == ""
+    with pytest.raises(ConnectionRefusedError):
+        connected(address)
+    port.close()
+
+
+def test_a_process_that_is_stopped_keeps_the_connection_and_one_that_was_killed_does_not() -> None:
+    with driver(TOKEN, BEGAN) as process:
+        connection, answer = asked(process.address)
+        assert answer
+        process.stop()
+        connection.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
         process.kill()
-        process.wait(10)
-        assert look(address) == "refused"
+        connection.settimeout(5.0)
+        assert has_ended(connection)
 
 
-def test_those_who_have_looked_make_room_for_others_and_a_closed_port_refuses() -> None:
-    liveness = LivenessPort("127.0.0.1", 1)
-    assert liveness.address == ""
-    liveness.open()
-    address = liveness.address
-    for _ in range(100):  # many more than may wait
-        assert look(address) == "answered"
-        liveness.hang_up()
-    liveness.open()
-    assert liveness.address == address, "open is done once"
-    liveness.close()
-    assert (liveness.address, look(address)) == ("", "refused")
+@pytest.mark.parametrize("kind", ["token", "run", "place", "garbage", "more", "long"])
+def test_nothing_is_said_to_who_is_not_the_brain(port: LivenessPort, kind: str) -> None:
+    place = "127.0.0.1:1" if kind == "place" else port.address
+    token = "job:other:a token" if kind == "token" else TOKEN
+    question = DriverPresence(token, 6.0 if kind == "run" else BEGAN, place).ask().question
+    if kind == "garbage":
+        question = b"?" + b"0" * 64 + b" " + b"0" * 64 + b"\n"
+    with connected(port.address) as connection:
+        connection.sendall(question + b"x" * (kind == "more") if kind != "long" else b"x" * 4096)
+        assert has_ended(connection)
+
+
+def test_silent_strangers_are_sent_away_and_keep_the_brain_out_no_longer(
+    port: LivenessPort,
+) -> None:
+    kept, answer = asked(port.address)
+    assert answer
+    strangers = [connected(port.address) for _ in range(3 * MOST)]
+    again, answer = asked(port.address)
+    assert answer, "they keep nobody out"
+    assert all(has_ended(stranger) for stranger in strangers)
+    for connection in (kept, again):
+        connection.settimeout(0.1)
+        with connection, pytest.raises(TimeoutError):
+            connection.recv(1)
+
+
+def test_of_connections_with_a_proof_the_newest_stay(port: LivenessPort) -> None:
+    connections = [asked(port.address)[0] for _ in range(KEPT + 1)]
+    assert has_ended(connections[0])
+    for connection in connections[1:]:
+        connection.settimeout(0.1)
+        with connection, pytest.raises(TimeoutError):
+            connection.recv(1)
+
+
+def test_a_port_has_one_thread_which_ends_with_it() -> None:
+    before = threading.active_count()
+    found = LivenessPort("127.0.0.1", 1, TOKEN)
+    found.open(BEGAN)
+    connections = [asked(found.address)[0] for _ in range(3)]
+    assert threading.active_count() == before + 1
+    found.close()
+    eventually(lambda: threading.active_count() == before, within=5, what="the thread ends")
+    for connection in connections:
+        assert has_ended(connection)
 
 
 def test_without_a_way_to_the_other_machine_there_is_no_address(
@@ -67,13 +137,12 @@ def test_without_a_way_to_the_other_machine_there_is_no_address(
     def no_name(*_: object, **__: object) -> None:
         raise OSError("no such name")
 
-    liveness = LivenessPort("brain.invalid", 1)
+    liveness = LivenessPort("brain.invalid", 1, TOKEN)
     monkeypatch.setattr("socket.getaddrinfo", no_name)
-    liveness.open()
-    liveness.hang_up()
+    liveness.open(BEGAN)
     assert liveness.address == ""
     monkeypatch.undo()
     liveness._towards = "127.0.0.1"
-    liveness.open()
+    liveness.open(BEGAN)
     assert liveness.address
     liveness.close()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
@@ -131,6 +134,43 @@ def test_connections_that_say_nothing_keep_no_probe_out() -> None:
             return await probe("127.0.0.1", port, 10.0, AGENT.ask())
 
     assert play(scene) == "answered"
+
+
+# Connects as fast as it can, as another user, and holds as many as the port has places.
+_FLOOD = """
+import encodings.idna, os, socket, sys
+os.setuid(65534)
+held = []
+print("on", flush=True)
+while True:
+    made = socket.socket()
+    made.setblocking(False)
+    try:
+        made.connect(("127.0.0.1", int(sys.argv[1])))
+    except BlockingIOError:
+        pass
+    held.append(made)
+    if len(held) > 500:
+        held.pop(0).close()
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may be somebody else")
+def test_a_user_who_connects_without_end_keeps_no_probe_out() -> None:
+    async def scene() -> list[Result]:
+        listener = ProbePort(AGENT.answer, pytest.fail)
+        port = await listener.listen("127.0.0.1")
+        argv = [sys.executable, "-c", _FLOOD, str(port)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as flood:
+            try:
+                assert flood.stdout is not None
+                assert flood.stdout.readline() == b"on\n"
+                return [await probe("127.0.0.1", port, 2.0, AGENT.ask()) for _ in range(10)]
+            finally:
+                flood.kill()
+                listener.close()
+
+    assert play(scene) == ["answered"] * 10
 
 
 def test_an_answer_to_a_late_attempt_counts() -> None:

@@ -35,7 +35,7 @@ SAYING = {
 # Functions that return a message, or yield some.
 TELLING = {
     *("exceeded", "shortage", "outlook", "check_host", "judge", "explain", "_look", "_attend"),
-    "describe_login",
+    *("describe_login", "_describe_proof", "_describe_loss"),
     *("ending", "describe_end", "unfollowed", "name_problem", "_not_found", "_describe_exit"),
     *("_shadowed", "_unsafe", "refuse", "_sentence", "_silent", "_unfinished", "_why_lost"),
     "_why_it_ends",

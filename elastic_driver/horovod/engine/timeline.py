@@ -14,6 +14,7 @@ from typing import Any
 from elastic_driver.errors import UsageError
 from elastic_driver.horovod.engine.messages import Agreement, Key, Request
 from elastic_driver.line_writer import LineWriter
+from rendezvous.own_files import open_named
 
 CLOSE_S = 5.0  # the longest wait until the last events are written
 WAITING_BYTES = 16 * 2**20  # of events that may wait for a slow disk
@@ -25,7 +26,7 @@ class Timeline:
     def __init__(self, path: str | Path, mark_cycles: bool = False) -> None:
         """Create the file; raises `UsageError` if that is not possible."""
         try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - until `close`
+            self._file = open(open_named(path), "wb", buffering=0)  # noqa: SIM115 - until `close`
         except OSError as error:
             raise UsageError(f"the timeline cannot be written: {error}") from error
         self._marks_cycles = mark_cycles

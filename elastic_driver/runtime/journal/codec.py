@@ -29,6 +29,7 @@ class _Requests(Struct, frozen=True, tag="requests"):
     """A `ShardBatch`, or one `TfRequest`."""
 
     requests: tuple[_Request, ...]
+    owners: tuple[str, ...] = ()  # of each; (): all have none
 
 
 _KINDS = {kind.__name__: kind for kind in get_args(shards.Request)}
@@ -43,10 +44,11 @@ def encode(event: AnyEvent) -> bytes:
     """Return an event of a journalled machine as bytes."""
     if isinstance(event, shards.ShardBatch):
         asked = ((r.ticket, r.dataset, type(r.request).__name__, r.request) for r in event.requests)
-        return _encode(_Requests(tuple(asked)))
+        return _encode(_Requests(tuple(asked), tuple(r.owner for r in event.requests)))
     if isinstance(event, tf.TfRequest):
         request = event.request
-        return _encode(_Requests(((event.ticket, "", type(request).__name__, request),)))
+        one = event.ticket, "", type(request).__name__, request
+        return _encode(_Requests((one,), (event.owner,)))
     return _encode(event)
 
 
@@ -57,9 +59,10 @@ def decode(data: bytes) -> AnyEvent:
         found: AnyEvent = event
         return found
     asked = []
-    for ticket, dataset, kind, body in event.requests:
+    owners = event.owners or ("",) * len(event.requests)
+    for (ticket, dataset, kind, body), owner in zip(event.requests, owners, strict=True):
         if kind in _TF_KINDS:
-            return tf.TfRequest(ticket, msgspec.convert(body, _TF_KINDS[kind]))
+            return tf.TfRequest(ticket, msgspec.convert(body, _TF_KINDS[kind]), owner)
         request = msgspec.convert(body, _KINDS[kind])
-        asked.append(shards.ShardRequest(ticket, dataset, request))
+        asked.append(shards.ShardRequest(ticket, dataset, request, owner))
     return shards.ShardBatch(tuple(asked))

@@ -15,7 +15,7 @@ import re
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -67,6 +67,8 @@ class EtcdAccess:
     key: str = ""
     user: str = ""
     password_file: str = ""
+    _: KW_ONLY
+    is_plain_here: bool = False  # without TLS on this machine, and nobody has said that it may be
 
     def __str__(self) -> str:
         hosts = ((f"[{host}]" if ":" in host else host, port) for host, port in self.endpoints)
@@ -100,9 +102,11 @@ def read_access(url: str, environ: Mapping[str, str], *, insecure: bool = False)
                 Path(path).read_bytes()
             except OSError as error:
                 raise UsageError(f"{name}: cannot read {path}: {error.strerror}") from error
-    if not (given["ELASTIC_ETCD_CA"] or insecure or environ.get(PLAIN_VARIABLE) == "1"):
-        _check_plain(endpoints, given["ELASTIC_ETCD_USER"])
-    return EtcdAccess(tuple(endpoints), *given.values())
+    access = EtcdAccess(tuple(endpoints), *given.values())
+    if given["ELASTIC_ETCD_CA"] or insecure or environ.get(PLAIN_VARIABLE) == "1":
+        return access
+    _check_plain(endpoints, given["ELASTIC_ETCD_USER"])
+    return replace(access, is_plain_here=True)
 
 
 def _check_plain(endpoints: Sequence[tuple[str, int]], user: str) -> None:

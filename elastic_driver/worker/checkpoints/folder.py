@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -25,6 +26,7 @@ from msgspec import Struct
 
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.worker.state_sync.values import TensorKind
+from rendezvous.own_files import open_plain, plain
 from rendezvous.wire import UNREADABLE
 
 MANIFEST = "manifest.json"
@@ -132,8 +134,19 @@ def is_complete(folder: Path) -> bool:
 
 def checkpoints(root: Path) -> list[Path]:
     """Return all checkpoint folders, complete or not, the highest step first."""
-    found = [path for path in root.iterdir() if version_of(path) >= 0]
+    found = [path for path in root.iterdir() if version_of(path) >= 0 and not _is_other(path)]
     return sorted(found, key=lambda path: (version_of(path), path.name), reverse=True)
+
+
+def _is_other(path: Path) -> bool:
+    """Return whether something is there that is no folder, or a link that another user has made."""
+    try:
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode) and status.st_uid in (os.geteuid(), 0):
+            status = path.stat()
+    except OSError:  # what cannot be seen may be a folder
+        return False
+    return not stat.S_ISDIR(status.st_mode)
 
 
 def newest_first(root: Path) -> list[Path]:
@@ -176,7 +189,7 @@ def next_order(ages: Iterable[Age]) -> int:
 def mark_of(path: Path) -> Mark:
     """Return size and checksum of a file as it is on disk now."""
     digest, size = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as file:
+    with open_plain(path) as file:
         while block := file.read(READ_BYTES):
             digest.update(block)
             size += len(block)
@@ -184,9 +197,9 @@ def mark_of(path: Path) -> Mark:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Open a file for writing; what is there is replaced, and a link is not followed."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    return open(os.open(path, flags, 0o666), "wb")
+    """Open a file for writing; what is there is replaced, and a link or a pipe is refused."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return plain(open(os.open(path, flags, 0o666), "wb"))
 
 
 def write_file(path: Path, content: bytes) -> Mark:
@@ -215,7 +228,8 @@ def read_document(path: Path, kind: type[T]) -> T:
 
     Raises `DamagedError` where its checksum is wrong, OSError where it cannot be read.
     """
-    digest, _, body = path.read_bytes().partition(b"\n")
+    with open_plain(path) as file:
+        digest, _, body = file.read().partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise DamagedError(f"{path.name} does not have the checksum it was written with")
     try:
@@ -294,7 +308,7 @@ def is_readable(folder: Path) -> bool:
     try:
         manifest = read_manifest(folder)
         for name, mark in manifest.files.items():
-            with (folder / name).open("rb", buffering=0) as file:
+            with open_plain(folder / name) as file:
                 if os.fstat(file.fileno()).st_size != mark.size:
                     return False
                 file.read(1)
@@ -307,10 +321,16 @@ def is_readable(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint, its manifest first: an interrupted deletion leaves no complete one."""
+    """Delete a checkpoint, its manifest first: an interrupted deletion leaves no complete one.
+
+    Of a link, nothing but the link.
+    """
     with suppress(OSError):
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        if folder.is_symlink():
+            folder.unlink()
+        elif folder.is_dir():  # `rmtree` would wait at a pipe
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder)
 
 
 def set_aside(folder: Path) -> Path:
@@ -361,4 +381,5 @@ def sweep(root: Path) -> list[Path]:
 def remove_roll_calls(root: Path) -> None:
     """Delete the folders in which workers without a driver have agreed."""
     for path in root.glob(roll_call_name("*")):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():  # `rmtree` would wait at a pipe
+            shutil.rmtree(path, ignore_errors=True)

@@ -33,7 +33,7 @@ from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.sharing import Envelope, LiveState
 from elastic_driver.worker.state_sync.values import TensorSpec, first_line
 from elastic_driver.worker.worker_log import say
-from rendezvous.own_files import shown_folder
+from rendezvous.own_files import open_plain, shown_folder
 from rendezvous.wire import UNREADABLE
 
 KEEP = 3
@@ -230,7 +230,8 @@ class Checkpoints:
     def _load(self, state: LiveState, path: Path, manifest: Manifest) -> None:
         """Load a checkpoint whose files are whole; raises `UsageError` where it does not fit."""
         try:
-            envelope = sharing.unpack((path / folders.VALUES).read_bytes())
+            with open_plain(path / folders.VALUES) as file:
+                envelope = sharing.unpack(file.read())
             fill = partial(tensors.read_into, path, manifest)
             sharing.take_over(state, envelope, fill, with_random=True, same_script=False)
             durable.restore(state.values, envelope.durable)

@@ -25,6 +25,7 @@ from torch import Tensor
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import Chunk, Manifest, Mark, Report
 from elastic_driver.worker.state_sync.values import TensorKind, torch_dtype
+from rendezvous.own_files import open_plain
 
 INDEX = ".metadata"  # DCP's name for it
 
@@ -123,7 +124,7 @@ def read_into(folder: Path, manifest: Manifest, targets: Sequence[Tensor]) -> No
     wanted = dict(zip(manifest.tensors, targets, strict=True))
     with torch.no_grad():
         for chunk in manifest.chunks:
-            with (folder / chunk.file).open("rb") as file:
+            with open_plain(folder / chunk.file) as file:
                 file.seek(chunk.start)
                 content = io.BytesIO(file.read(chunk.length))
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))

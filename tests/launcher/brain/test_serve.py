@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -21,11 +22,13 @@ import pytest
 from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, grant_key, lease_key
 from elastic_driver.brain.store.records import Node
 from launcher.brain.database import address_of
+from launcher.brain.intake import NAMES
 from launcher.launch.brain import brain_client
-from rendezvous.auth import job_token, jobs_token, read_credentials, write_token_file
+from rendezvous.auth import bearer, job_token, jobs_token, read_credentials, write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnauthorizedError, UnreachableError
 from rendezvous.tls import certificate_in, make_certificate
+from rendezvous.web import JSON
 from rendezvous.wire import EVENTS_PATH
 from tests.support.brain import RunningBrain, elasticbrain
 from tests.support.job import ROOT, eventually
@@ -128,31 +131,24 @@ def test_what_it_has_granted_is_known_to_the_next_one_that_waits_for_its_jobs(
         assert (same.number, same.hosts) == (grant.number, {"a": 2})
 
 
-def test_the_slots_of_a_silent_driver_are_free_once_it_has_ended(tmp_path: Path) -> None:
+def test_names_without_end_leave_places_for_the_names_of_others(tmp_path: Path) -> None:
     with elasticbrain(tmp_path, "-H", "a:2") as brain:
-        first, second = Job(brain, "first"), Job(brain, "second")
-        listener = socket.create_server(("127.0.0.1", 0))
-        liveness = f"127.0.0.1:{listener.getsockname()[1]}"
-        grant = first.until(lambda g: g.hosts == {"a": 2}, report(least=2, liveness=liveness))
-        listener.accept()[0].close()  # it is found while it is heard
-        first.say(report(least=2, liveness=liveness, carried_out=grant.number, holding={"a": 2}))
-        states = lambda: {job["job"]: job["state"] for job in brain.status()["jobs"]}  # noqa: E731
+        host, _, port = brain.url.rpartition("//")[2].partition(":")
+        body = msgspec.json.encode(report())
 
-        def second_waits() -> None:
-            second.say(report(least=2))
-            waits = second.grant()
-            assert waits is None or not waits.hosts
+        def bring(name: str, address: str) -> int:
+            headers = {"Authorization": bearer(job_token(token, name)), "Content-Type": JSON}
+            from_there = address, 0
+            connection = http.client.HTTPConnection(host, int(port), 10, source_address=from_there)
+            with contextlib.closing(connection):
+                connection.request("POST", EVENTS_PATH, body, headers)
+                return connection.getresponse().status
 
-        def has_seen(state: str) -> bool:
-            second_waits()
-            return states().get("first") == state
-
-        eventually(lambda: has_seen("silent"), within=30, what="its lease ends")
-        for _ in range(2):
-            listener.accept()[0].close()
-        assert has_seen("silent"), "it lives: it may be cut off"
-        listener.close()
-        second.until(lambda g: g.hosts == {"a": 2}, report(least=2))
+        token = read_credentials(brain.folder / "job.token").token
+        codes = [bring(f"fake-{number}", "127.0.0.1") for number in range(200)]
+        assert codes.count(202) >= NAMES
+        assert codes[-1] == 429
+        assert bring("honest", "127.0.0.2") == 202
 
 
 def test_an_administrator_frees_the_slots_of_a_silent_job_and_of_no_other(tmp_path: Path) -> None:
@@ -240,6 +236,8 @@ def test_a_token_of_no_job_s_name_reports_nothing(name: str, tmp_path: Path) -> 
         assert b" 202 " in posted(address, job_token(jobs, "good")).splitlines()[0]
         assert [job["job"] for job in brain.status()["jobs"]] == ["good"]
         assert name not in brain.said()
+        for token in (job_token(jobs, name), job_token(jobs, "good")):
+            assert token.rpartition(":")[2] not in brain.said(), "no header is in any line"
 
 
 def posted(address: str, token: str) -> bytes:

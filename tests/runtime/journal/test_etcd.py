@@ -64,6 +64,14 @@ def test_etcd_beyond_this_machine_is_asked_over_tls_only(place: str, tmp_path: P
     assert read_access(f"etcd://{place}", {}, insecure=True).endpoints
 
 
+def test_plain_etcd_on_this_machine_comes_with_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "ca").write_text("a certificate")
+    assert read_access("etcd://127.0.0.1,localhost:4", {}).is_plain_here
+    for environ in ({"ELASTIC_ETCD_CA": str(tmp_path / "ca")}, {"ELASTIC_ETCD_INSECURE": "1"}):
+        assert not read_access("etcd://127.0.0.1", environ).is_plain_here
+    assert not read_access("etcd://127.0.0.1", {}, insecure=True).is_plain_here
+
+
 def test_a_password_of_etcd_goes_over_tls_only_on_this_machine_too(tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("secret")

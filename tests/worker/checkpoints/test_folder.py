@@ -204,3 +204,68 @@ def test_a_damaged_one_set_aside_is_no_candidate_any_more(tmp_path: Path) -> Non
     aside = folders.set_aside(folder)
     assert aside.is_dir()
     assert folders.checkpoints(tmp_path) == []
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+# Whoever opened a pipe waited for its other end, with all ranks of the world.
+@pytest.mark.timeout(30, method="thread")
+@pytest.mark.parametrize("put", [pipe, endless])
+def test_a_pipe_or_a_device_in_a_shared_place_holds_nobody_up(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
+    good = make(tmp_path, 7, order=7)
+    put(tmp_path / folders.folder_name(9, "1-abc"))
+    put(tmp_path / folders.roll_call_name("0badcafe"))
+    for number, name in ((10, "manifest.json"), (11, "data")):
+        put(make(tmp_path, number, order=number) / name)
+    assert folders.sweep(tmp_path) == []
+    readable = [path for path in folders.newest_first(tmp_path) if folders.is_readable(path)]
+    assert readable == [good]
+    assert folders.ages(tmp_path).keys() == {good.name, folders.folder_name(11, "1-abc")}
+    for number, error in ((10, OSError), (11, OSError)):
+        with pytest.raises(error, match="no plain file"):
+            folders.verified(tmp_path / folders.folder_name(number, "1-abc"))
+    folders.retire(tmp_path, good, [folders.folder_name(9, "1-abc")])
+    assert (tmp_path / folders.folder_name(9, "1-abc")).is_fifo() == (put is pipe), "it is not ours"
+
+
+@pytest.mark.timeout(30, method="thread")
+def test_a_pipe_at_the_place_of_a_new_file_is_not_written_to(tmp_path: Path) -> None:
+    pipe(tmp_path / "data")
+    with pytest.raises(OSError, match=r"no plain file|No such device"):
+        folders.new_file(tmp_path / "data")
+
+
+def test_what_is_behind_a_link_is_never_deleted(tmp_path: Path) -> None:
+    """Its manifest was: a link of another user's to any checkpoint of ours was enough."""
+    elsewhere = make(tmp_path / "elsewhere", 3)
+    root = tmp_path / "shared"
+    newest = make(root, 9)
+    for link in (root / folders.folder_name(4, "1-def"), root / folders.roll_call_name("0bad")):
+        link.symlink_to(elsewhere)
+        folders.remove(link)
+        assert not link.is_symlink()
+        link.symlink_to(elsewhere)
+    folders.retire(root, newest, [folders.folder_name(4, "1-def")])
+    folders.sweep(root)
+    assert folders.verified(elsewhere).version == 3
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a link to somebody else")
+def test_a_link_that_another_user_has_made_is_no_checkpoint(tmp_path: Path) -> None:
+    elsewhere, root = make(tmp_path / "elsewhere", 3), tmp_path / "shared"
+    ours, theirs = root / folders.folder_name(3, "1-abc"), root / folders.folder_name(3, "1-def")
+    root.mkdir()
+    for link in (ours, theirs):
+        link.symlink_to(elsewhere)
+    os.chown(theirs, 65534, 65534, follow_symlinks=False)
+    assert folders.checkpoints(root) == [ours]
