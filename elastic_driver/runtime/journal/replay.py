@@ -205,7 +205,7 @@ class Replay:
                 self.memory = state
             elif name not in self.machines:
                 self.machines[name] = _KINDS[name].restored(state)
-            elif self.machines[name].snapshot() != state:
+            elif not _is_same(self.machines[name], state):
                 why = f"{name} is another one after event {n} than it was in the run"
                 raise JournalError(f"{self.path}: {why}; was another version running?")
         self.now = max(at for _n, at, _name, _state in rows)
@@ -231,3 +231,9 @@ class Replay:
             return self._database.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise JournalError(f"{self.path}: the journal cannot be read: {error}") from error
+
+
+def _is_same(machine: Snapshots, state: bytes) -> bool:
+    """Return whether a machine is in the state of a snapshot, perhaps of an older version."""
+    now = machine.snapshot()
+    return now == state or now == type(machine).restored(state).snapshot()
