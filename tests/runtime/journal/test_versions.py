@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from elastic_driver.runtime.journal.replay import JournalError
+from elastic_driver.runtime.journal.tables import checksum, connect
 from tests.runtime.journal import versions
 
 KEPT = sorted((Path(__file__).parent / "kept").iterdir())
