@@ -47,13 +47,15 @@ def report(**says: object) -> JobReport:
 class Job:
     """A job's driver, as the Brain sees it: it keeps its lease and does what a test says."""
 
+    lease = 5.0  # seconds
+
     def __init__(self, brain: RunningBrain, name: str) -> None:
         self.name = name
         token, known_by = read_credentials(brain.folder / "job.token")
         self.client = client_of(brain, job_token(token, name), known_by)
 
     def say(self, said: JobReport | JobOver) -> None:
-        self.client.set(lease_key(self.name), b"", lease=5.0)
+        self.client.set(lease_key(self.name), b"", lease=self.lease)
         self.client.post_json(EVENTS_PATH, msgspec.json.encode(said))
 
     def grant(self) -> Grant | None:
@@ -156,7 +158,9 @@ def test_an_administrator_frees_the_slots_of_a_silent_job_and_of_no_other(tmp_pa
         where = "--state-dir", str(brain.folder)
         first, second = Job(brain, "first"), Job(brain, "second")
         grant = first.until(lambda g: g.hosts == {"a": 2}, report(least=2))
-        first.say(report(least=2, carried_out=grant.number, holding={"a": 2}))
+        holding = report(least=2, carried_out=grant.number, holding={"a": 2})
+        first.lease = 30.0
+        first.say(holding)
         heard, unknown = run("forget", "first", *where), run("forget", "third", *where)
         assert (heard.returncode, unknown.returncode) == (64, 64)
         assert "the driver of first is heard" in heard.stderr
@@ -165,6 +169,8 @@ def test_an_administrator_frees_the_slots_of_a_silent_job_and_of_no_other(tmp_pa
         with pytest.raises(RequestError) as refused:
             first.client.post_json("/v1/jobs/second:forget", b"{}")
         assert refused.value.status == 403
+        first.lease = 1.0
+        first.say(holding)
         state = lambda: brain.status()["jobs"][0]["state"]  # noqa: E731
         eventually(lambda: state() == "silent", within=30, what="its lease ends")
         assert run("forget", "first", *where).returncode == 0
@@ -446,7 +452,9 @@ def test_a_state_that_is_damaged_is_one_line(tmp_path: Path) -> None:
 
 def test_the_status_shows_hosts_jobs_and_reasons_and_says_where_no_brain_is(tmp_path: Path) -> None:
     with elasticbrain(tmp_path, "-H", "a:1,b:2") as brain:
-        Job(brain, "night").until(lambda g: g.hosts, report(most=1))
+        job = Job(brain, "night")
+        job.lease = 30.0
+        job.until(lambda g: g.hosts, report(most=1))
         shown = run("status", "--state-dir", str(brain.folder)).stdout
         assert "HOST  SLOTS  GRANTED" in shown
         assert "JOB    STATE  WEIGHT  LIMITS  SLOTS  WHERE  STEP TIMES  WHY" in shown
