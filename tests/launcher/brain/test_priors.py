@@ -111,7 +111,7 @@ def test_a_brain_gives_a_new_job_no_more_than_helped_similar_ones(tmp_path: Path
         client = RendezvousClient(brain.url, token, 5.0)
         try:
             said = msgspec.json.encode(JobReport(began=5.0, least=1, kind=kind))
-            client.set(lease_key("mine"), b"", lease=60.0)
+            client.set(lease_key("mine"), b"", lease=30.0)
             client.post_json(EVENTS_PATH, said)
             line = "mine: finished jobs like this one: 1"
             eventually(lambda: line in brain.said(), within=20, what="the similar job")
