@@ -1,7 +1,8 @@
 """Trains data that the driver hands out in shards.
 
 MODE is `together` (in step, by all workers of the world), or `apart` (each worker its own shards).
-LOADERS loader processes read ahead. Record POISON, if given, kills whoever reads it. The last
+LOADERS loader processes read ahead. Record POISON, if given, kills whoever reads it; its
+shard is left out after MAX_LOSSES. The last
 line of rank 0 says how often records were trained, by the state and by the driver.
 """
 
@@ -58,6 +59,7 @@ data = elastic.ShardedDataset(
     epochs=EPOCHS,
     together=MODE == "together",
     num_workers=int(os.environ.get("LOADERS", "0")),
+    max_losses=int(os.environ.get("MAX_LOSSES", "3")),
 )
 
 
