@@ -77,9 +77,8 @@ class Cluster(Snapshots):
 
     plans: Plans = saved(factory=Plans)
     jobs: dict[str, Job] = saved(factory=dict)  # in order of arrival
-    former: list[Job] = saved(
-        factory=list
-    )  # runs that were replaced, while they may have processes
+    # Runs that were replaced, while they may have processes.
+    former: list[Job] = saved(factory=list)
     hosts: dict[str, int] = saved(factory=dict)  # slots, in the order of their source
     figures: dict[str, HostView] = saved(factory=dict)
     number: int = saved(0)  # of the newest grant

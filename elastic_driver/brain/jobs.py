@@ -125,7 +125,8 @@ class Job:
             why.append("CPU starved")
         if not self.is_live:
             why.append("job back")
-        self.report, self.heard_at, was_live = report, now, self.is_live
+        was_live = self.is_live
+        self.report, self.heard_at = report, now
         self.has_begun = self.has_begun or report.carried_out > 0
         self.silent_at = self.gone_at = None
         self.unheard = self.is_doubted = False
@@ -207,7 +208,7 @@ class Job:
         return ""
 
     def _describe_proof(self, place: str) -> str:
-        """Its driver lives."""
+        """Note that its driver has proved itself; return a sentence if that was doubted."""
         self.found_at, self.is_watched, self.probe_at = place, True, None
         if not self.is_doubted:
             return ""
@@ -215,7 +216,7 @@ class Job:
         return "its driver lives; its slots stay its own"
 
     def _describe_loss(self, certain: bool, now: float) -> str:
-        """Its driver has ended, as far as can be known."""
+        """Note that its driver has ended, for certain or not; return a sentence if that is new."""
         if self.gone_at is not None:
             if certain:
                 self.is_doubted, self.probe_at = False, None

@@ -29,7 +29,10 @@ Tables = dict[str, Any]  # part → table
 Restored = TypeVar("Restored", bound="Snapshots")
 Part = TypeVar("Part")
 # What reading wrong bytes can raise; the last two by huge numbers and by deep nesting.
-_DAMAGE = (msgspec.MsgspecError, ValueError, TypeError, LookupError, OverflowError, RecursionError)
+_DAMAGE = (
+    *(msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError),
+    *(OverflowError, RecursionError),
+)
 _encode = msgspec.msgpack.Encoder().encode
 _Table = tuple[int, str, int, Tables]
 _decode = msgspec.msgpack.Decoder(_Table).decode

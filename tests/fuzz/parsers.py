@@ -20,15 +20,19 @@ import msgspec
 from hypothesis import strategies as st
 
 from elastic_driver import announcement
-from elastic_driver.core import documents, snapshots
+from elastic_driver.brain.cluster import Cluster
+from elastic_driver.core import documents
 from elastic_driver.core import events as ev
 from elastic_driver.core import join_messages as join
 from elastic_driver.core.driver_events import ProgressReading, ProgressReported, Tick
+from elastic_driver.core.job import Job
 from elastic_driver.core.output_lines import OutputLines
 from elastic_driver.core.progress import Progress, decode_progress
 from elastic_driver.errors import UsageError
+from elastic_driver.kernel.tables import SnapshotError
 from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
+from elastic_driver.policies.goodput import Ledger
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.presence import DriverPresence, Presence
@@ -45,6 +49,7 @@ from elastic_driver.runtime.host_lists import (
 )
 from elastic_driver.runtime.journal import codec, follower, mirror, tenure
 from elastic_driver.runtime.journal.etcd import EtcdError, KeyValue
+from elastic_driver.settings import Settings
 from elastic_driver.worker.checkpoints import folder as checkpoints
 from launcher.agent import probe_port, stacks
 from launcher.agent.lines import LineSplitter
@@ -349,19 +354,24 @@ def read_world(body: bytes) -> None:
         assert members[-1].place.rank == len(members) - 1
 
 
+def _hear(connection: asyncio.Protocol, chunks: list[bytes]) -> _Transport:
+    """Let a connection hear this until it closes, and end it; return what it spoke to."""
+    transport = _Transport()
+    connection.connection_made(cast("asyncio.Transport", transport))
+    for chunk in chunks:
+        if not transport.closed:
+            connection.data_received(chunk)
+    connection.connection_lost(None)
+    return transport
+
+
 def hear_driver(chunks: list[bytes]) -> None:
     """Bytes at the port where an agent answers probes; none is a driver's message."""
 
     async def hear() -> None:
         heard: list[bytes] = []
         port = probe_port.ProbePort(Presence("secret", "a", 1).answer, heard.append)
-        connection = probe_port._Connection(port)
-        transport = _Transport()
-        connection.connection_made(cast("asyncio.Transport", transport))
-        for chunk in chunks:
-            if not transport.closed:
-                connection.data_received(chunk)
-        connection.connection_lost(None)
+        _hear(probe_port._Connection(port), chunks)
         for line in heard:
             assert announcement.verified(line, "run", "secret") is None
 
@@ -373,14 +383,8 @@ def hear_brain(chunks: list[bytes]) -> None:
 
     async def hear() -> None:
         lines = liveness_port._Lines(DriverPresence("secret", 1.0, "127.0.0.1:2000"))
-        connection = liveness_port._Line(lines)
-        transport = _Transport()
-        connection.connection_made(cast("asyncio.Transport", transport))
-        for chunk in chunks:
-            if not transport.closed:
-                connection.data_received(chunk)
+        transport = _hear(liveness_port._Line(lines), chunks)
         assert not transport.said
-        connection.connection_lost(None)
         assert not lines.unproved
         assert not lines.kept
 
@@ -465,10 +469,26 @@ def _converts(value: Any) -> bool:
 
 def _snapshots() -> st.SearchStrategy[bytes]:
     """Snapshots of machines, damaged, and others that were never of one."""
-    true = [snapshots.pack(DataSets()), snapshots.pack(TfCluster(30.0))]
-    classes = st.tuples(TEXTS | st.just("elastic_driver.policies.shards:DataSets"), ANYTHING)
-    made = st.tuples(st.just(1), st.lists(classes, max_size=2), ANYTHING)
+    true = [machine.snapshot() for machine in MACHINES]
+    tables = ANYTHING | st.dictionaries(TEXTS, ANYTHING, max_size=3)
+    names = TEXTS | st.sampled_from([type(machine).__name__ for machine in MACHINES])
+    made = st.tuples(st.integers(1, 3), names, st.integers(0, 2), tables)
     return st.one_of(st.sampled_from(true).flatmap(damaged), made.map(_packed), st.binary())
+
+
+MACHINES = (DataSets(), TfCluster(30.0), Ledger(), Cluster(), Job(Settings(start_np=2)))
+
+
+def restore(snapshot: bytes) -> None:
+    """Make each machine of a snapshot, or be refused; the last refusal is raised."""
+    refusals = []
+    for machine in MACHINES:
+        try:
+            type(machine).restored(snapshot)
+        except SnapshotError as refusal:
+            refusals.append(refusal)
+    if len(refusals) == len(MACHINES):
+        raise refusals[-1]
 
 
 def _packed(value: Any) -> bytes:
@@ -576,7 +596,7 @@ PARSERS = (
         (b"[" * 2000, b'["\xff"]'),
     ),
     Parser("journal event", PACKED_EVENTS, codec.decode, (ValueError, LookupError)),
-    Parser("snapshot", _snapshots(), snapshots.unpack, (snapshots.SnapshotError,)),
+    Parser("snapshot", _snapshots(), restore, (SnapshotError,)),
     Parser("etcd", nearly(tenure.DriverKey) | nearly_packed(list[Any]), read_etcd, (EtcdError,)),
     Parser(
         "manifest",

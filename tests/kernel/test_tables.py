@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -22,6 +23,8 @@ from elastic_driver.kernel.tables import (
     index,
     saved,
 )
+from elastic_driver.policies.shards import DataSets
+from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.settings import Settings
 from tests.core.scenario import Scenario
 
@@ -155,6 +158,16 @@ def test_a_table_with_another_meaning_is_refused_by_name(
         Store.restored(changed(store().snapshot(), **wrong))
     with pytest.raises(SnapshotError):
         Store.restored(HUGE)
+
+
+@pytest.mark.parametrize("machine", [DataSets(), TfCluster(30.0), Job(Settings())])
+def test_parts_that_are_no_tables_are_refused(machine: Any) -> None:
+    form, name, version, tables = msgspec.msgpack.decode(machine.snapshot())
+    for part in tables:
+        for wrong in ([], 3, {"a": 3}):
+            damaged = msgspec.msgpack.encode((form, name, version, {**tables, part: wrong}))
+            with contextlib.suppress(SnapshotError):  # {"a": 3}: a table without a known name
+                type(machine).restored(damaged)
 
 
 def test_another_format_and_another_machine_are_refused() -> None:

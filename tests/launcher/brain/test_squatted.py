@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.support.liveness import Driver, driver, stranger
 pytest.importorskip("scipy")
 pytestmark = pytest.mark.timeout(120)
 BEGAN, LIVES_ON_S = 5.0, 2.0
+Watched = tuple[RunningBrain, Driver, Job]
 
 
 def report(**says: object) -> JobReport:
@@ -87,36 +89,37 @@ def test_the_slots_of_a_dead_driver_are_free_whoever_has_its_port(
             assert squatter.asked, "the Brain has looked there"
 
 
-def test_a_driver_that_is_stopped_keeps_its_slots_until_it_has_ended(tmp_path: Path) -> None:
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    """A Brain that watches the driver of `first`, which has all slots; and a second job."""
     with (
         elasticbrain(tmp_path, "-H", "a:2") as brain,
         driver(token_of(brain, "first"), BEGAN) as its_driver,
     ):
-        first, second = Job(brain, "first"), Job(brain, "second")
-        begun(brain, first, its_driver)
-        its_driver.stop()
-        waits(brain, second, ("silent", True))
-        its_driver.kill()
-        second.until(lambda g: g.hosts == {"a": 2}, report())
+        begun(brain, Job(brain, "first"), its_driver)
+        yield brain, its_driver, Job(brain, "second")
+
+
+def test_a_driver_that_is_stopped_keeps_its_slots_until_it_has_ended(watched: Watched) -> None:
+    brain, its_driver, second = watched
+    its_driver.stop()
+    waits(brain, second, ("silent", True))
+    its_driver.kill()
+    second.until(lambda g: g.hosts == {"a": 2}, report())
 
 
 def test_a_brain_that_starts_again_finds_the_drivers_that_live_and_no_others(
-    tmp_path: Path,
+    watched: Watched,
 ) -> None:
-    with (
-        elasticbrain(tmp_path, "-H", "a:2") as brain,
-        driver(token_of(brain, "first"), BEGAN) as its_driver,
-    ):
-        first, second = Job(brain, "first"), Job(brain, "second")
-        begun(brain, first, its_driver)
-        brain.kill()
+    brain, its_driver, second = watched
+    brain.kill()
+    brain.start_again()
+    waits(brain, second, ("silent", True))  # it is found, although it is not heard
+    brain.kill()
+    its_driver.kill()
+    with stranger(its_driver.port):
         brain.start_again()
-        waits(brain, second, ("silent", True))  # it is found, although it is not heard
-        brain.kill()
-        its_driver.kill()
-        with stranger(its_driver.port):
-            brain.start_again()
-            second.until(lambda g: g.hosts == {"a": 2}, report())
+        second.until(lambda g: g.hosts == {"a": 2}, report())
 
 
 def test_a_driver_that_is_resumed_at_another_port_is_watched_there(tmp_path: Path) -> None:
