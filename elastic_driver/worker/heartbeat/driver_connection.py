@@ -181,6 +181,7 @@ class DriverConnection:
                 if world is not None and world.round > left:
                     me = world.member(self.born.worker)
                     if me is not None:
+                        self._heartbeat.begin()
                         return world, me
             if contract.JOB_DRIVER in found and self._ready is not None:
                 self._post_ready(self._ready)

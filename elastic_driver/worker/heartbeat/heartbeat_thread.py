@@ -71,6 +71,7 @@ class HeartbeatThread:
         progress.on_first_mark = progress.on_no_commit = self.preemption.wake  # these, too
         self.leases = contract.worker_lease(born.worker), contract.worker_half_lease(born.worker)
         self.world_revision = 0  # of the newest world that the training thread has got
+        self._begun = False  # the thread sends heartbeats
         self._client = client
         self._seen: Counter[str] = Counter()  # document key → its newest revision
         self._read = documents.Reader(say).read
@@ -95,10 +96,19 @@ class HeartbeatThread:
         return self._seen[contract.JOB_DRIVER]
 
     def start(self, client: RendezvousClient) -> None:
-        """Send the first heartbeat with `client`, and start the thread."""
+        """Send the first heartbeat with `client`, and start the thread.
+
+        The thread connects with `begin`, or when its heartbeat is due: a handshake beside READY
+        would delay it.
+        """
         patience = max(client.timeout, self._born.driver_timeout)
         self._send(client, wait=0.0, patience=patience)
         self._thread.start()
+
+    def begin(self) -> None:
+        """Send heartbeats from now on: this worker has a world, and notices may concern it."""
+        if not self._begun:
+            self.preemption.wake()
 
     def stop(self) -> None:
         """End the heartbeat within `STOP_S`; the leases stay."""
@@ -111,6 +121,8 @@ class HeartbeatThread:
     # ---- on the heartbeat thread ---------------------------------------------------------
 
     def _run(self) -> None:
+        self.preemption.wait(self._idle)
+        self._begun = True
         while True:
             try:
                 self._heartbeat()

@@ -7,6 +7,7 @@ tests/cluster, which needs root.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -83,7 +84,12 @@ def keeper_and_agent(driver: Driver) -> tuple[psutil.Process, psutil.Process]:
 
 
 def ssh_clients() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if p.name() == "ssh"]
+    found = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            if process.name() == "ssh":
+                found.append(process)
+    return found
 
 
 def test_an_agent_comes_up_its_output_arrives_and_its_end_is_told_once(

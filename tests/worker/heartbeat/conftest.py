@@ -55,7 +55,7 @@ def sending_heartbeats(
     heartbeat_timeout: float = 60.0,
     on_notice: Callable[[Notice], None] = lambda _notice: None,
 ) -> Iterator[None]:
-    """A heartbeat of this progress."""
+    """The heartbeats of a worker with this progress that has got a world."""
     born = WorkerContext(
         worker="a.0.1",
         endpoint=server.url,
@@ -66,6 +66,7 @@ def sending_heartbeats(
     connection = DriverConnection(born, progress, on_notice, lambda: None)
     connection.preemption.listen()
     connection.start()
+    connection._heartbeat.begin()
     try:
         yield
     finally:

@@ -6,11 +6,18 @@ import queue
 import time
 from typing import Any
 
+import psutil
+
+from elastic_driver import contract
+from elastic_driver.core.documents import World, encode_world
+from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from rendezvous.server import RendezvousServer
+from rendezvous.wire import Set
+from tests.support.job import eventually
 from tests.worker.heartbeat.conftest import TOKEN, sending_heartbeats
 
 
@@ -28,6 +35,30 @@ def test_a_round_that_was_never_entered_has_no_first_step(
     connection.report_ready(2, StateVersion(1), "round 2 ended in its meeting", bound=False)
     assert events.get()["type"] == "worker_ready"
     connection.stop()
+
+
+def test_a_newcomer_makes_one_connection_until_it_has_a_world(
+    server: RendezvousServer, token_file: str
+) -> None:
+    born = WorkerContext(worker="a.0.1", endpoint=server.url, token_file=token_file)
+    connection = DriverConnection(born, TrainingProgress(), lambda _notice: None, lambda: None)
+
+    def connections() -> int:
+        found = psutil.Process().net_connections("tcp4")
+        return sum(bool(one.raddr) and one.raddr.port == server.port for one in found)
+
+    connection.start()
+    try:
+        for left in range(3):
+            connection.report_ready(left, StateVersion(0), "started", bound=False)
+            assert connections() == 1
+        member = Member("a.0.1", SlotInfo("a", 0, 0, 0, 0, 1, 1, 1, 0, 1))
+        world = World(4, (member,), "all are ready")
+        server.apply((Set(contract.JOB_WORLD, encode_world(world)),))
+        assert connection.await_world(0)[1] == member
+        eventually(lambda: connections() == 2, within=5.0, what="the heartbeats' connection")
+    finally:
+        connection.stop()
 
 
 def test_who_stops_on_purpose_is_never_taken_for_silent_or_lost(token_file: str) -> None:

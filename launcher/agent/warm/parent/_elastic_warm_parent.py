@@ -119,6 +119,8 @@ def _warm_up(setup: dict[str, Any]) -> list[str]:
         if setup["rehearse"]:
             worker.first_step(sys.modules["torch"])
         _let_last_work_end(sys.modules["torch"])
+    if "rendezvous.tls" in sys.modules:
+        sys.modules["rendezvous.tls"].context_without_chain()
     if path0 is not None:
         sys.path.remove(path0)
     return missing

@@ -130,6 +130,14 @@ def test_variables_that_are_not_text_and_long_ones_arrive(host: Agent) -> None:
     )
 
 
+def test_a_worker_has_the_context_of_its_first_tls_connection_already(host: Agent) -> None:
+    (host.cwd / "job.py").write_text(
+        "from rendezvous import tls\nprint(tls.context_without_chain.cache_info().currsize)"
+    )
+    host.launch("job.py", preload=["rendezvous.tls"])
+    assert host.run("job.py").stdout == "1\n"
+
+
 # ---- what it leaves to the fallback ------------------------------------------------------
 
 
