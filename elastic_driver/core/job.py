@@ -22,6 +22,7 @@ from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.errors import assert_never
 from elastic_driver.kernel.tables import Tables
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.settings import Settings
 
 # The rules in the order in which they draw consequences; the order is part of the specification.
@@ -230,20 +231,21 @@ class Job(JobParts):
     # ---- consequences --------------------------------------------------------------------
 
     def _draw_consequences(self, now: float) -> None:
-        """Run the rules until a pass changes nothing; that pass sets the alarm."""
+        """Run the rules until a pass changes nothing; the job waits for what that pass returns."""
         moved: list[str] = []
         for _ in range(MAX_PASSES):
-            self.effects.begin_pass()
-            moved, before = [], self._mark()
+            moved, before, waits = [], self._mark(), list[Wait]()
             for name, rule in self._rules:
                 if self.outcome.end is not None:
+                    self.effects.wait(())
                     return
-                rule.advance(now)
+                waits += rule.advance(now)
                 after = self._mark()
                 if after != before:
                     moved.append(name)
                 before = after
             if not moved:
+                self.effects.wait(waits)
                 return
         raise NotAtRestError(f"after {MAX_PASSES} passes these rules still move: {moved}")
 

@@ -109,8 +109,9 @@ def test_a_broken_rule_is_named(break_it: Break, monkeypatch: pytest.MonkeyPatch
 
 
 def test_rules_that_do_not_come_to_rest_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def restless(self: Discovered, _now: float) -> None:
+    def restless(self: Discovered, _now: float) -> tuple[()]:
         self.effects.announce("host_discovered", "again and again")
+        return ()
 
     monkeypatch.setattr(Discovered, "advance", restless)
     with pytest.raises(NotAtRestError, match=r"64 passes these rules still move: \['discovered'\]"):

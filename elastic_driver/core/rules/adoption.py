@@ -19,6 +19,7 @@ all earlier drivers, and numbers of rounds that workers name are not given again
 Times are monotonic seconds.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
@@ -46,6 +47,7 @@ from elastic_driver.core.rules.workers import (
     WorkerNews,
 )
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
 
 AGAIN = "the driver was resumed"
@@ -122,15 +124,20 @@ class Adoption(Rule):
             self._begin_term(event)
             self.effects.decide(self.outcome.end)
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Give up agents that do not return."""
-        timeout, awaited = self.settings.heartbeat_timeout, tuple(self.fleet.awaited.values())
+        awaited = tuple(self.fleet.awaited.values())
+        if not awaited:
+            return
+        timeout = self.settings.heartbeat_timeout
         agents = counted(len(awaited), "agent has", "agents have")
-        waiting = f"{agents} not returned to the resumed driver yet"
-        if awaited and self.effects.due_or_set_alarm(self.resumed_at + timeout, now, waiting):
-            for agent in awaited:
-                late = f"it did not return to the resumed driver within {timeout:g} s"
-                self.agents.give_up(agent, late, now)
+        wait = Wait(self.resumed_at + timeout, f"{agents} not returned to the resumed driver yet")
+        if not wait.is_over(now):
+            yield wait
+            return
+        for agent in awaited:
+            late = f"it did not return to the resumed driver within {timeout:g} s"
+            self.agents.give_up(agent, late, now)
 
     def _begin_term(self, event: DriverResumed) -> None:
         self.term = event.term

@@ -18,6 +18,7 @@ from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.unreachable import Unreachable
 from elastic_driver.core.rules.workers import ACTIVE, RUNNING, Worker, WorkerNews
+from elastic_driver.kernel.wait import Wait
 
 
 @dataclass(slots=True)
@@ -78,11 +79,14 @@ class Agents(Rule):
         lost = AgentLost(agent.host, agent.incarnation, reason, unreachable=True)
         self.on_lost(lost, now, **detail)
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Give up an agent that takes longer than `start_timeout` to come up."""
         for agent in tuple(self.fleet.starting.values())[:1]:
-            timeout, waiting = self.settings.start_timeout, f"the agent on {agent.host} starts"
-            if self.effects.due_or_set_alarm(agent.asked_at + timeout, now, waiting):
+            timeout = self.settings.start_timeout
+            wait = Wait(agent.asked_at + timeout, f"the agent on {agent.host} starts")
+            if not wait.is_over(now):
+                yield wait
+            else:
                 self.placement.stop_agent(agent, "it did not come up in time")
                 late = f"agent not up within {timeout:g} s"
                 self._host_without_agent(agent.host, late, now, was_up=False)

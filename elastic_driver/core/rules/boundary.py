@@ -22,6 +22,7 @@ from elastic_driver.core.driver_events import ProgressReported
 from elastic_driver.core.rules.rounds import CLOSING, Rule
 from elastic_driver.core.rules.workers import READY, RUNNING
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 
 BASE_MARGIN = 0.1  # seconds: store → long-poll → heartbeat thread, on a busy machine
 MARGIN_PER_WORKER = 0.0005  # the server answers its long-polls one after the other
@@ -104,17 +105,23 @@ class Boundary(Rule):
         step = leave_after(readings, base=max([0, *versions]), margin=margin)
         self.effects.decide(PublishNotice(current.number, step, self._reason))
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Have the members leave at once if their progress is not reported in time."""
         if not self.rounds.current.at_boundary:
             return
-        waiting = "the members are asked how far they are"
-        if self._ask_at is not None and self.effects.due_or_set_alarm(self._ask_at, now, waiting):
-            self._ask(now, self._reason)
+        why = "the members are asked how far they are"
+        if self._ask_at is not None:
+            if now >= self._ask_at:
+                self._ask(now, self._reason)
+            else:
+                yield Wait(self._ask_at, why)
         if self._asked_at is None:
             return
-        if self.effects.due_or_set_alarm(self._asked_at + REPORT_S, now, waiting):
-            self.rounds.leave(now, f"{self._reason}; the members' progress could not be read")
+        wait = Wait(self._asked_at + REPORT_S, why)
+        if not wait.is_over(now):
+            yield wait
+            return
+        self.rounds.leave(now, f"{self._reason}; the members' progress could not be read")
 
 
 def margin_for(members: int, answered: float | None) -> float:

@@ -9,6 +9,7 @@ the job, too. Floats that Horovod's states keep are only told of. A repair is no
 change that `--reset-limit` counts.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
@@ -18,6 +19,7 @@ from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, Rule
 from elastic_driver.core.rules.workers import ENDING
 from elastic_driver.errors import ExitCode
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 
 VALUE = "state."  # begins the names of plain values; models and optimizers have their own
 HINT = "see docs/verify-state.md"
@@ -88,7 +90,7 @@ class Differences(Rule):
             return "stop", ", as it has no time for a repair"
         return mode, ""
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Have the members leave a round that is to be repaired; end a job that cannot be."""
         current = self.rounds.current
         if self.rounds.repair and self.outcome.first_success is not None and not current.repairs:
@@ -97,6 +99,7 @@ class Differences(Rule):
         due = bool(self.rounds.repair) and self.repaired_in == current.number
         if due and current.state is COMPLETE and self.outcome.first_success is None:
             self.boundary.leave(now, self.rounds.repair)
+        return ()
 
 
 def _is_float(shown: str) -> bool:

@@ -35,6 +35,7 @@ from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.errors import ExitCode
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
 
 TOO_SMALL = "it has too little memory for a worker"
@@ -51,7 +52,7 @@ class Rechecks(Rule):
     # Since when hosts have waited for a check.
     _held_since: float | None = saved(None, name="held_since")
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Start a check of the held hosts, unless one is going on."""
         held = self.hosts.held()
         if self._checking and self._starts_the_job(1):
@@ -64,8 +65,10 @@ class Rechecks(Rule):
                 self._held_since = None
                 return
             wait = 0.0 if self._all_there() else GATHER_S
-        since = self._held_since = now if self._held_since is None else self._held_since
-        if not self.effects.due_or_set_alarm(since + wait, now):
+        if self._held_since is None:
+            self._held_since = now
+        if now < self._held_since + wait:
+            yield Wait(self._held_since + wait)
             return
         known, workers = self.hosts.known.values(), self.workers.on_host
         idle = (host for host in known if self.hosts.usable(host.name) and not workers(host.name))
@@ -299,7 +302,7 @@ class Discovered(Rule):
         kept = f"{event.reason}; the {stay}"
         self.effects.announce("discovery_failed", kept)
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Let hosts be used again after their cool-down."""
         for host in self.hosts.resurrect(now):
             over = "its cool-down is over"
@@ -315,4 +318,4 @@ class Discovered(Rule):
             self.capacity.note_change()
         next_end = self.hosts.next_resurrection()
         if next_end is not None:
-            self.effects.due_or_set_alarm(next_end, now)
+            yield Wait(next_end)

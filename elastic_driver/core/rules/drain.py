@@ -15,6 +15,8 @@ nothing happens, and that is announced once.
 Times are monotonic seconds.
 """
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +28,7 @@ from elastic_driver.core.rules.hosts import Drain
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STOPPED, STOPPING, Worker
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 
 REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for ending processes
 NO_REASON = "no reason was given"
@@ -167,16 +170,16 @@ class Drains(Rule):
             self.hosts.trust(worker.host)
             self._without_room.discard(worker.host)
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Continue the replacement that goes on, or begin one."""
         if not self.settings.replace_slow or not self.outcome.elastic:
             return
         if self.replacement is not None:
-            self._continue(self.replacement, now)
+            yield from self._continue(self.replacement, now)
         elif self.slow and self.rounds.current.state is COMPLETE and not self.outcome.finishing:
-            self._consider(now)
+            yield from self._consider(now)
 
-    def _continue(self, replacement: Replacement, now: float) -> None:
+    def _continue(self, replacement: Replacement, now: float) -> Iterator[Wait]:
         """End the replacement if the successor has taken over, or if it can no longer succeed."""
         worker = self.workers.workers.get(replacement.worker)
         there = self._active_on(replacement.target)
@@ -190,14 +193,19 @@ class Drains(Rule):
             self.replacement = None
             self.capacity.note_change()
             return
-        why = self._why_abandon(replacement, worker, successor, now)
+        why = self._why_hopeless(replacement, worker, successor)
+        wait = Wait(math.inf if ready else replacement.drain.replace_until)
+        if not why and wait.is_over(now):
+            why = f"no replacement is ready within {self.settings.start_timeout:g} s"
         if why:
             self._abandon(replacement, why, now)
+        else:
+            yield wait
 
-    def _why_abandon(
-        self, replacement: Replacement, worker: Worker | None, successor: Worker | None, now: float
+    def _why_hopeless(
+        self, replacement: Replacement, worker: Worker | None, successor: Worker | None
     ) -> str:
-        """Return why a replacement is abandoned; empty if it goes on."""
+        """Return why a replacement cannot succeed any more; empty if it can."""
         current = self.rounds.current
         broken = current.state is CLOSING and not current.at_boundary
         if worker is None or worker.state not in ACTIVE:
@@ -216,8 +224,7 @@ class Drains(Rule):
             return f"host {replacement.target} cannot be used any more"
         if (self.capacity.wanted or 0) - self.workers.active() > (successor is None):
             return "more workers are wanted"
-        late = self.effects.due_or_set_alarm(replacement.drain.replace_until, now)
-        return f"no replacement is ready within {self.settings.start_timeout:g} s" if late else ""
+        return ""
 
     def _active_on(self, host: str) -> list[Worker]:
         return [worker for worker in self.workers.on_host(host) if worker.state in ACTIVE]
@@ -232,16 +239,20 @@ class Drains(Rule):
         self.capacity.note_change()
         self._replace_after = now + self.settings.replace_pause
 
-    def _consider(self, now: float) -> None:
+    def _consider(self, now: float) -> Iterator[Wait]:
         """Replace the rank that has been slow for longest, if it is time and there is room."""
         name, verdict = next(iter(self.slow.items()))
         worker = self.workers.workers.get(name)
         if worker is None or worker.state is not RUNNING or worker.leaving:
             return  # it leaves anyway; the end of the round forgets it
-        if not self.effects.due_or_set_alarm(verdict.since + self.settings.slow_for, now):
+        judged = Wait(verdict.since + self.settings.slow_for)
+        if not judged.is_over(now):
+            yield judged
             return
         self.hosts.distrust(worker.host)
-        if not self.effects.due_or_set_alarm(self._replace_after, now):
+        pause = Wait(self._replace_after)
+        if not pause.is_over(now):
+            yield pause
             return
         target = self._room_elsewhere(worker, now)
         running, wanted = self.workers.count(RUNNING), self.capacity.wanted

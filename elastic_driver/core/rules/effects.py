@@ -3,6 +3,7 @@
 Every rule writes here through these methods. Times are monotonic seconds.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -11,6 +12,7 @@ from elastic_driver.core.documents import Order, StopWorkerOrder
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.workers import Worker, WorkerNews, WorkerStateRegistry
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait, earliest, reason
 from elastic_driver.settings import Settings
 
 About: TypeAlias = Worker | str | None  # a worker, the name of a host, or the round
@@ -49,21 +51,9 @@ class Effects:
         self.ignored_events += 1
         self.ignored = what
 
-    def due_or_set_alarm(self, at: float, now: float, waiting: str = "") -> bool:
-        """Return whether `at` has come; if not, wake the job then and say what it waits for."""
-        if now >= at:
-            return True
-        self.alarm = at if self.alarm is None else min(self.alarm, at)
-        self.waiting = waiting or self.waiting
-        return False
-
-    def wait_for(self, what: str) -> None:
-        """Say what the job waits for, if no deadline ends the wait."""
-        self.waiting = what
-
-    def begin_pass(self) -> None:
-        """Forget the alarm; the rules set it again."""
-        self.alarm, self.waiting = None, ""
+    def wait(self, waits: Sequence[Wait]) -> None:
+        """Wake the job at the earliest of these waits, and say what it waits for."""
+        self.alarm, self.waiting = earliest(waits), reason(waits)
 
     def enter_round(self, number: int) -> None:
         """Let later announcements carry this round's number."""

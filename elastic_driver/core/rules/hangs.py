@@ -23,7 +23,7 @@ A worker's own answer replaces its agent's. When all have answered, or after `AN
 `stacks_collected` names the groups of ranks. Times are monotonic seconds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +37,7 @@ from elastic_driver.core.rules.rounds import COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STARTING, Worker
 from elastic_driver.core.stack_location import SEEN_WAITING, shorten
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
 
 LEAVE_S = 5.0  # to leave a round that was broken; a worker that can leave needs well under a second
@@ -101,14 +102,17 @@ class Stacks(Rule):
         if self._asked_at is not None and (answer.own or worker not in self._answers):
             self._answers[worker] = answer
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Settle the question when all workers have answered, or the time is over."""
         if self._asked_at is None:
             return
         own = {worker for worker, answer in self._answers.items() if answer.own}
         complete = own.issuperset(worker.id for worker in self._asked_workers())
-        if complete or self.effects.due_or_set_alarm(self._asked_at + ANSWER_S, now):
+        wait = Wait(self._asked_at + ANSWER_S)
+        if complete or wait.is_over(now):
             self.settle()
+        else:
+            yield wait
 
     def settle(self) -> None:
         """Announce the answers so far; called before a worker is killed, as they are evidence."""
@@ -243,7 +247,7 @@ class Hangs(Rule):
             raise ev.StaleEvent(f"{worker.id} goes on, and was not known to stand still")
         self.effects.announce("worker_resumed", "it makes progress again", worker)
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Judge the members that stand still."""
         stalls = self._stalls
         if not stalls or not self.outcome.elastic:
@@ -255,12 +259,14 @@ class Hangs(Rule):
         if not reported:
             return
         if current.state is not COMPLETE and not current.at_boundary:
-            self._give_up_unmoved(elsewhere or reported, now)
+            yield from self._give_up_unmoved(elsewhere or reported, now)
             return
         if len(reported) < len(running):
             first = min(stalls[worker.id].at for worker in reported)
-            waiting = f"{reported[0].id} makes no progress; the others may report the same"
-            if not self.effects.due_or_set_alarm(first + self.settings.settle, now, waiting):
+            why = f"{reported[0].id} makes no progress; the others may report the same"
+            wait = Wait(first + self.settings.settle, why)
+            if not wait.is_over(now):
+                yield wait
                 return
         self.stacks.settle()
         if len(elsewhere) == 1 and len(running) > 1:
@@ -275,14 +281,16 @@ class Hangs(Rule):
         elif len(reported) == len(running):
             self._break_mismatch(reported, now)
 
-    def _give_up_unmoved(self, suspects: list[Worker], now: float) -> None:
+    def _give_up_unmoved(self, suspects: list[Worker], now: float) -> Iterator[Wait]:
         """Give up workers that do not leave a round that is closing, after `LEAVE_S`."""
         stalls = self._stalls
         since = max(self.rounds.current.since, *(stalls[worker.id].at for worker in suspects))
-        waiting = f"{suspects[0].id} does not leave the round"
-        if self.effects.due_or_set_alarm(since + LEAVE_S, now, waiting):
-            for worker in suspects:
-                self._give_up(worker, "and does not leave the round", now)
+        wait = Wait(since + LEAVE_S, f"{suspects[0].id} does not leave the round")
+        if not wait.is_over(now):
+            yield wait
+            return
+        for worker in suspects:
+            self._give_up(worker, "and does not leave the round", now)
 
     def _give_up(self, worker: Worker, how: str, now: float) -> None:
         stall = self._stalls[worker.id]

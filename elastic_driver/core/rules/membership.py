@@ -4,7 +4,8 @@ A loss is handled at once, growth and removal at a step boundary; booting worker
 while enough others are ready. Times are monotonic seconds.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from elastic_driver.core.rules.workers import (
     Worker,
 )
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
 
 TOGETHER_S = 1.0  # a newcomer that is ready waits no longer for others that boot
@@ -61,7 +63,7 @@ class Membership(Rule):
     # Newcomers wait for the rank that they were told.
     _held_since: float | None = saved(None, name="held_since")
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Form, complete or close the round as the present state requires."""
         if not self.outcome.elastic or self.placement.unsettled:
             return  # the marks of leaving workers are stale; they are set on the next pass
@@ -72,24 +74,25 @@ class Membership(Rule):
         stays = self.notices.gathering  # then the world is not to change
         state = self.rounds.current.state
         if state is COMPLETE and self.outcome.first_success is None and not stays:
-            self._watch_changes(now)
+            yield from self._watch_changes(now)
         if self.rounds.current.state is CLOSING:
-            self._watch_leaving(now)
+            yield from self._watch_leaving(now)
         if self.workers.count(ENDING):
-            self._watch_ending(now)
+            yield from self._watch_ending(now)
         if self.outcome.end is None and not self.outcome.finishing and not stays:
-            self._fill_slots(now)
+            yield from self._fill_slots(now)
         if self.outcome.end is None and self.rounds.current.state is FORMING and not stays:
-            self._watch_forming(now)
+            yield from self._watch_forming(now)
         self._tell_uneven_end()
 
     # ---- a round that trains -------------------------------------------------------------
 
-    def _watch_changes(self, now: float) -> None:
+    def _watch_changes(self, now: float) -> Iterator[Wait]:
         """Collect growth and removal for `last_call`, then have the members leave at a boundary."""
         current, settings = self.rounds.current, self.settings
         staying = [w for w in self.workers.having(RUNNING, READY) if not w.leaving]
-        fitting = self._without_held(units.fit(staying, settings), now)
+        fitting, held = self._hold_back(units.fit(staying, settings), now)
+        yield from held
         newcomers = [w for w in fitting if w.state is READY]
         if not self.workers.count(RUNNING):
             return  # the scripts of all members are over; their exit statuses say what follows
@@ -97,7 +100,7 @@ class Membership(Rule):
         if not newcomers and not leavers:
             current.stop_waiting("change")
             return
-        since = current.waiting_since("change", now)
+        since = current.wait_for("change", now)
         reason = leavers[0].leaving if leavers else f"{newcomers[0].id} is ready to join"
         others_boot = any(not worker.leaving for worker in self.workers.having(STARTING))
         together = min(settings.start_together, TOGETHER_S) if others_boot else 0.0
@@ -113,26 +116,28 @@ class Membership(Rule):
         elif until and len(until) == len(drains) and self._newcomers_in_sight(wanted_only=True):
             # If one of them could not wait, all would leave with it: one change for all.
             at, reason = max(at, min(until)), f"{reason}; its replacements are booting"
-        if self.effects.due_or_set_alarm(at, now, f"change is coming: {reason}"):
+        if now >= at:
             self.boundary.leave(now, reason)
+        else:
+            yield Wait(at, f"change is coming: {reason}")
 
-    def _without_held(self, ready: list[Worker], now: float) -> list[Worker]:
-        """Return the workers without newcomers that would get another rank than they were told.
+    def _hold_back(self, ready: list[Worker], now: float) -> tuple[list[Worker], list[Wait]]:
+        """Leave out newcomers that would get another rank than they were told, for a while.
 
         A script of Horovod's API knows its rank before it is in a round. Where several are started
         together, the later ones wait for those before them, as long as any are coming. Only then
-        do the hosts of survivors make room.
+        do the hosts of survivors make room. Return the other workers, and what those wait for.
         """
         kept = ready if self.rounds.repair else _as_told(ready)
         if len(kept) == len(ready) or not self._newcomers_in_sight(wanted_only=True):
             self._held_since = None
-            return ready
+            return ready, []
         if self._held_since is None:
             self._held_since = now
         held = ", ".join(worker.id for worker in ready if worker not in kept)
-        waiting = f"workers boot whose ranks come before those of {held}"
-        over = self.effects.due_or_set_alarm(self._held_since + TOLD_RANK_S, now, waiting)
-        return ready if over else kept
+        why = f"workers boot whose ranks come before those of {held}"
+        wait = Wait(self._held_since + TOLD_RANK_S, why)
+        return (ready, []) if wait.is_over(now) else (kept, [wait])
 
     def _newcomers_in_sight(self, *, wanted_only: bool = False) -> bool:
         """Return whether workers boot, or may be started soon (only as many as are wanted)."""
@@ -148,7 +153,7 @@ class Membership(Rule):
 
     # ---- a round that its members leave ------------------------------------------------------
 
-    def _watch_leaving(self, now: float) -> None:
+    def _watch_leaving(self, now: float) -> Iterator[Wait]:
         current, timeout = self.rounds.current, self.settings.elastic_timeout
         still_in = list(self._not_left())
         if not still_in:
@@ -156,10 +161,11 @@ class Membership(Rule):
                 self.rounds.open_next(now, f"all members have left round {current.number}")
             return
         if current.at_boundary:
-            self._hurry_stragglers(now)
+            yield from self._hurry_stragglers(now)
         have = counted(len(still_in), "worker has", "workers have")
-        waiting = f"{have} not left round {current.number} yet"
-        if not self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
+        wait = Wait(current.since + timeout, f"{have} not left round {current.number} yet")
+        if not wait.is_over(now):
+            yield wait
             return
         if current.at_boundary:
             # A worker that commits once an hour is not to lose that hour to a planned change, and
@@ -182,17 +188,20 @@ class Membership(Rule):
         if all(worker.admitted is None for worker in self.workers.having(READY)):
             yield from self.workers.having(ENDING)
 
-    def _watch_ending(self, now: float) -> None:
+    def _watch_ending(self, now: float) -> Iterator[Wait]:
         """Give up workers whose processes do not end, though the others have gone on."""
         current, timeout = self.rounds.current, self.settings.elastic_timeout
         for worker in self.workers.having(ENDING):
-            if worker.left_behind:
-                waiting = f"the process of {worker.id} has not ended yet"
-                if self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
-                    late = f"its process did not end within {timeout:g} s after its script"
-                    self.reports.give_up_worker(worker, late, now)
+            if not worker.left_behind:
+                continue
+            wait = Wait(current.since + timeout, f"the process of {worker.id} has not ended yet")
+            if not wait.is_over(now):
+                yield wait
+                continue
+            late = f"its process did not end within {timeout:g} s after its script"
+            self.reports.give_up_worker(worker, late, now)
 
-    def _hurry_stragglers(self, now: float) -> None:
+    def _hurry_stragglers(self, now: float) -> Iterator[Wait]:
         """Tell members to leave at once that do not follow the first one at the boundary.
 
         Once a member has left, no other can finish another step without it. So a member that does
@@ -203,21 +212,25 @@ class Membership(Rule):
         gone = next((worker for worker in ready if worker.left == current.number), None)
         if gone is None:
             return
-        at = current.waiting_since("stragglers", now) + self.settings.settle
+        at = current.wait_for("stragglers", now) + self.settings.settle
         has_left = f"{gone.id} has left round {current.number}"
-        if self.effects.due_or_set_alarm(at, now, f"{has_left}; others follow"):
+        if now >= at:
             self.rounds.leave(now, f"{has_left} and others have not")
+        else:
+            yield Wait(at, f"{has_left}; others follow")
 
     # ---- a round that forms ------------------------------------------------------------------
 
-    def _fill_slots(self, now: float) -> None:
+    def _fill_slots(self, now: float) -> Iterator[Wait]:
         """Start replacements and newcomers; before any step was finished, not at once."""
         if not self.capacity.placement_due:
             return
         last_loss_at, current = self.outcome.last_loss_at, self.rounds.current
         if not self.outcome.has_progress and last_loss_at is not None:
-            waiting = "to see whether every worker fails before any is started again"
-            if not self.effects.due_or_set_alarm(last_loss_at + self.settings.settle, now, waiting):
+            why = "to see whether every worker fails before any is started again"
+            wait = Wait(last_loss_at + self.settings.settle, why)
+            if not wait.is_over(now):
+                yield wait
                 return
         self.capacity.placing_begins()
         trained = any(worker.admitted is not None for worker in self.workers.having(READY))
@@ -230,29 +243,36 @@ class Membership(Rule):
         self.placement.place(where, reason, founder=founders, awaited=awaited)
         self.placement.tell_places()
 
-    def _watch_forming(self, now: float) -> None:
+    def _watch_forming(self, now: float) -> Iterator[Wait]:
         awaited = (w for host in self.fleet.awaited for w in self.workers.on_host(host))
         if any(worker.state is READY for worker in awaited):
             return  # it may have ended while no driver lived
         if self.outcome.first_success is not None:
-            self._watch_last_round(now)
+            yield from self._watch_last_round(now)
             return
-        if self._founders_boot(now):
-            return
+        if self._founders_boot():
+            wait = self._wait_for_founders()
+            if not wait.is_over(now):
+                yield wait
+                return
         ready = [worker for worker in self.workers.having(READY) if not worker.leaving]
         taken_over = ready and self._state_holders(ready)
-        if self._newest_leaver(ready) and not taken_over and self.final_checkpoint.request(now):
-            return
+        if self._newest_leaver(ready) and not taken_over:
+            saving = self.final_checkpoint.request(now)
+            if saving is not None:
+                yield saving
+                return
         if self.outcome.departure is not None:
             self.preemption.end_after_all_left(self.outcome.departure)
             return
-        self._release_leavers(ready, now)
-        ready = self._without_held(ready, now)
+        yield from self._release_leavers(ready, now)
+        ready, held = self._hold_back(ready, now)
+        yield from held
         fitting, least = units.fit(ready, self.settings), self.capacity.least
         if not any(worker.admitted is not None for worker in ready):
-            self._form_fresh(ready, fitting, now)
+            yield from self._form_fresh(ready, fitting, now)
         elif len(fitting) < least:
-            self._give_up_below(least, ready, now)
+            yield from self._give_up_below(least, ready, now)
         else:
             lost = [loss for loss in self.outcome.losses if loss.member]
             without = _without(lost) if lost else ""
@@ -263,7 +283,7 @@ class Membership(Rule):
                 without = without or f"without {ending.id}, whose script {how}"
             self._complete(ready, now, self.rounds.repair or without or "membership changed")
 
-    def _founders_boot(self, now: float) -> bool:
+    def _founders_boot(self) -> bool:
         """Return whether the first round only waits for workers that were started for it.
 
         Needs no loop over all workers, which would cost O(workers²) while they boot.
@@ -271,17 +291,16 @@ class Membership(Rule):
         departs = self.outcome.departure is not None
         if self.rounds.current.number > 1 or self.placement.some_leave or departs:
             return False
-        booting = any(worker.awaited for worker in self.workers.having(STARTING))
-        return booting and not self._fresh_is_due(now)
+        return any(worker.awaited for worker in self.workers.having(STARTING))
 
-    def _fresh_is_due(self, now: float) -> bool:
-        """Return whether the wait for workers that were started together is over."""
+    def _wait_for_founders(self) -> Wait:
+        """Return the wait for workers that were started together."""
         current = self.rounds.current
         since = current.since if current.founded_at is None else current.founded_at
         least = counted(self._fresh_need(), "worker is", "workers are")
         enough = f"{self.workers.count(READY)} of at least {least} ready"
-        waiting = f"{enough}, {self.workers.count(STARTING)} are booting"
-        return self.effects.due_or_set_alarm(since + self.settings.start_timeout, now, waiting)
+        why = f"{enough}, {self.workers.count(STARTING)} are booting"
+        return Wait(since + self.settings.start_timeout, why)
 
     def _fresh_need(self) -> int:
         """Return how many workers a round needs in which nobody has trained yet.
@@ -292,16 +311,15 @@ class Membership(Rule):
         need = current.need or settings.start_np if current.number == 1 else self.capacity.least
         return self.capacity.at_most_wanted(need)
 
-    def _watch_last_round(self, now: float) -> None:
+    def _watch_last_round(self, now: float) -> Iterator[Wait]:
         """After a success, let the workers that are left form a round of their own."""
         ready = list(self.workers.having(READY))
         booting = self.workers.count(STARTING)
-        timeout, waiting = (
-            self.settings.start_timeout,
-            f"{counted(booting, 'worker is', 'workers are')} booting",
-        )
-        at = self.rounds.current.since + timeout
-        if booting and not self.effects.due_or_set_alarm(at, now, waiting):
+        timeout = self.settings.start_timeout
+        are = counted(booting, "worker is", "workers are")
+        wait = Wait(self.rounds.current.since + timeout, f"{are} booting")
+        if booting and not wait.is_over(now):
+            yield wait
             return
         if ready:
             self._note_uneven_end(ready)
@@ -335,13 +353,16 @@ class Membership(Rule):
             worker,
         )
 
-    def _form_fresh(self, ready: list[Worker], fitting: list[Worker], now: float) -> None:
+    def _form_fresh(self, ready: list[Worker], fitting: list[Worker], now: float) -> Iterator[Wait]:
         """Complete a round in which no worker has trained yet, or wait for its founders."""
         current, need, have = self.rounds.current, self._fresh_need(), len(fitting)
         if current.number > 1 and have < max(need, 1):
-            self._give_up_below(need, ready, now)
+            yield from self._give_up_below(need, ready, now)
             return
-        due, least = self._fresh_is_due(now), self.settings.start_min_np
+        wait, least = self._wait_for_founders(), self.settings.start_min_np
+        due = wait.is_over(now)
+        if not due:
+            yield wait
         # All were lost, and their newcomers were started one after the other.
         holders = any(w.admitted is not None for w in self.workers.having(READY))
         anew = current.number > 1 and not holders
@@ -356,7 +377,7 @@ class Membership(Rule):
         if have >= max(need, 1):
             self._complete(ready, now, "every worker is ready")
 
-    def _give_up_below(self, need: int, ready: list[Worker], now: float) -> None:
+    def _give_up_below(self, need: int, ready: list[Worker], now: float) -> Iterator[Wait]:
         """End the job if it has been below the minimum for too long."""
         since, shortage = self.rounds.current.since, self._shortage(ready)
         if self.capacity.unfit and not self._newcomers_in_sight():
@@ -367,11 +388,14 @@ class Membership(Rule):
             self.outcome.finish(1, f"{few}, and {unfit}: {why}; {FIT_HINT}")
             return
         least = counted(need, "worker is", "workers are")
-        waiting = shortage or f"{len(ready)} of at least {least} ready"
+        why = shortage or f"{len(ready)} of at least {least} ready"
         if going := sum(1 for worker in self.workers.having(READY) if worker.leaving):
-            waiting += f"; {counted(going, 'worker has', 'workers have')} to leave"
-        if self.effects.due_or_set_alarm(since + self.settings.elastic_timeout, now, waiting):
+            why += f"; {counted(going, 'worker has', 'workers have')} to leave"
+        wait = Wait(since + self.settings.elastic_timeout, why)
+        if wait.is_over(now):
             self.outcome.give_up(need, len(ready), now - since, shortage)
+        else:
+            yield wait
 
     def _shortage(self, ready: list[Worker]) -> str:
         return units.shortage(len({worker.host for worker in ready}), self.settings)
@@ -385,7 +409,7 @@ class Membership(Rule):
         self._leave_behind()
         self.rounds.complete(members, now, reason)
         self.reports.settle_losses()
-        self._release_leavers(members, now)
+        self._release(self._state_holders(members))
 
     def _leave_behind(self) -> None:
         """Record that the others go on without the workers whose processes are about to end."""
@@ -412,7 +436,7 @@ class Membership(Rule):
         room = wanted is None or wanted >= 2  # for it and for a worker that receives
         return [holder] if holder and (room or self.final_checkpoint.failed) else []
 
-    def _release_leavers(self, ready: list[Worker], now: float) -> None:
+    def _release_leavers(self, ready: list[Worker], now: float) -> Iterator[Wait]:
         """Stop workers that left the round and have to leave, unless their state is needed."""
         # Others with a notice make room for a worker that can take the state.
         going = (w for w in self.workers.having(READY, STOPPING) if w.id in self.drains.notices)
@@ -420,27 +444,34 @@ class Membership(Rule):
         receivers = ready or slots_come_free or self._newcomers_in_sight()
         holder = self._newest_leaver(ready)
         if receivers:
-            needed = self._state_holders(ready)
-        else:
-            needed = [holder] if holder and self._may_stay(holder, now) else []
+            self._release(self._state_holders(ready))
+            return
+        if holder is None or not self.final_checkpoint.failed:
+            self._release([])
+            return
+        drain = self.drains.of(holder)
+        leave_by = math.inf if drain is None or drain.leave_by is None else drain.leave_by
+        wait = Wait(leave_by, "its host goes away" if leave_by < math.inf else "")
+        if wait.is_over(now):
+            self._release([])
+            return
+        self._release([holder])
+        self._announce_kept(holder)
+        yield wait
+
+    def _release(self, needed: list[Worker]) -> None:
+        """Stop the workers that left the round and have to leave, but for these."""
         for worker in self.workers.having(READY):
             if worker.leaving and worker not in needed:
                 self.effects.stop(worker, worker.leaving)
 
-    def _may_stay(self, holder: Worker, now: float) -> bool:
-        """Return whether a worker with the only state waits for one that takes it over."""
-        drain = self.drains.of(holder)
-        until = None if drain is None else drain.leave_by
-        if not self.final_checkpoint.failed:
-            return False
-        if until is not None and self.effects.due_or_set_alarm(until, now, "its host goes away"):
-            return False
+    def _announce_kept(self, holder: Worker) -> None:
+        """Announce once that a worker with the only state waits for one that takes it over."""
         if self.final_checkpoint.keeps():
             patience = self.settings.elastic_timeout
             what = f"it alone holds the state of step {holder.version}: it stays until another "
             what += f"worker has it, for {patience:g} s at most"
             self.effects.announce("state_kept", what, holder)
-        return True
 
 
 def _as_told(workers: list[Worker]) -> list[Worker]:

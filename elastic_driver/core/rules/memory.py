@@ -11,6 +11,8 @@ The Brain may have larger hosts. Its job waits for them for `--elastic-timeout`,
 says that it has none. Memory is bytes, times are monotonic seconds.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
@@ -23,6 +25,7 @@ from elastic_driver.core.rules.outcome import Cause
 from elastic_driver.core.rules.rounds import COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, STARTING, Worker
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
 
 FACTOR = 1.5  # of the largest peak, which has to be idle for one more worker
@@ -112,7 +115,7 @@ class Memory(Rule):
         starting = sum(worker.state is STARTING for worker in there)
         return len(there) + max(0, idle // need - starting)
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """End the job if the hosts have the memory for fewer workers than it needs.
 
         Once the job trains again, it waits for hosts as it always does.
@@ -125,17 +128,17 @@ class Memory(Rule):
             if current.state is COMPLETE and current.number > self._round:
                 self.failure = None
                 self._shared.clear()
-        elif not self._brain_may_help(now):
+        elif (wait := self._wait_for_grant()).is_over(now):
             self.outcome.finish_with(failure, self._why_it_ends(failure))
+        else:
+            yield wait
 
-    def _brain_may_help(self, now: float) -> bool:
-        """Return whether the job waits for a grant with larger hosts."""
+    def _wait_for_grant(self) -> Wait:
+        """Return the wait for a grant with larger hosts; it is over if no Brain can help."""
         if not self.limits.newest_grant or self.limits.too_small:
-            return False
-        waiting = "the Brain is to grant a host with the memory for a worker"
-        return not self.effects.due_or_set_alarm(
-            self._since + self.settings.elastic_timeout, now, waiting
-        )
+            return Wait(-math.inf)
+        why = "the Brain is to grant a host with the memory for a worker"
+        return Wait(self._since + self.settings.elastic_timeout, why)
 
     def _why_it_ends(self, failure: Failure) -> str:
         """Return why the job ends: what its worker needed, and the largest host."""

@@ -10,6 +10,7 @@ job has one itself, nothing more is awaited. Times are monotonic seconds.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
@@ -17,6 +18,7 @@ from elastic_driver.core.rules.drain import Drains
 from elastic_driver.core.rules.hosts import Drain
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 
 SPREAD_SHARE = 0.25  # of the time that the first notice gives
 
@@ -66,18 +68,16 @@ class Notices(Rule):
             self._until = now + spread
         return True
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Hand the notices on when there is no reason to wait any longer."""
         if not self._hosts and not self._workers:
             return
+        wait = Wait(self._until, "a notice may be one of many")
         told = all(name in self._hosts or self.hosts.drained(name) for name in self.hosts.known)
-        if (
-            told
-            or not self.gathering
-            or self.outcome.finishing
-            or self.effects.due_or_set_alarm(self._until, now, "a notice may be one of many")
-        ):
+        if told or not self.gathering or self.outcome.finishing or wait.is_over(now):
             self._hand_on(now)
+        else:
+            yield wait
 
     def _hand_on(self, now: float) -> None:
         hosts, self._hosts = self._hosts, {}

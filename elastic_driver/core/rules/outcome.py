@@ -230,7 +230,6 @@ class JobOutcome:
             self.effects.announce("job_succeeded" if exit_code == 0 else "job_failed", reason)
             self.end = EndJob(int(exit_code), reason, failure)
             self.effects.decide(self.end)
-            self.effects.begin_pass()
 
     def fail(self, reason: str) -> None:
         """End the job with the first failure of this round; `reason`: why it does not go on."""

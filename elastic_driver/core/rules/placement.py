@@ -22,6 +22,7 @@ from elastic_driver.core.rules.rounds import COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, ENDING, STARTING, Worker
 from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
 
 
@@ -38,16 +39,17 @@ class Placement(Rule):
         """Return whether a change makes the marks of leaving workers stale."""
         return self.capacity.changed and self.outcome.first_success is None
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Mark the workers that have to leave; stop and start agents."""
         if not self.unsettled:
-            return
+            return ()
         self.capacity.settled(placing=not self.outcome.finishing)
         self._mark_leavers()
         if not self.outcome.finishing:
             self._release_hosts()
             self._start_agents(now)
             self._start_standbys(now)
+        return ()
 
     # ---- workers that have to leave ----------------------------------------------------------
 

@@ -4,6 +4,7 @@ Also the first round of a job whose kind is not known yet. A worker gets its ran
 a round is complete when all its processes were started. Times are monotonic seconds.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from elastic_driver.core.rules import units
@@ -12,6 +13,7 @@ from elastic_driver.core.rules.placement import Placement
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, OCCUPYING, STARTING
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
 
 
@@ -22,62 +24,68 @@ class Plain(Rule):
     reports: Reports
     placement: Placement
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Form, complete or restart the round as the present state requires."""
         if self.outcome.elastic:
             return
         if self.rounds.current.state is CLOSING:
-            self._watch_stopping(now)
+            yield from self._watch_stopping(now)
         if self.outcome.end is None and self.rounds.current.state is FORMING:
-            self._watch_forming(now)
+            yield from self._watch_forming(now)
         if self.outcome.end is not None or not self.rounds.current.founders:
             return
         finishing = self.outcome.first_success is not None
         if self.outcome.losses and (self.settings.max_restarts or not finishing):
-            self._watch_losses(now)
+            yield from self._watch_losses(now)
         elif not finishing:
-            self._watch_changes(now)
+            yield from self._watch_changes(now)
 
-    def _watch_stopping(self, now: float) -> None:
+    def _watch_stopping(self, now: float) -> Iterator[Wait]:
         left, current = self.workers.count(*OCCUPYING), self.rounds.current
-        timeout, waiting = (
-            self.settings.elastic_timeout,
-            f"{counted(left, 'worker has', 'workers have')} not stopped yet",
-        )
         if left == 0:
             self.rounds.open_next(now, f"every worker of round {current.number} has stopped")
-        elif self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
+            return
+        timeout = self.settings.elastic_timeout
+        have = counted(left, "worker has", "workers have")
+        wait = Wait(current.since + timeout, f"{have} not stopped yet")
+        if wait.is_over(now):
             self.outcome.give_up(self.capacity.least, 0, timeout)
+        else:
+            yield wait
 
     # ---- a round that forms --------------------------------------------------------------
 
-    def _watch_forming(self, now: float) -> None:
+    def _watch_forming(self, now: float) -> Iterator[Wait]:
         current = self.rounds.current
         if not current.founders:
             if self.outcome.first_success is None and not self.fleet.awaited:
-                self._found(now)
+                yield from self._found(now)
             return
         missing = sum(1 for worker in self.workers.having(STARTING) if not worker.pid)
         if missing:
             timeout, placed = self.settings.start_timeout, len(current.founders)
-            waiting = f"{counted(missing, 'process has', 'processes have')} not been started yet"
-            if self.effects.due_or_set_alarm((current.founded_at or 0.0) + timeout, now, waiting):
+            have = counted(missing, "process has", "processes have")
+            wait = Wait((current.founded_at or 0.0) + timeout, f"{have} not been started yet")
+            if wait.is_over(now):
                 self.outcome.give_up(placed, placed - missing, timeout)
+            else:
+                yield wait
         if missing or self.outcome.losses:
             return
-        started_at = current.waiting_since("declaration", now)
+        started_at = current.wait_for("declaration", now)
         if self.outcome.kind is ScriptKind.UNDECLARED:
-            at = started_at + self.settings.plain_after
-            waiting = "the script may still call elastic.init()"
             self.rounds.tell_running()
-            if not self.effects.due_or_set_alarm(at, now, waiting):
+            why = "the script may still call elastic.init()"
+            wait = Wait(started_at + self.settings.plain_after, why)
+            if not wait.is_over(now):
+                yield wait
                 return
             self.outcome.declare(ScriptKind.PLAIN)
         founded = [self.workers.workers[worker] for worker in current.founders]
         self.rounds.complete(founded, now, "every process was started")
         self.capacity.note_change()  # the job trains: further hosts may stand by
 
-    def _found(self, now: float) -> None:
+    def _found(self, now: float) -> Iterator[Wait]:
         """Start the round's workers once enough slots have agents."""
         settings, current = self.settings, self.rounds.current
         first = current.number == 1
@@ -85,11 +93,11 @@ class Plain(Rule):
         free = self.placement.free_slots(self.placement.room_left())
         where, have = self.placement.founding_slots(), len(free)
         shortage = units.shortage(len({host for host, _ in free}), settings)
-        waiting = (
-            shortage or f"{have} of at least {counted(need, 'slot has', 'slots have')} an agent"
-        )
+        why = shortage or f"{have} of at least {counted(need, 'slot has', 'slots have')} an agent"
         timeout = settings.start_timeout if first else settings.elastic_timeout
-        if self.effects.due_or_set_alarm(current.since + timeout, now, waiting):
+        if now < current.since + timeout:
+            yield Wait(current.since + timeout, why)
+        else:
             if first and settings.start_min_np is not None:
                 need = min(need, settings.start_min_np)
             if have < need or not where:
@@ -100,9 +108,10 @@ class Plain(Rule):
             current.stop_waiting("slots")
             return
         patience = max(settings.last_call, settings.start_together if first else 0.0)
-        at = current.waiting_since("slots", now) + patience
+        more = Wait(current.wait_for("slots", now) + patience, why)
         more_to_come = self.fleet.starting and have != self.capacity.wanted
-        if more_to_come and not self.effects.due_or_set_alarm(at, now, waiting):
+        if more_to_come and not more.is_over(now):
+            yield more
             return
         reason = f"round {current.number} starts on {counted(len(where), 'slot')}"
         started = self.placement.place(where, reason, founder=True, awaited=True)
@@ -110,7 +119,7 @@ class Plain(Rule):
 
     # ---- a round that breaks or changes ------------------------------------------------------
 
-    def _watch_losses(self, now: float) -> None:
+    def _watch_losses(self, now: float) -> Iterator[Wait]:
         """Restart after a failure, once it is known whether the others fail by themselves too.
 
         A loss that surely comes from outside is not waited for. No program ends itself by SIGKILL;
@@ -121,13 +130,14 @@ class Plain(Rule):
         if first.cause is Cause.SIGNAL:
             outside = self.outcome.has_progress or first.failure.exit_code == KILLED
         if not outside and self.workers.count(*ACTIVE):
-            waiting, at = "to see whether every worker fails", first.at + self.settings.settle
-            if not self.effects.due_or_set_alarm(at, now, waiting):
+            wait = Wait(first.at + self.settings.settle, "to see whether every worker fails")
+            if not wait.is_over(now):
+                yield wait
                 return
         if self.outcome.count_failure(now, fruitless=True, whole_round=True):
             self._restart(now, f"{first.failure.worker} {first.reason}")
 
-    def _watch_changes(self, now: float) -> None:
+    def _watch_changes(self, now: float) -> Iterator[Wait]:
         current = self.rounds.current
         if current.state is CLOSING:
             return
@@ -140,10 +150,11 @@ class Plain(Rule):
         if not reason:
             current.stop_waiting("change")
             return
-        at = current.waiting_since("change", now) + self.settings.last_call
-        waiting = f"change is coming: {reason}"
-        if current.broken or self.effects.due_or_set_alarm(at, now, waiting):
+        at = current.wait_for("change", now) + self.settings.last_call
+        if current.broken or now >= at:
             self._restart(now, reason)
+        else:
+            yield Wait(at, f"change is coming: {reason}")
 
     def _restart(self, now: float, reason: str) -> None:
         """Stop every worker; the next round is placed when the last one is gone."""

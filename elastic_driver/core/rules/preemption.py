@@ -16,6 +16,7 @@ A job that other hosts may come to does not end because its present ones leave: 
 Times are monotonic seconds.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -31,6 +32,7 @@ from elastic_driver.core.rules.rounds import CLOSING, FORMING, Rule
 from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, Worker
 from elastic_driver.errors import ExitCode
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 
 BOUNDARY_SHARE = 0.5  # of the time; the rest is for writing
 _NEWEST = "started again, the job goes on from the newest complete checkpoint, if there is one"
@@ -85,8 +87,8 @@ class FinalSaves(Rule):
             save.kept = True
         return new
 
-    def request(self, now: float) -> bool:
-        """Request a final checkpoint if none is pending; return whether one is.
+    def request(self, now: float) -> Wait | None:
+        """Request a final checkpoint if none is pending; return the wait for it, or None.
 
         Called only when all workers have left the round, and none that stays can receive the state.
         """
@@ -95,18 +97,18 @@ class FinalSaves(Rule):
         holders = sorted((w for w in clean if w.version == newest), key=lambda w: w.age)
         known = self.save
         if not holders:
-            return False
+            return None
         if known is None or known.request.step != newest:
             known = self._ask(holders, self._write_by(holders, now), now)
         elif not known.done and not set(known.request.members) <= {w.id for w in holders}:
             known = self._ask(holders, known.until, now)
         if known.done:
-            return False
-        writing = f"step {known.request.step} is being written to disk"
-        if not self.effects.due_or_set_alarm(known.until, now, writing):
-            return True
+            return None
+        wait = Wait(known.until, f"step {known.request.step} is being written to disk")
+        if not wait.is_over(now):
+            return wait
         self._finish(known, problem="it could not be written in time; raise --grace-period")
-        return False
+        return None
 
     def on_saved(self, event: ev.WorkerSaved, now: float) -> None:
         """Record the result: the first member reports success, any member reports a problem."""
@@ -164,7 +166,7 @@ class Preemption(Rule):
         end_by = self.notices.end_by(now + time_to_leave(event.deadline))
         self._begin(event.reason or "the job has to go", now, max(now, end_by))
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Begin to end the job if all hosts go away; end a leaving job when its time is over."""
         if self.outcome.departure is None:
             self._consider(now)
@@ -178,15 +180,16 @@ class Preemption(Rule):
             if self.outcome.first_success is None:
                 self._end(departure, f"no worker is left; {_NEWEST}")
             return
-        waiting = f"the job is ending: {departure.reason}"
-        closing = self.rounds.current.state is CLOSING
-        if self.effects.due_or_set_alarm(departure.end_by, now, waiting):
+        wait = Wait(departure.end_by, f"the job is ending: {departure.reason}")
+        if wait.is_over(now):
             save, why = self.final_checkpoint.save, "workers had not left their step in time"
             if save is not None and not save.done:
                 why = f"the state of step {save.request.step} could not be written in time"
             self._end(departure, f"{why}; {_NEWEST}")
-        elif closing and self.workers.count(RUNNING):
-            self._hurry(departure, now)
+            return
+        yield wait
+        if self.rounds.current.state is CLOSING and self.workers.count(RUNNING):
+            yield from self._hurry(departure, now)
 
     def end_after_all_left(self, departure: Departure) -> None:
         """End the job: all workers have left, and the state is on disk if it could be written."""
@@ -215,18 +218,24 @@ class Preemption(Rule):
             every = "every host goes away" if len(hosts) > 1 else "its only host goes away"
             self._begin(f"{every} ({last.reason})", now, max(now, end_by))
 
-    def _hurry(self, departure: Departure, now: float) -> None:
+    def _hurry(self, departure: Departure, now: float) -> Iterator[Wait]:
         """Have workers leave at once if no boundary comes in time; then stop those that cannot."""
         if self.rounds.current.at_boundary:
-            waiting = "workers are to reach a step boundary"
-            if self.effects.due_or_set_alarm(departure.leave_by, now, waiting):
+            boundary = Wait(departure.leave_by, "workers are to reach a step boundary")
+            if boundary.is_over(now):
                 self.rounds.leave(now, "no step boundary in time; the job is ending")
+            else:
+                yield boundary
+            return
+        if not self.workers.count(READY):
             return
         at = max(departure.leave_by, self.rounds.current.since + self.settings.settle)
-        waiting = "others have not left yet, and the job is ending"
-        if self.workers.count(READY) and self.effects.due_or_set_alarm(at, now, waiting):
-            for worker in self.workers.having(RUNNING):
-                self.effects.stop(worker, "it did not leave in time, and the job is ending")
+        others = Wait(at, "others have not left yet, and the job is ending")
+        if not others.is_over(now):
+            yield others
+            return
+        for worker in self.workers.having(RUNNING):
+            self.effects.stop(worker, "it did not leave in time, and the job is ending")
 
     def _end(self, departure: Departure, what: str) -> None:
         self.outcome.finish(int(ExitCode.TERMINATED), f"{departure.reason}: {what}")

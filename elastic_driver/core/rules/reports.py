@@ -6,6 +6,7 @@ worker. Times are monotonic seconds.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
@@ -35,6 +36,7 @@ from elastic_driver.core.state_version import StateVersion, receivers_of, source
 from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.errors import ExitCode
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 
 PLAIN_PROGRESS_S = 30.0  # a plain worker reports no steps: after this time it has made progress
 FIT_HINT = "run the same script on every worker"
@@ -275,10 +277,10 @@ class Reports(Rule):
 
     # ---- the end of the job --------------------------------------------------------------
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """End the job if the ends of its workers ask for it."""
         if self.outcome.first_success is not None:
-            self._judge_finish(now)
+            yield from self._judge_finish(now)
         elif self.outcome.losses and not self._world_lives():
             self._judge_wipe_out()
 
@@ -317,13 +319,8 @@ class Reports(Rule):
         if not self.workers.count(*ACTIVE):
             self.capacity.begins_anew()
 
-    def _judge_finish(self, now: float) -> None:
-        current = self.rounds.current
-        for worker in self.workers.having(STARTING, READY):
-            # With node units, the present world may go on without an earlier member.
-            can_wait = worker.state is READY and current.state is COMPLETE
-            if not worker.is_member or (can_wait and worker.id not in current.members):
-                self.effects.stop(worker, "the job is finishing: no new worker joins")
+    def _judge_finish(self, now: float) -> Iterator[Wait]:
+        self._stop_newcomers()
         if self.tf is not None:  # TensorFlow's servers never end by themselves
             serving = list(self.workers.having(*ACTIVE))
             if not any(self.tf.essential((worker.host, worker.slot)) for worker in serving):
@@ -333,8 +330,8 @@ class Reports(Rule):
         bad = next((loss for loss in losses if self._ended_badly(loss)), None)
         limit = 0.0 if self.outcome.elastic else self.settings.finish_timeout
         grace = min(self.settings.grace_period, limit or math.inf)
-        over_at = (self.outcome.first_success or 0.0) + grace
-        waiting = f"a worker has finished; {left} still running"
+        success = self.outcome.first_success or 0.0
+        why = f"a worker has finished; {left} still running"
         if bad is not None and not self.outcome.elastic and self.settings.max_restarts:
             return  # `plain` restarts all, those that have finished too, or ends the job
         if bad is not None and (left == 0 or not self.outcome.elastic):
@@ -350,15 +347,26 @@ class Reports(Rule):
                 for loss in losses[:SOME_RANKS]
             )
             self.outcome.finish(0, f"the workers finished the script{lost}")
-        elif self.effects.due_or_set_alarm(over_at, now, waiting):
-            self.effects.wait_for(waiting)
+        elif now < success + grace:
+            yield Wait(success + grace, why)
+        else:
             if not self.grace_over:
                 self.grace_over = True
                 self.effects.announce("grace_period_passed", self._late(grace, limit))
-            end_at = (self.outcome.first_success or 0.0) + limit
-            if limit and self.effects.due_or_set_alarm(end_at, now, waiting):
-                why = f"{self._early(limit)}; every rank has to make the same collectives"
-                self.outcome.finish_with(None, f"{why}, or raise --finish-timeout")
+            end = Wait(success + limit if limit else math.inf, why)
+            yield end
+            if end.is_over(now):
+                stuck = f"{self._early(limit)}; every rank has to make the same collectives"
+                self.outcome.finish_with(None, f"{stuck}, or raise --finish-timeout")
+
+    def _stop_newcomers(self) -> None:
+        """Stop the workers that are not in the world that finishes."""
+        current = self.rounds.current
+        for worker in self.workers.having(STARTING, READY):
+            # With node units, the present world may go on without an earlier member.
+            can_wait = worker.state is READY and current.state is COMPLETE
+            if not worker.is_member or (can_wait and worker.id not in current.members):
+                self.effects.stop(worker, "the job is finishing: no new worker joins")
 
     def _ended_badly(self, loss: Loss) -> bool:
         """Return whether a job in which others have finished has failed by this loss.

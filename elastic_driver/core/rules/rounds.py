@@ -24,6 +24,7 @@ from elastic_driver.core.rules.outcome import JobOutcome
 from elastic_driver.core.rules.ranks import NOT_TOLD, Seat, assign
 from elastic_driver.core.rules.workers import RUNNING, Worker, WorkerStateRegistry
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.settings import Settings
 from elastic_driver.words import counted
 
@@ -76,8 +77,8 @@ class Round:
             raise ValueError(f"round {self.number} cannot go from {self.state} to {state}")
         self.state, self.since = state, now
 
-    def waiting_since(self, what: str, now: float) -> float:
-        """Return since when the round waits for `what`; the wait begins now if it is new."""
+    def wait_for(self, what: str, now: float) -> float:
+        """Begin to wait for `what`, unless the round does so already; return since when it does."""
         return self.waits.setdefault(what, now)
 
     def stop_waiting(self, what: str) -> None:
@@ -341,8 +342,12 @@ class Rule:
     outcome: JobOutcome
     rounds: Rounds
 
-    def advance(self, now: float) -> None:
-        """Draw the consequences of the present state; called again until nothing changes."""
+    def advance(self, now: float) -> Iterable[Wait]:
+        """Draw the consequences of the present state; called again until nothing changes.
+
+        Return what the rule waits for: it is called again when the first of these waits is over.
+        """
+        return ()
 
     def is_needed(self, host: str) -> bool:
         """Return whether the other usable hosts are too few for the job to go on without it.

@@ -12,6 +12,7 @@ is promoted. Times are seconds.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -32,6 +33,7 @@ from elastic_driver.core.rules.workers import (
 )
 from elastic_driver.core.tf_config import Where
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 
 MAX_EARLY = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -107,7 +109,7 @@ class Spares(Rule):
 
     # ---- starting and stopping -----------------------------------------------------------
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Stop spares that are of no use any more; start those that are missing."""
         if not self.settings.spares:
             return
@@ -117,7 +119,7 @@ class Spares(Rule):
             for worker in self.workers.having(*SPARES):
                 self.effects.stop(worker, "the job is finishing")
         else:
-            self._keep(now)
+            yield from self._keep(now)
 
     def _tell_without(self) -> None:
         if self.outcome.kind is not ScriptKind.UNDECLARED and not self._told:
@@ -125,11 +127,15 @@ class Spares(Rule):
             why = "--spares is for scripts that use @elastic.run or elastic.init(), on torch"
             self.effects.announce("spares_unused", why)
 
-    def _keep(self, now: float) -> None:
+    def _keep(self, now: float) -> Iterator[Wait]:
         current = self.rounds.current
         trains = current.state is COMPLETE and current.stepped
-        paused = self._retry_at is not None and trains
-        over = paused and self.effects.due_or_set_alarm(self._retry_at or 0.0, now)
+        over = False
+        if self._retry_at is not None and trains:
+            pause = Wait(self._retry_at)
+            over = pause.is_over(now)
+            if not over:
+                yield pause
         if self.capacity.spares_due:
             self._stop_surplus()
             self._filled = 0  # a host may need new ones in this round, when no worker boots
@@ -138,7 +144,7 @@ class Spares(Rule):
         self.capacity.spares_settled()
         if trains and not self.workers.count(STARTING):
             self._filled, self._retry_at = current.number, None
-            self._start_missing(now)
+            yield from self._start_missing(now)
 
     def _stop_surplus(self) -> None:
         """Stop the spares of hosts that cannot be used, or have no worker that stays."""
@@ -149,7 +155,7 @@ class Spares(Rule):
             elif not any(w.state in ACTIVE and not w.leaving for w in there):
                 self.effects.stop(worker, f"host {host} has no workers")
 
-    def _start_missing(self, now: float) -> None:
+    def _start_missing(self, now: float) -> Iterator[Wait]:
         members = list(self.workers.having(RUNNING))
         have = Counter(worker.host for worker in self.workers.having(*SPARES))
         by_host: dict[str, list[Worker]] = {}
@@ -163,7 +169,8 @@ class Spares(Rule):
             failures = self._failures.get(host, SpareFailures())
             if failures.early >= MAX_EARLY:
                 continue
-            if not self.effects.due_or_set_alarm(failures.until, now):
+            if now < failures.until:
+                yield Wait(failures.until)
                 ends = (at for at in (self._retry_at, failures.until) if at is not None)
                 self._retry_at = min(ends)
                 continue

@@ -14,6 +14,7 @@ lease ends after `heartbeat_timeout` (`agents`). Times are monotonic seconds.
 
 import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
@@ -24,6 +25,7 @@ from elastic_driver.core.rules.fleet import AgentState, HostAgent
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.workers import Worker
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 
 PROBE_S = 0.6  # for an answer; several attempts are made in this time, as packets may be lost
 FIRST_PROBE_S = 2.0  # for the first answer of an agent that has just come up
@@ -154,19 +156,22 @@ class Suspicion(Rule):
             if suspect.verdict and agent is not None and agent.is_up:
                 self._lose(agent, suspect, suspect.verdict, now)
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Probe again, and give up hosts against which two kinds of evidence agree."""
         for host, suspect in tuple(self.suspects.items()):
             agent = self.fleet.agents.get(host)
             if agent is None or not agent.is_up:
                 del self.suspects[host]
             elif suspect.confirmed_at is not None:
-                if self.effects.due_or_set_alarm(suspect.confirmed_at, now):
+                if now >= suspect.confirmed_at:
                     self._lose(agent, suspect, "the evidence agrees", now)
-            elif suspect.probe_at is not None and self.effects.due_or_set_alarm(
-                suspect.probe_at, now
-            ):
-                self._probe(agent, suspect)
+                else:
+                    yield Wait(suspect.confirmed_at)
+            elif suspect.probe_at is not None:
+                if now >= suspect.probe_at:
+                    self._probe(agent, suspect)
+                else:
+                    yield Wait(suspect.probe_at)
 
     # ---- one suspect -----------------------------------------------------------------------
 

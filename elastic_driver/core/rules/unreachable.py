@@ -7,6 +7,7 @@ Times are monotonic seconds.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
@@ -16,6 +17,7 @@ from elastic_driver.core.rules.discovered import Discovered
 from elastic_driver.core.rules.hosts import Host
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
 
 PATIENCE_S = 1.0  # for an answer; probes overlap, as the first packet of one may be lost
@@ -55,11 +57,11 @@ class Unreachable(Rule):
                 self.effects.announce("host_resurrected", f"answers after {gone:.1f} s", host.name)
         self.capacity.note_change()
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Have the hosts probed whose time has come."""
         hosts = self.hosts
         if self.outcome.finishing or hosts.next_probe == math.inf:
-            return
+            return ()
         due = hosts.take_due_probes(now) if hosts.next_probe <= now else ()
         if due:
             self.probes += 1
@@ -68,4 +70,4 @@ class Unreachable(Rule):
             self.effects.decide(ProbeHosts(due, PATIENCE_S, self.probes, reason))
             if told := hosts.still_away(due, now):
                 self._tell_again(told, now)
-        self.effects.due_or_set_alarm(hosts.next_probe, now)
+        return (Wait(hosts.next_probe),)

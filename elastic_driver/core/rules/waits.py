@@ -5,13 +5,14 @@ happens until `--start-timeout`. So a wait of a few seconds is announced once in
 is missing, why the job expects them, and how to say otherwise. Times are monotonic seconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 from elastic_driver.core.rules.rounds import FORMING, Rule
 from elastic_driver.core.rules.workers import STARTING
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
 
 SILENT_S = 5.0  # without hosts or agents that are needed
@@ -27,7 +28,7 @@ class Waits(Rule):
     looked: dict[int, int] = saved(factory=dict)  # the present round → looks so far
     told: str = saved("")  # in the present round
 
-    def advance(self, now: float) -> None:
+    def advance(self, now: float) -> Iterable[Wait]:
         """Look at two moments of each round that forms, because a look takes O(hosts)."""
         current, outcome = self.rounds.current, self.outcome
         over = outcome.finishing or outcome.first_success is not None
@@ -36,14 +37,12 @@ class Waits(Rule):
         if current.number not in self.looked:
             self.looked, self.told = {current.number: 0}, ""
         looks = self.looked[current.number]
-        if looks == len(LOOKS_S) or not self.effects.due_or_set_alarm(
-            current.since + LOOKS_S[looks], now
-        ):
-            return
-        self.looked = {current.number: looks + 1}
-        self._look(LOOKS_S[looks], first=current.number == 1)
-        if looks + 1 < len(LOOKS_S):
-            self.effects.due_or_set_alarm(current.since + LOOKS_S[looks + 1], now)
+        if looks < len(LOOKS_S) and now >= current.since + LOOKS_S[looks]:
+            self._look(LOOKS_S[looks], first=current.number == 1)
+            looks += 1
+            self.looked = {current.number: looks}
+        if looks < len(LOOKS_S):
+            yield Wait(current.since + LOOKS_S[looks])
 
     def _look(self, after: float, *, first: bool) -> None:
         """Announce what is missing, unless that was announced in this round."""
