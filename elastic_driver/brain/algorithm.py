@@ -87,12 +87,17 @@ class HostView(Struct, frozen=True, kw_only=True):
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """All jobs, in order of arrival, and all usable hosts. `event`: why a plan is asked for."""
+    """All jobs, in order of arrival, and all usable hosts. `triggers`: why a plan is asked for."""
 
     now: float
-    event: str
+    triggers: tuple[str, ...]
     jobs: tuple[JobView, ...]
     hosts: tuple[HostView, ...]
+
+    @property
+    def event(self) -> str:
+        """The triggers in one line, as in "job arrived, slots freed"."""
+        return ", ".join(self.triggers)
 
 
 class Plan(Struct, frozen=True, kw_only=True):

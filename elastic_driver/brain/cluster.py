@@ -359,9 +359,9 @@ class Cluster(Snapshots):
     # ---- plans ---------------------------------------------------------------------------
 
     def _viewer(self, now: float) -> MakeView:
-        return lambda event: self.view(event, now)
+        return lambda triggers: self.view(triggers, now)
 
-    def view(self, event: str, now: float) -> View:
+    def view(self, triggers: tuple[str, ...], now: float) -> View:
         """Return what an algorithm is to know: the slots of silent jobs are not there for it.
 
         Neither are those of a job that does not give up what it is to give up: else another one
@@ -374,7 +374,7 @@ class Cluster(Snapshots):
         free = {name: slots - taken.get(name, 0) for name, slots in self.hosts.items()}
         earlier = {former.name for former in self.former}
         views = tuple(job.view(now) for job in live if job.name not in earlier)
-        return View(now=now, event=event, jobs=views, hosts=self._measured(free))
+        return View(now=now, triggers=triggers, jobs=views, hosts=self._measured(free))
 
     def _measured(self, slots: Mapping[str, int]) -> tuple[HostView, ...]:
         """Return the hosts with these slots, if there are any, and the figures that are known."""

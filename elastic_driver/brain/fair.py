@@ -153,7 +153,7 @@ def _being_measured(view: View, space: Space) -> dict[str, int]:
 
     None has that right where a job has arrived or has ended, or where a host is lost.
     """
-    needed = set(view.event.split(", ")) - _OPTIONAL
+    needed = set(view.triggers) - _OPTIONAL
     if needed or any(_size(job, space) != job.size for job in view.jobs):
         return {}
     return {

@@ -20,7 +20,7 @@ RETRY_S = 10.0  # after which a plan is asked for again, if the built-in algorit
 PATIENCE = 3  # plans in a row that may come too late
 REPLAN_S = 60.0  # a change that did not repay itself may do so later
 
-MakeView = Callable[[str], View]  # of what there is now; takes the event
+MakeView = Callable[[tuple[str, ...]], View]  # of what there is now; takes the triggers
 
 
 @dataclass
@@ -84,18 +84,18 @@ class Plans:
             return None, nobody, []
         if isinstance(event, PlanFailed):
             return None, nobody, self._refuse(asked, event.reason, view, now)
-        seen, plan = view(""), event.plan
+        seen, plan = view(()), event.plan
         is_late, same = shape(seen) != shape(asked.view), same_jobs(seen, asked.view)
         self.late = self.late + 1 if is_late else 0
         if is_late and self.late <= PATIENCE:
-            self.because(*asked.view.event.split(", "))
+            self.because(*asked.view.triggers)
             return None, nobody, [self._ask(asked.algorithm, view, now)]
         wrong = faults(asked.view, plan)
         if is_late and not wrong:
             kept = {job: workers for job, workers in plan.workers.items() if job in same}
             plan = replace(plan, workers=kept)
             wrong = faults(seen, plan)
-            self.because(*asked.view.event.split(", "))
+            self.because(*asked.view.triggers)
         if wrong:
             why = f"its plan is out of bounds: {wrong[0]}"
             return None, nobody, self._refuse(asked, why, view, now)
@@ -103,7 +103,7 @@ class Plans:
         return plan, same, []
 
     def _ask(self, algorithm: str, view: MakeView, now: float) -> AskAlgorithm:
-        shown = view(", ".join(self.triggers))
+        shown = view(tuple(self.triggers))
         self.request += 1
         self.asked = Asked(self.request, algorithm, shown, now + ANSWER_S)
         self.triggers, self.due = [], None
@@ -119,7 +119,7 @@ class Plans:
             self.due = now + RETRY_S
             line = f"algorithm {name}: {why}; it is asked again in {RETRY_S:g} s"
             return [Tell("plan_refused", "", line, line)]
-        self.because(*asked.view.event.split(", "))
+        self.because(*asked.view.triggers)
         line = f"algorithm {name}: {why}; the built-in one is asked instead"
         return [self._ask("", view, now), Tell("plan_refused", "", line, line)]
 

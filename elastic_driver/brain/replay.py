@@ -197,7 +197,7 @@ class _Play:
 
     def _plan(self, event: str) -> None:
         views = tuple(job.view(self._now) for job in self._here)
-        view = View(now=self._now, event=event, jobs=views, hosts=self._hosts)
+        view = View(now=self._now, triggers=(event,), jobs=views, hosts=self._hosts)
         plan = self._algorithm(view)
         if event != "time passed":
             self._again = self._now + AGAIN_S

@@ -76,12 +76,13 @@ class ProbeHosts(CausedDecision, frozen=True, tag="probe_hosts"):
 
 
 class GiveOrder(CausedDecision, frozen=True, tag="give_order"):
-    """Hand an order to the host's agent."""
+    """Hand an order to the host's agent; `repeated`: an earlier driver gave it, perhaps in vain."""
 
     host: str
     incarnation: int
     order: Order
     reason: str
+    repeated: bool = False
 
 
 class AwaitHeartbeats(CausedDecision, frozen=True, tag="await_heartbeats"):

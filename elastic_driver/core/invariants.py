@@ -12,7 +12,6 @@ from elastic_driver.contract import host_of_worker
 from elastic_driver.core.decisions import Decision, GiveOrder, PublishWorld, StartAgent
 from elastic_driver.core.documents import StartWorkerOrder, World
 from elastic_driver.core.job_parts import JobParts
-from elastic_driver.core.rules.adoption import AGAIN
 from elastic_driver.core.rules.fleet import AgentState
 from elastic_driver.core.rules.rounds import CLOSED, CLOSING, COMPLETE
 from elastic_driver.core.rules.workers import (
@@ -39,9 +38,12 @@ def _decisions(job: JobParts, decided: Sequence[Decision]) -> Iterator[str]:
         if isinstance(decision, PublishWorld):
             yield from _world(job, decision.world)
         match decision:
-            case StartAgent(host=host) | GiveOrder(host=host, order=StartWorkerOrder()):
-                again = decision.reason.startswith(AGAIN)  # it was ordered when the host was usable
-                if not again and not job.hosts.usable(host):
+            # An order that is repeated was given when the host was usable.
+            case (
+                StartAgent(host=host)
+                | GiveOrder(host=host, order=StartWorkerOrder(), repeated=False)
+            ):
+                if not job.hosts.usable(host):
                     hindrance = job.hosts.hindrance(host)
                     what = "not there" if hindrance is None else f"in {hindrance.value}"
                     yield f"{host} gets a worker or an agent though it is {what}"

@@ -20,7 +20,7 @@ from tests.support.job import eventually
 
 VIEW = View(
     now=1000.0,
-    event="job arrived",
+    triggers=("job arrived",),
     jobs=(JobView(name="A", arrived=1.0, least=1), JobView(name="B", arrived=2.0, least=2)),
     hosts=(HostView(name="n1", slots=4), HostView(name="n2", slots=4)),
 )
@@ -181,7 +181,7 @@ def test_an_algorithm_that_hangs_is_killed_with_what_it_has_started(
     for attempt in ("first", "second"):
         pids = tmp_path / attempt
         began = time.monotonic()
-        answer = ask("hangs", View(now=0, event="", jobs=(_named(pids),), hosts=()))
+        answer = ask("hangs", View(now=0, triggers=(), jobs=(_named(pids),), hosts=()))
         assert answer == PlanFailed(7, f"took longer than {LIMIT_S:g} s")
         assert time.monotonic() - began < 30
         for pid in map(int, pids.read_text().split()):
@@ -199,7 +199,7 @@ def test_what_an_algorithm_has_started_ends_although_its_own_process_is_gone(
     ask: Ask, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
-    answer = ask("ends_alone", View(now=0, event="", jobs=(_named(pids),), hosts=()))
+    answer = ask("ends_alone", View(now=0, triggers=(), jobs=(_named(pids),), hosts=()))
     assert answer == PlanFailed(7, f"took longer than {LIMIT_S:g} s"), "its pipes are still open"
     pid = int(pids.read_text())
     eventually(lambda: _is_gone(pid), within=10, what=f"the end of {pid}")
@@ -219,7 +219,7 @@ def test_close_does_not_wait_for_an_algorithm_that_hangs(tmp_path: Path) -> None
     algorithms = Algorithms(limit=100.0)
     answers: queue.SimpleQueue[Planned | PlanFailed] = queue.SimpleQueue()
     pids = tmp_path / "pids"
-    view = View(now=0, event="", jobs=(_named(pids),), hosts=())
+    view = View(now=0, triggers=(), jobs=(_named(pids),), hosts=())
     algorithms.ask(1, "hangs", view, answers.put)
     eventually(lambda: pids.exists() and pids.read_text().split(), within=60, what="pids")
     began = time.monotonic()

@@ -34,7 +34,7 @@ def job(name: str, speeds: dict[int, float] | None = None, **more: Any) -> JobVi
 def view(*jobs: JobView, event: str = "job arrived", hosts: dict[str, int] | None = None) -> View:
     slots = HOSTS if hosts is None else hosts
     found = tuple(HostView(name=name, slots=count) for name, count in slots.items())
-    return View(now=1000.0, event=event, jobs=jobs, hosts=found)
+    return View(now=1000.0, triggers=(event,), jobs=jobs, hosts=found)
 
 
 def sizes(asked: View) -> dict[str, int]:

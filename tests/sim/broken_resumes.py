@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_driver.core.documents import Order
-from elastic_driver.core.rules.adoption import AGAIN, Adoption
+from elastic_driver.core.rules.adoption import Adoption
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.core.rules.rounds import Rounds
 from tests.core.broken import Break
@@ -18,8 +18,10 @@ from tests.sim.driver import Driver
 def no_order_is_given_again(patch: pytest.MonkeyPatch) -> None:
     give = Effects.give
 
-    def once(self: Effects, host: str, order: Order, reason: str) -> None:
-        if not reason.startswith(AGAIN):
+    def once(
+        self: Effects, host: str, order: Order, reason: str, *, repeated: bool = False
+    ) -> None:
+        if not repeated:
             give(self, host, order, reason)
 
     patch.setattr(Effects, "give", once)
@@ -48,7 +50,7 @@ def an_event_is_acted_upon_before_it_is_journalled(patch: pytest.MonkeyPatch) ->
 
 
 def agents_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Adoption, "advance", lambda _self, _now: None)
+    patch.setattr(Adoption, "advance", lambda _self, _now: ())
 
 
 STUCK = "quiet, but|quiet and complete, but nobody finishes a step"

@@ -69,8 +69,9 @@ def test_a_core_that_forgets_who_holds_the_state_is_found_out(
 def test_a_core_that_does_not_wait_for_the_last_process_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def hasty(plain: Plain, now: float) -> None:
+    def hasty(plain: Plain, now: float) -> tuple[()]:
         plain.rounds.open_next(now, "nobody is waited for")
+        return ()
 
     monkeypatch.setattr(Plain, "_watch_stopping", hasty)
     _assert_found_out(range(60), "Violation|ValueError")

@@ -188,7 +188,8 @@ class Adoption(Rule):
             elif worker.order is None or worker.state not in (STARTING, WARMING):
                 lost.append(worker)
             elif worker.slot < slots:
-                self.effects.give(event.host, worker.order, f"{AGAIN}; it was not started yet")
+                why = f"{AGAIN}; it was not started yet"
+                self.effects.give(event.host, worker.order, why, repeated=True)
             else:
                 self.workers.mark_leaving(worker, "its host does not have this slot any more")
                 lost.append(worker)

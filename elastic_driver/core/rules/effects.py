@@ -66,11 +66,14 @@ class Effects:
 
     # ---- orders to agents ----------------------------------------------------------------
 
-    def give(self, host: str, order: Order, reason: str) -> None:
-        """Hand an order to the host's agent, if it has one that is up."""
+    def give(self, host: str, order: Order, reason: str, *, repeated: bool = False) -> None:
+        """Hand an order to the host's agent, if it has one that is up.
+
+        `repeated`: an earlier driver gave it, and the agent may not have got it.
+        """
         if self.fleet.is_ready(host):
             incarnation = self.fleet.agents[host].incarnation
-            self.decide(GiveOrder(host, incarnation, order, reason))
+            self.decide(GiveOrder(host, incarnation, order, reason, repeated))
 
     def stop(self, worker: Worker, reason: str) -> None:
         """Tell a worker's agent to stop it; its exit is then expected."""

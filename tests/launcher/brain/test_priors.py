@@ -49,7 +49,7 @@ def priors(address: Address, said: list[str]) -> Iterator[Priors]:
 
 def view(*names: str) -> View:
     jobs = tuple(JobView(name=name, arrived=0.0, least=1) for name in names)
-    return View(now=0.0, event="", jobs=jobs, hosts=())
+    return View(now=0.0, triggers=(), jobs=jobs, hosts=())
 
 
 def speeds(priors: Priors, *names: str) -> list[tuple[SpeedAt, ...]]:
