@@ -6,6 +6,7 @@ from which the job goes on to the weights of a job that nobody disturbed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -35,9 +36,9 @@ def roles(job: RunningJob) -> dict[str, list[int]]:
     """The pids of the job's processes, by what they are."""
     driver = psutil.Process(job.process.pid)
     workers, agents = list(job.live()), job.agents()
-    loaders = [c.pid for w in workers for c in psutil.Process(w).children(recursive=True)]
+    loaders = [pid for worker in workers for pid in below(worker)]
     known = {*workers, *agents, *loaders}
-    others = [c.pid for c in driver.children(recursive=True) if c.pid not in known]
+    others = [pid for pid in below(driver.pid) if pid not in known]
     return {
         "driver": [driver.pid],
         "agents": agents,
@@ -45,6 +46,20 @@ def roles(job: RunningJob) -> dict[str, list[int]]:
         "loaders": loaders,
         "others": others,
     }
+
+
+def below(pid: int) -> list[int]:
+    """The pids of the processes that a process has started, and that they have; [] once it ends."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def began_at(pid: int) -> float | None:
+    """When a process began; None once it has ended, as those of a discovery script soon do."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return float(psutil.Process(pid).create_time())
+    return None
 
 
 def in_order(*first: str, apart: float) -> Times:
@@ -70,14 +85,12 @@ def shuffled(seed: int, spread: float, again: bool) -> Times:
 
 def send(job: RunningJob, times: list[tuple[float, int]]) -> None:
     began = time.monotonic()
-    starts = {pid: psutil.Process(pid).create_time() for _, pid in times}
+    starts = {pid: began_at(pid) for _, pid in times}
     for at, pid in sorted(times):
         time.sleep(max(0.0, began + at - time.monotonic()))  # it is the time that is tested
-        try:
-            if psutil.Process(pid).create_time() == starts[pid]:
+        if starts[pid] is not None and began_at(pid) == starts[pid]:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            continue
 
 
 def weights(job: RunningJob) -> str:

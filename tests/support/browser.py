@@ -6,6 +6,7 @@ https://chromedevtools.github.io/devtools-protocol/
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import re
@@ -98,12 +99,14 @@ class Tab:
 
     def main_thread_s(self) -> float:
         """Return the processor seconds of the page's main thread so far, as the kernel has them."""
-        children = psutil.Process(self._browser).children(recursive=True)
-        # Each renderer's first thread; an unused one has next to nothing.
-        of = [p.pid for p in children if "--type=renderer" in p.cmdline()]
-        return (
-            sum(int(Path(f"/proc/{n}/task/{n}/schedstat").read_text().split()[0]) for n in of) / 1e9
-        )
+        spent = 0
+        for child in psutil.Process(self._browser).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):  # it has ended since
+                if "--type=renderer" in child.cmdline():
+                    # Of the first thread; an unused renderer has next to nothing.
+                    times = Path(f"/proc/{child.pid}/task/{child.pid}/schedstat").read_text()
+                    spent += int(times.split()[0])
+        return spent / 1e9
 
     async def text(self, selector: str) -> str:
         """Return the text of an element."""
