@@ -164,7 +164,7 @@ class ElasticDriver:
             self._mailbox.put(PriorFound(jobs=prior.jobs, step_times=times))
 
     def _start_telemetry(self) -> None:
-        """Send the job's trace and metrics to a collector, if OpenTelemetry's variables say so."""
+        """Send the job's trace to a collector, if OpenTelemetry's variables say so."""
         setup, resources = self._setup, self._resources
         if setup.telemetry is not None:
             self._telemetry = Telemetry(
@@ -172,8 +172,6 @@ class ElasticDriver:
                 run_id=setup.spec.run_id,
                 began=resources.began,
                 log=resources.log,
-                ask_status=self.ask_status,
-                families=resources.routes.status.metric_families,
                 say=self.reporter.note,
             )
             self._telemetry.start()
@@ -351,7 +349,7 @@ class ElasticDriver:
             if self._statistics is not None:
                 self._statistics.close(None if replaced else end.exit_code)
             if self._telemetry is not None:
-                self._telemetry.close(None if replaced else self._status())
+                self._telemetry.close()
         except BaseException:
             reporter.bug(traceback.format_exc())
             end = EndJob(int(ExitCode.BUG), "a bug of the driver showed while it ended")

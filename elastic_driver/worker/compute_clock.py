@@ -33,9 +33,7 @@ from msgspec import Struct
 from torch.optim import Optimizer
 
 from elastic_driver.worker.heartbeat.progress import StepCost
-
-# Calls a function once at the end of this backward pass; in the order of these requests.
-_when_backward_ends = torch.autograd.Variable._execution_engine.queue_callback
+from elastic_driver.worker.torch_seams.autograd import calls_hooks, when_backward_ends
 
 
 class _Step(Struct):
@@ -115,13 +113,13 @@ class ComputeClock:
 
     def pass_begins(self) -> None:
         """Record that a backward pass has reached the first layers; called in the pass."""
-        _when_backward_ends(self._gradients_ready)
+        when_backward_ends(self._gradients_ready)
 
     def _gradients_ready(self) -> None:
         now = self._moment()
         self._step.waits.append([now, now])
         self._step.waiting = True
-        _when_backward_ends(self._pass_returns)  # behind the callbacks that wait at its end
+        when_backward_ends(self._pass_returns)  # behind the callbacks that wait at its end
 
     def _pass_returns(self) -> None:
         self._step.waits[-1][1] = self._moment()
@@ -214,7 +212,7 @@ def _with_hooks(optimizer: Optimizer) -> Optimizer | None:
 
     Some wrap another optimizer and never call torch's constructor, such as usual ones of Lookahead.
     """
-    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if calls_hooks(optimizer):
         return optimizer
     inner = (each for each in vars(optimizer).values() if isinstance(each, Optimizer))
     return next(inner, None)

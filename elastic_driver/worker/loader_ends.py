@@ -21,24 +21,22 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from elastic_driver.worker.torch_seams import loaders
 
 _KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: ([^.]*)\.")
 _OF_DATA_SET = re.compile(r"Caught \w+ in DataLoader worker process")
 ENDS_S = 1.0  # for a process to end whose connection has broken off
-_CHECK = "_error_if_any_worker_fails"  # torch's handler of SIGCHLD looks it up for each call
-_LOADERS = _MultiProcessingDataLoaderIter.__module__
-_WAIT = _MultiProcessingDataLoaderIter._try_get_data.__code__
+_LOADERS = loaders.WithProcesses.__module__
+_WAIT = loaders.code_of_wait()
 _TERM = signal.strsignal(signal.SIGTERM)
 
 
 def watch() -> None:
     """Let torch's handler raise for a process that SIGTERM has ended only where that is safe."""
-    check: Callable[[], None] | None = getattr(signal_handling, _CHECK, None)
-    if check is None or check.__name__ == _guarded.__name__:
-        return
-    setattr(signal_handling, _CHECK, _guarded(check))
+    check = loaders.check_of_ends()
+    if check is not None and check.__name__ != _guarded.__name__:
+        loaders.replace_check_of_ends(_guarded(check))
 
 
 def _guarded(check: Callable[[], None]) -> Callable[[], None]:
@@ -78,10 +76,10 @@ def were_ended(error: BaseException) -> bool:
         return False
     ended = set[int | None]()
     for iterator in _iterators(error.__traceback__):
-        by_sentinel = {process.sentinel: process for process in iterator._workers}
+        by_sentinel = {process.sentinel: process for process in loaders.processes_of(iterator)}
         for sentinel in connection.wait(by_sentinel, ENDS_S):
             by_sentinel[sentinel].join(ENDS_S)  # the sentinel comes a little before the status
-        ended |= {process.exitcode for process in iterator._workers}
+        ended |= {process.exitcode for process in loaders.processes_of(iterator)}
     return ended - {None, 0} == {-signal.SIGTERM}
 
 
@@ -91,8 +89,8 @@ def forget(error: BaseException) -> None:
     for found in gc.get_objects():
         # Not `isinstance`: proxies of other libraries act when their `__class__` is asked for.
         is_loader = issubclass(type(found), DataLoader)
-        if is_loader and any(found._iterator is each for each in broken):
-            found._iterator = None
+        if is_loader and any(loaders.kept_iterator(found) is each for each in broken):
+            loaders.drop_iterator(found)
 
 
 def _iterators(trace: TracebackType | None) -> Iterator[Any]:
@@ -100,6 +98,6 @@ def _iterators(trace: TracebackType | None) -> Iterator[Any]:
         # Of torch's frames alone: the dictionary that is asked for would keep what a script holds.
         if trace.tb_frame.f_globals.get("__name__") == _LOADERS:
             owner = trace.tb_frame.f_locals.get("self")
-            if isinstance(owner, _MultiProcessingDataLoaderIter):
+            if isinstance(owner, loaders.WithProcesses):
                 yield owner
         trace = trace.tb_next

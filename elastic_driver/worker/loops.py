@@ -21,7 +21,8 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import BatchSampler, DataLoader, Sampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from elastic_driver.worker.torch_seams import loaders
 
 # batch sampler ← _next_index ← _try_put_index ← _reset ← __init__ ← _get_iterator of the loader
 _FRAMES = 8
@@ -86,7 +87,7 @@ class LoaderLoop(BareLoop):
     def __init__(self, iterator: Any, loader: Any, batches: BatchSampler | None) -> None:
         self.unit = batches.batch_size if batches is not None else 1
         self.drop_last = batches is not None and batches.drop_last
-        self._direct = batches is None or iterator._index_sampler is batches
+        self._direct = batches is None or loaders.draws_from(iterator) is batches
         self._ahead = 0  # batches that are drawn before the loop asks for one
         self._in_order, self._persistent = True, False
         # The fields outlive the iterator until its count is read, and do not hold it. It ends with
@@ -104,15 +105,13 @@ class LoaderLoop(BareLoop):
         """
         if (fields := self._fields) is None:
             return
-        self._drawing = weakref.ref(fields["_sampler_iter"], self._close)
-        if workers := fields["_num_workers"]:
-            self._ahead = workers * fields["_prefetch_factor"]
-            self._in_order = fields.get("_in_order", True)
-            self._persistent = fields["_persistent_workers"]
+        self._drawing = weakref.ref(loaders.draws_of(fields), self._close)
+        if found := loaders.prefetching(fields):
+            self._ahead, self._in_order, self._persistent = found
 
     def batches(self) -> int:
         """Return the batches that the loop has received."""
-        return self._last if self._fields is None else int(self._fields.get("_num_yielded", 0))
+        return self._last if self._fields is None else loaders.batches_yielded(self._fields)
 
     def has_ended(self) -> bool | None:
         """See `BareLoop.has_ended`."""
@@ -124,9 +123,9 @@ class LoaderLoop(BareLoop):
         if not self._ahead:
             return exhausted
         if not self._persistent:
-            return bool(getattr(iterator, "_shutdown", False))
+            return loaders.is_shut_down(iterator)
         loader = self._loader() if self._loader is not None else None
-        if loader is not None and loader._iterator is iterator:
+        if loader is not None and loaders.kept_iterator(loader) is iterator:
             del loader
             if sys.getrefcount(iterator) <= _references_of_one_holder():
                 return True
@@ -147,7 +146,7 @@ class LoaderLoop(BareLoop):
     def _close(self, _: Any) -> None:
         """Read the count for the last time: the iterator is gone, or begins anew."""
         if self._fields is not None:
-            self._last, self._fields = self._fields.get("_num_yielded", 0), None
+            self._last, self._fields = loaders.batches_yielded(self._fields), None
 
 
 class UnknownBatches(LoaderLoop):
@@ -171,14 +170,14 @@ def find_loop(frame: FrameType | None, sampler: Sampler[int]) -> BareLoop:
         if frame is None or loader is not None:
             break
         caller = frame.f_locals.get("self")
-        if isinstance(caller, _BaseDataLoaderIter) and hasattr(caller, "_index_sampler"):
+        if loaders.is_ready(caller):
             iterator = caller if iterator is None else iterator
         elif isinstance(caller, DataLoader):
             loader = caller
         frame = frame.f_back
     if iterator is None:
         return BareLoop()
-    if batches is not None or iterator._index_sampler is sampler:
+    if batches is not None or loaders.draws_from(iterator) is sampler:
         return LoaderLoop(iterator, loader, batches)
     return UnknownBatches(iterator, loader)
 

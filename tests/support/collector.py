@@ -9,14 +9,11 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
-    ExportMetricsServiceRequest,
-)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 
 class Collector:
-    """What was sent: spans and metrics, as their messages have them."""
+    """The spans that were sent, as their messages have them."""
 
     def __init__(self, status: int) -> None:
         self.status = status  # of every answer
@@ -47,15 +44,6 @@ class Collector:
             for sent in self._messages("/v1/traces", ExportTraceServiceRequest)
             for resource in sent.resource_spans
         ]
-
-    def metrics(self) -> dict[str, Any]:
-        """The newest metrics, by name."""
-        found: dict[str, Any] = {}
-        for sent in self._messages("/v1/metrics", ExportMetricsServiceRequest):
-            for resource in sent.resource_metrics:
-                for scope in resource.scope_metrics:
-                    found |= {metric.name: metric for metric in scope.metrics}
-        return found
 
 
 def attributes(of: Any) -> dict[str, Any]:

@@ -32,8 +32,8 @@ class Slow(Dataset[torch.Tensor]):
 @pytest.fixture(autouse=True)
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The guard is there in the test, and torch's own function after it."""
-    name = loader_ends._CHECK
-    monkeypatch.setattr(signal_handling, name, getattr(signal_handling, name))
+    check = signal_handling._error_if_any_worker_fails
+    monkeypatch.setattr(signal_handling, "_error_if_any_worker_fails", check)
     before = signal.getsignal(signal.SIGCHLD)
     loader_ends.watch()
     yield

@@ -10,7 +10,6 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch._utils import _unflatten_dense_tensors
 
 from elastic_driver.horovod.engine.agreement import OPERATIONS
 from elastic_driver.horovod.engine.arithmetic import (
@@ -24,6 +23,7 @@ from elastic_driver.horovod.engine.arithmetic import (
 )
 from elastic_driver.horovod.engine.messages import Agreement, Request
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
+from elastic_driver.worker.torch_seams.tensors import copy_all, unflatten, viewed_by
 
 _GLOO_OP = {
     "Average": dist.ReduceOp.SUM,
@@ -225,7 +225,7 @@ class Transfers:
 
     def _give_back(self, part: torch.Tensor) -> None:
         """Keep a buffer of `_joined` for the next call."""
-        buffer = part if part._base is None else part._base
+        buffer = part if (whole := viewed_by(part)) is None else whole
         self._free[buffer.dtype, buffer.device].append(buffer)
 
 
@@ -241,7 +241,7 @@ def _reduce_coalesced(pairs: Sequence[Pair], request: Request, place: SetPlace) 
     """Begin to reduce small tensors in place; torch copies them faster than calls for each."""
     outputs = [output for _, output in pairs]
     if moved := [pair for pair in pairs if pair[0] is not pair[1]]:
-        torch._foreach_copy_([output for _, output in moved], [tensor for tensor, _ in moved])
+        copy_all([output for _, output in moved], [tensor for tensor, _ in moved])
     operation = OPERATIONS[request.op]
     scale_all(outputs, request.prescale)
     work = None
@@ -307,7 +307,7 @@ def _put_reduced(
     flat: torch.Tensor, outputs: Sequence[torch.Tensor], divisor: int, factor: float
 ) -> None:
     """Copy a buffer to its tensors, divided and scaled; large ones in one pass over memory."""
-    together = list(zip(_unflatten_dense_tensors(flat, outputs), outputs, strict=True))
+    together = list(zip(unflatten(flat, outputs), outputs, strict=True))
     if divisor != 1 and flat.is_floating_point():
         for part, output in together:
             if part.nbytes >= ONE_PASS_BYTES:
@@ -316,7 +316,7 @@ def _put_reduced(
     if together:
         parts = [part for part, _ in together]
         divide_all(parts, divisor)
-        torch._foreach_copy_([output for _, output in together], parts)
+        copy_all([output for _, output in together], parts)
     scale_all(outputs, factor)
 
 

@@ -21,6 +21,7 @@ from elastic_driver.horovod.torch.reductions import (
     allreduce_async_,
     grouped_allreduce_async_,
 )
+from elastic_driver.worker.torch_seams.tensors import version_of
 
 ParamGroups = Sequence[dict[str, Any]]
 
@@ -198,7 +199,7 @@ class GradientReducer:
             gradient = torch.zeros_like(parameter)
             gradient = gradient.to_sparse(1) if parameter in self._sparse else gradient
             parameter.grad = gradient
-        taken = self._taken[parameter] = _Taken(gradient, gradient._version)
+        taken = self._taken[parameter] = _Taken(gradient, version_of(gradient))
         if gradient.is_sparse:
             self._sparse.add(parameter)
             if not self._how.sparse_as_dense:
@@ -271,7 +272,7 @@ class GradientReducer:
         """Raise for a gradient that is not as its reduction has found it: who won is chance."""
         for parameter, taken in self._taken.items():
             gradient = taken.gradient
-            if parameter.grad is not gradient or gradient._version != taken.version:
+            if parameter.grad is not gradient or version_of(gradient) != taken.version:
                 raise AssertionError(
                     f"the gradient of {self.names.get(parameter, 'a parameter')} was changed while "
                     "it was reduced: call optimizer.synchronize() before that, and put the step "

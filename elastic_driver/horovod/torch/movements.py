@@ -10,6 +10,7 @@ from elastic_driver.horovod.common.exceptions import HorovodUsageError
 from elastic_driver.horovod.common.process_sets import ProcessSet, global_process_set
 from elastic_driver.horovod.torch.handles import begin, first, place_in, synchronize
 from elastic_driver.horovod.torch.reductions import Average, allreduce, grouped_allreduce
+from elastic_driver.worker.torch_seams.tensors import coordinates, entries
 
 __all__ = [
     "allgather",
@@ -169,9 +170,9 @@ def sparse_allreduce_async(
     Indices and values of all ranks are put together; equal indices are added when the result is
     coalesced.
     """
-    indices = tensor._indices().transpose(0, 1).contiguous()
+    indices = coordinates(tensor).transpose(0, 1).contiguous()
     of_indices = allgather_async(indices, name=f"{name}.indices", process_set=process_set)
-    of_values = allgather_async(tensor._values(), name=f"{name}.values", process_set=process_set)
+    of_values = allgather_async(entries(tensor), name=f"{name}.values", process_set=process_set)
     ranks = place_in(process_set).size
 
     def result() -> torch.Tensor:

@@ -1,13 +1,13 @@
 """Batch normalisation over the batches of all ranks, on any device."""
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from elastic_driver.horovod.common.basics import size
 from elastic_driver.horovod.torch.reductions import Sum, allreduce
+from elastic_driver.worker.torch_seams.modules import BatchNorm
 
 
-class SyncBatchNorm(_BatchNorm):  # type: ignore[misc] # torch has no types
+class SyncBatchNorm(BatchNorm):  # type: ignore[misc] # torch has no types
     """Normalises with mean and variance of the batches of all ranks while it trains.
 
     Arguments, parameters and buffers are those of `torch.nn.BatchNorm2d`; the input has two

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.torch_seams import process_groups
 
 MOST_BYTES = 1 << 22  # of one rank's text
 
@@ -47,7 +48,7 @@ class Agreement:
 def of_control(device: torch.device) -> torch.device:
     """Return the device for small messages: the processor, if the group connects processors."""
     cpu = torch.device("cpu")
-    if device.type != "cpu" and cpu not in dist.group.WORLD._device_types:
+    if device.type != "cpu" and cpu not in process_groups.device_types(dist.group.WORLD):
         return device
     return cpu
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from elastic_driver.worker.torch_seams.tensors import buckets
 
 BUCKET_BYTES = 25 * 1024 * 1024  # DistributedDataParallel's default
 
@@ -81,5 +82,4 @@ def make_buckets(tensors: list[Tensor]) -> list[Bucket]:
     """Return buckets that are full at `BUCKET_BYTES`, as `DistributedDataParallel` makes them."""
     if not tensors:
         return []
-    groups, _ = dist._compute_bucket_assignment_by_size(tensors, [BUCKET_BYTES])
-    return [Bucket(entries, tensors) for entries in groups]
+    return [Bucket(entries, tensors) for entries in buckets(tensors, BUCKET_BYTES)]

@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.batching.sight import Place, Rule, Sight, describe, names_of
+from elastic_driver.worker.torch_seams.modules import buffers_of
+from elastic_driver.worker.torch_seams.tensors import copy_all, flatten
 
 _LOWEST = torch.iinfo(torch.int64).min
 _HIGHEST = torch.iinfo(torch.int64).max
@@ -104,7 +105,7 @@ class Buffers:
         self.trouble: UsageError | None = None
         with torch.no_grad():
             for group in self._groups:
-                torch._foreach_copy_(group.parts, group.tensors)
+                copy_all(group.parts, group.tensors)
             for place in self._constants:
                 place.start.copy_(place.tensor)
 
@@ -112,7 +113,7 @@ class Buffers:
         """Put the recorded values back. A constant that has changed is refused later."""
         with torch.no_grad() if self._guarded else _NOTHING:
             for group in self._groups:
-                torch._foreach_copy_(group.tensors, group.parts)
+                copy_all(group.tensors, group.parts)
 
     def restore(self) -> None:
         """Put everything back, also constants, sizes and identities: the step is left half done."""
@@ -182,7 +183,7 @@ class Buffers:
     def _notice_late(self, virtual_worker: int) -> None:
         known = {(id(place.module), place.key) for place in self.places}
         for prefix, module in self._model.named_modules():
-            for key, tensor in module._buffers.items():
+            for key, tensor in buffers_of(module).items():
                 if tensor is not None and (id(module), key) not in known:
                     name = f"{prefix}.{key}" if prefix else key
                     if any(tensor is place.tensor for place in self.places):
@@ -322,11 +323,11 @@ class Buffers:
         for place, count in self._pointers:
             self._refuse_queue(place, count, changes)
         for group, value in zip(self._means, means, strict=True):
-            torch._foreach_copy_(group.tensors, group.shaped(value))
+            copy_all(group.tensors, group.shaped(value))
         for group, added in zip(self._counts, self._added, strict=True):
-            torch._foreach_copy_(group.tensors, group.shaped(group.start + added))
+            copy_all(group.tensors, group.shaped(group.start + added))
         for group, value in zip(self._extremes, self._found, strict=True):
-            torch._foreach_copy_(group.tensors, group.shaped(value))
+            copy_all(group.tensors, group.shaped(value))
 
     def derive(self) -> None:
         """Compute scales and zero points from their observers; these have their values."""
@@ -335,7 +336,7 @@ class Buffers:
             observer: Any = module.activation_post_process
             scale, zero_point = observer.calculate_qparams()
             for name, value in (("scale", scale), ("zero_point", zero_point)):
-                buffer = module._buffers[name]
+                buffer = buffers_of(module)[name]
                 assert buffer is not None  # noqa: S101 - it has been changed
                 buffer.resize_(value.shape).copy_(value)
 
@@ -400,7 +401,7 @@ class _Group:
         if len(tensors) == 1:
             flat = tensors[0].to(dtype, copy=True).reshape(-1)
         else:
-            flat = _flatten_dense_tensors(tensors).to(dtype)
+            flat = flatten(tensors).to(dtype)
         return flat.detach() if flat.requires_grad else flat
 
     def change(self, flat: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from elastic_driver.worker.batching import resized
 from elastic_driver.worker.batching.agreement import Agreement, common_error
 from elastic_driver.worker.batching.buckets import Bucket, make_buckets
 from elastic_driver.worker.batching.layout import Layout, Subject
+from elastic_driver.worker.torch_seams.tensors import add_all, multiply_all
 
 # Gradients, None where there is none, then per kind of buffers with a mean the changes, and then
 # the values.
@@ -299,7 +300,7 @@ class PlainSum(StepSum):
         """Add what it left in buffers; autograd has added the gradients itself."""
         left = self._buffers.leaf(virtual_worker)
         if self._left:
-            torch._foreach_add_(self._left, left)
+            add_all(self._left, left)
         else:
             self._left = left
 
@@ -409,7 +410,7 @@ def _by_receiver(flats: Sequence[Tensor], size: int) -> Tensor:
 def _scale(entries: Entries, factor: float) -> Entries:
     """Multiply in place."""
     if factor != 1 and (present := [entry for entry in entries if entry is not None]):
-        torch._foreach_mul_(present, factor)
+        multiply_all(present, factor)
     return entries
 
 
@@ -417,7 +418,7 @@ def _add_entries(left: Entries, right: Entries) -> Entries:
     """Return the sum, in the memory of either."""
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if pairs:
-        torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+        add_all([a for a, _ in pairs], [b for _, b in pairs])
     if len(pairs) == len(left):
         return left
     for place, (a, b) in enumerate(zip(left, right, strict=True)):

@@ -17,6 +17,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.worker.batching.buckets import make_buckets
 from elastic_driver.worker.batching.buffers import Buffers
 from elastic_driver.worker.batching.sight import Sight, Watch, describe, is_lazy, names_of
+from elastic_driver.worker.torch_seams.modules import buffers_of
 
 _KIND = attrgetter("requires_grad", "shape", "dtype", "device")
 
@@ -164,7 +165,7 @@ class Subject:
             sight, before = Sight(self.model), set(map(id, self._sight.modules))
             known = set(map(id, self._known))
             new = [each for each in sight.parameters if id(each) not in known]
-            if any(each._buffers and id(each) not in before for each in sight.modules):
+            if any(buffers_of(each) and id(each) not in before for each in sight.modules):
                 yield UsageError(
                     "a module with buffers was added inside the loop over micro-batches; add "
                     "modules between two steps"

@@ -18,6 +18,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.worker.batching import agreement
 from elastic_driver.worker.batching.buffers import Buffers
 from elastic_driver.worker.batching.sight import Place, Rule
+from elastic_driver.worker.torch_seams.modules import buffers_of, unsaved_buffers_of
 
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
@@ -64,7 +65,7 @@ def _made(model: nn.Module, buffers: Buffers) -> list[Given]:
     found = []
     for name, late in known:
         owner, _, key = name.rpartition(".")
-        persistent = key not in model.get_submodule(owner)._non_persistent_buffers_set
+        persistent = key not in unsaved_buffers_of(model.get_submodule(owner))
         values: Mapping[int, Tensor] = (buffers.late if late else buffers.odd)[name]
         for virtual_worker, value in values.items():
             shape = tuple(value.shape)
@@ -170,8 +171,8 @@ def _add(model: nn.Module, made: _Made, value: Tensor) -> None:
             f"buffer {made.name} came with a module that other ranks do not have; add modules on "
             "every rank, between two steps"
         )
-    if module._buffers.get(key) is None:
-        if key in module._buffers:
-            module._buffers[key] = value
+    if buffers_of(module).get(key) is None:
+        if key in buffers_of(module):
+            buffers_of(module)[key] = value
         else:
             module.register_buffer(key, value, persistent=made.persistent)

@@ -14,6 +14,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from elastic_driver.worker.torch_seams.modules import buffers_of, children_of, parameters_of
+from elastic_driver.worker.torch_seams.tensors import version_of
+
 LARGEST_COUNT = 1024  # elements of an integer buffer that may count; a larger one is a table
 
 
@@ -44,7 +47,7 @@ class Place:
         self.module, self.key, self.tensor, self.shape = module, key, tensor, tensor.shape
         self.rule = rule_of(module, key, tensor)
         self.start = tensor
-        owner: Any = module._buffers
+        owner: Any = buffers_of(module)
         self.get: Callable[[str], Any] = getattr(owner, "get", None) or _getter(owner)
 
     def put_back(self, value: Tensor | None = None) -> None:
@@ -53,7 +56,7 @@ class Place:
             if self.tensor.shape != self.shape:
                 self.tensor.resize_(self.shape)
             self.tensor.copy_(self.start if value is None else value)
-        buffers: Any = self.module._buffers
+        buffers: Any = buffers_of(self.module)
         buffers[self.key] = self.tensor
 
 
@@ -84,18 +87,18 @@ class Sight:
                 continue
             seen.add(id(module))
             self.modules.append(module)
-            self._modules.append(module._modules)
-            self._parameters.append(module._parameters)
-            self._buffers.append(module._buffers)
-            for parameter in module._parameters.values():
+            self._modules.append(children_of(module))
+            self._parameters.append(parameters_of(module))
+            self._buffers.append(buffers_of(module))
+            for parameter in parameters_of(module).values():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     self.parameters.append(parameter)
-            for key, buffer in module._buffers.items():
+            for key, buffer in buffers_of(module).items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
                     self.buffers.append((module, key, buffer))
-            waiting.extend(reversed(list(module._modules.values())))
+            waiting.extend(reversed(list(children_of(module).values())))
         self._held = [_values(each) for each in (self._modules, self._parameters, self._buffers)]
 
     def holds(self) -> bool:
@@ -130,7 +133,7 @@ def rule_of(module: nn.Module, key: str, tensor: Tensor) -> Rule:
     Observers and fake quantizers (torch.ao.quantization, torchao) are known by what they have, not
     by their classes, so that nothing has to be imported.
     """
-    buffers: Any = module._buffers
+    buffers: Any = buffers_of(module)
     if callable(getattr(module, "calculate_qparams", None)):
         if "histogram" in buffers and key != "eps":
             return Rule.CONSTANT
@@ -205,13 +208,13 @@ class Watch:
 
 def _marks(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     try:
-        return [(each._version, each.data_ptr()) for each in tensors]
+        return [(version_of(each), each.data_ptr()) for each in tensors]
     except RuntimeError:  # a tensor without versions (inference mode), or without an address
         return [_mark(each) for each in tensors]
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
     try:
-        return tensor._version, tensor.data_ptr()
+        return version_of(tensor), tensor.data_ptr()
     except RuntimeError:
         return 0, 0

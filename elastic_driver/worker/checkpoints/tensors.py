@@ -134,7 +134,9 @@ def read_into(folder: Path, manifest: Manifest, targets: Sequence[Tensor]) -> No
 def write_index(folder: Path, manifest: Manifest) -> Mark:
     """Write DCP's own index beside the files, so that other tools can read the checkpoint."""
     # Importing DCP takes about a second, so only the thread that writes in the background does it.
-    from torch.distributed.checkpoint import filesystem, metadata  # noqa: PLC0415
+    from torch.distributed.checkpoint import metadata  # noqa: PLC0415
+
+    from elastic_driver.worker.torch_seams.saved_files import place_in  # noqa: PLC0415
 
     tensors = {}
     for name, (dtype, shape) in manifest.tensors.items():
@@ -144,7 +146,7 @@ def write_index(folder: Path, manifest: Manifest) -> Mark:
     for chunk in manifest.chunks:
         box = metadata.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         tensors[chunk.tensor].chunks.append(box)
-        where = filesystem._StorageInfo(chunk.file, chunk.start, chunk.length)
+        where = place_in(chunk.file, chunk.start, chunk.length)
         places[metadata.MetadataIndex(chunk.tensor, chunk.offsets)] = where
     # Tools that load without a template nest the tensors by this: by attribute of the state.
     nesting = {name: tuple(name.split(".", 1)) for name in tensors}

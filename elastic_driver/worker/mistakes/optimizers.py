@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,6 +18,7 @@ from elastic_driver.worker.mistakes.told import tell
 from elastic_driver.worker.state_sync.fingerprint import contents
 from elastic_driver.worker.state_sync.steps import trained_by
 from elastic_driver.worker.state_sync.tree import Tree
+from elastic_driver.worker.torch_seams.autograd import number_of_pass
 
 LAST = 20  # the commit at which optimizers that have not stepped are named
 KNOWN_AFTER = 5  # intervals in which an optimizer steps, until it counts as one that stays
@@ -40,7 +40,7 @@ class PassWatch:
         self.passes: set[int] = set()  # numbers of the passes of this interval
 
     def _passed(self, _parameter: Tensor) -> None:
-        self.passes.add(_number_of_pass())
+        self.passes.add(number_of_pass())
 
     def next_interval(self) -> None:
         """Begin another interval, at a commit."""
@@ -199,12 +199,6 @@ class OptimizerWatch:
         """Return how to call an optimizer that is in no state."""
         kind, name = type(optimizer).__name__, self._names(optimizer)
         return f"the optimizer {name!r} ({kind})" if name else f"an optimizer ({kind})"
-
-
-def _number_of_pass() -> int:
-    """Return the number of the backward pass that runs; torch has no public name for it."""
-    number = getattr(torch._C, "_current_graph_task_id", None)
-    return number() if number is not None else -1
 
 
 def _remembers(optimizer: Optimizer) -> bool:

@@ -32,6 +32,7 @@ from elastic_driver.worker.state_sync.values import (
     is_single,
     kind_of,
 )
+from elastic_driver.worker.torch_seams.tensors import version_of
 from elastic_driver.worker.worker_log import say
 
 LOOKS = 4  # commits at which everything is looked at
@@ -244,7 +245,7 @@ def _look_of(value: Any, depth: int = 0) -> Any:
         return kind, value
     if isinstance(value, Tensor):
         is_dense = _is_dense(value)
-        return (id(value), value._version, value.data_ptr()) if is_dense else None
+        return (id(value), version_of(value), value.data_ptr()) if is_dense else None
     if is_array(value):
         return hash(value.tobytes())
     if (random := random_state(value)) is not None:

@@ -8,14 +8,15 @@ are read at each commit, which shows what a script does to all of them.
 """
 
 from collections.abc import Sequence
-from operator import add, attrgetter, sub
+from operator import add, sub
 from typing import NamedTuple
 
 from torch import Tensor
 
+from elastic_driver.worker.torch_seams.tensors import version_of
+
 EVERY = 16  # commits
 SAMPLES = 24  # that are read at each commit
-_version = attrgetter("_version")
 
 
 class Read(NamedTuple):
@@ -64,7 +65,7 @@ class Followers:
             last: Read = before.last
             versions = dict(zip(map(id, before.tensors), last.expected(), strict=True))
         # A tensor that is new stands for itself.
-        self.last: Read = Read.at([versions.get(id(t), t._version) for t in tensors])
+        self.last: Read = Read.at([versions.get(id(t), version_of(t)) for t in tensors])
 
     def passes(self) -> bool:
         """Count a step in which the leaders have grown as before; False: all have to be read."""
@@ -76,7 +77,7 @@ class Followers:
         if not steps:
             self._expected = versions[self._samples]
         expected = list(map(add, self._expected, self._seen[self._samples]))
-        if list(map(_version, self._sampled)) != expected:
+        if list(map(version_of, self._sampled)) != expected:
             return False
         self._expected = expected
         self.last = Read(versions, self._seen, steps + 1)
@@ -88,7 +89,7 @@ class Followers:
         `leading`: by how much the leaders have grown. A fused optimizer counts no version of a
         parameter: then nothing shows in which steps its followers have grown.
         """
-        versions = list(map(_version, self.tensors))
+        versions = list(map(version_of, self.tensors))
         growth = list(map(sub, versions, self.last.expected()))
         self._is_usual = growth == self._seen and all(
             not grown or (leader >= 0 and leading[leader])

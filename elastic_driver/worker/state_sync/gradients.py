@@ -24,6 +24,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
 from elastic_driver.worker.state_sync.part import require_tensor
 from elastic_driver.worker.state_sync.steps import collectives, trained_by
+from elastic_driver.worker.torch_seams.tensors import version_of
 
 BY_HAND = 0  # in place of an optimizer's identity
 IDLE = 64  # commits with gradients, after which a parameter that did not change is not stepped
@@ -200,8 +201,8 @@ class Gradients:
             self._contents = contents(self._others)
         elif self._commits == IDLE + 1:
             pairs = zip(self._others, contents(self._others), self._contents, strict=True)
-            self._idle = {id(p): p._version for p, now, before in pairs if now == before}
-        return [p for p in self._others if self._idle.get(id(p)) != p._version]
+            self._idle = {id(p): version_of(p) for p, now, before in pairs if now == before}
+        return [p for p in self._others if self._idle.get(id(p)) != version_of(p)]
 
     def committed(self, kept: list[Kept], now: int) -> None:
         """Note the result of `take` as that of a commit, until which `now` collectives came."""

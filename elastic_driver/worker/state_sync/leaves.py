@@ -22,7 +22,7 @@ are: it is *learned*.
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from operator import attrgetter, sub
+from operator import sub
 from typing import NamedTuple
 
 import torch
@@ -33,12 +33,12 @@ from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
 from elastic_driver.worker.state_sync.followers import Followers, Read
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.values import fill_tensor, shares_memory
+from elastic_driver.worker.torch_seams.tensors import copy_all, version_of
 
 LEARNING = 3  # commits after the first one whose contents are compared
 UNPROVEN_BYTES = 64 * 1024 * 1024
 ALWAYS_BYTES = 1024 * 1024  # of what no optimizer trains: so little is copied at each commit
 SHARE = 0.0005  # of the training time, for comparing contents later
-_version = attrgetter("_version")
 _pointer = torch.Tensor.data_ptr
 Named = list[tuple[str, Tensor]]
 Memory = tuple[str, Tensor, Tensor | None]  # name, tensor, and the parameter it belongs to
@@ -145,7 +145,7 @@ class Leaves:
         self._first = self.tensors[:first]
         if self._versions is not None:
             # A tensor that is new stands for itself: it was put in, not written to.
-            self._versions = [versions.get(id(t), t._version) for t in self._first]
+            self._versions = [versions.get(id(t), version_of(t)) for t in self._first]
             self._pointers = [pointers.get(id(t), t.data_ptr()) for t in self._first]
         self._others = Followers(self.tensors[first:], leaders, self._others)
         self._choice = self._last = None
@@ -163,7 +163,7 @@ class Leaves:
         `collectives`: those of this process until now.
         `from_others`: the content was received or put back, so nothing is learned from it.
         """
-        versions = list(map(_version, self._first))
+        versions = list(map(version_of, self._first))
         pointers = list(map(_pointer, self._first))
         if self._versions is None or from_others:
             self._others.read(versions)
@@ -203,7 +203,7 @@ class Leaves:
         if choice:
             self._is_torn = copies is self._commit.copies
             with torch.no_grad():
-                torch._foreach_copy_(copies, choice)
+                copy_all(copies, choice)
         return copies
 
     def _not_moving(self) -> list[int]:
@@ -227,7 +227,7 @@ class Leaves:
             self._early |= set(self._others_than_before(set()))
             # One that was written to, and has its value still, will have another one some day.
             pairs = zip(self.names, self._first, self._versions or (), strict=False)
-            self._early |= {name for name, t, version in pairs if t._version != version}
+            self._early |= {name for name, t, version in pairs if version_of(t) != version}
 
     def _others_than_before(self, but: set[str]) -> list[str]:
         """Return the names of tensors whose content is another than at the commit."""
@@ -314,7 +314,7 @@ class Leaves:
             tensor = commit.tensors[number]
             if (
                 id(tensor) in stepped
-                or tensor._version != versions[number]
+                or version_of(tensor) != versions[number]
                 or (number < len(pointers) and tensor.data_ptr() != pointers[number])
             ):
                 found.append(commit.names[number])
@@ -342,7 +342,7 @@ class Leaves:
         plain = [(t, c) for t, c in pairs if not _differ(t, c) and not shares_memory(t)]
         if plain:
             with torch.no_grad():
-                torch._foreach_copy_([t for t, _ in plain], [c for _, c in plain])
+                copy_all([t for t, _ in plain], [c for _, c in plain])
         done = {id(tensor) for tensor, _ in plain}
         for tensor, copy in pairs:
             if id(tensor) not in done:
@@ -353,7 +353,7 @@ class Leaves:
         """Note that the tensors hold what was committed, though they were written to."""
         tensors = self._commit.tensors
         first = len(self._seen.versions)
-        versions = list(map(_version, tensors))
+        versions = list(map(version_of, tensors))
         pointers = list(map(_pointer, tensors[:first]))
         self._seen = _Seen(versions[:first], pointers, Read.at(versions[first:]))
         if self.tensors is tensors:

@@ -23,6 +23,13 @@ from elastic_driver.worker.state_sync.part import (
 )
 from elastic_driver.worker.state_sync.taking import copied
 from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
+from elastic_driver.worker.torch_seams.modules import (
+    WithStatistics,
+    buffers_of,
+    children_of,
+    parameters_of,
+    unsaved_buffers_of,
+)
 
 ATTRIBUTES = 5  # the place of plain attributes in a document
 _flags = torch.Tensor.requires_grad.__get__
@@ -46,7 +53,7 @@ class _Walk(NamedTuple):
     def of(cls, root: nn.Module) -> "_Walk":
         found = list(root.named_modules())
         modules, paths = [module for _, module in found], [path for path, _ in found]
-        owners = [d for m in modules for d in (m._parameters, m._buffers, m._modules)]
+        owners = [d for m in modules for d in (parameters_of(m), buffers_of(m), children_of(m))]
         extra = [(p, m) for p, m in found if type(m).get_extra_state is not _NO_EXTRA]
         return cls(
             modules,
@@ -80,7 +87,7 @@ def _is_inexact(tensor: Tensor) -> bool:
     return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
-_OF_STATISTICS = (nn.modules.batchnorm._NormBase,)
+_OF_STATISTICS = (WithStatistics,)
 _END = object()
 _NO_EXTRA = nn.Module.get_extra_state
 
@@ -125,7 +132,7 @@ class ModulePart(StatePart):
         """
         found = []
         for path, module in zip(self._walk.paths, self._walk.modules, strict=True):
-            own = [b for b in module._buffers.values() if b is not None and _is_inexact(b)]
+            own = [b for b in buffers_of(module).values() if b is not None and _is_inexact(b)]
             if own and not isinstance(module, _OF_STATISTICS):
                 found.append((f"{self.name}.{path}" if path else self.name, own))
         return found
@@ -248,8 +255,8 @@ class ModulePart(StatePart):
         found = {}
         for path, module in zip(self._walk.paths, self._walk.modules, strict=True):
             prefix = f"{path}." if path else ""
-            for name, tensor in module._buffers.items():
-                is_persistent = name not in module._non_persistent_buffers_set
+            for name, tensor in buffers_of(module).items():
+                is_persistent = name not in unsaved_buffers_of(module)
                 found[prefix + name] = is_persistent, sent.get(id(tensor), "")
         return found
 
@@ -266,12 +273,12 @@ class ModulePart(StatePart):
             raise self._differs(f"this one has no {strange[0]!r}")
         for path, owner in owners.items():
             prefix = f"{path}." if path else ""
-            for name in [name for name in owner._buffers if prefix + name not in registered]:
+            for name in [name for name in buffers_of(owner) if prefix + name not in registered]:
                 delattr(owner, name)
         made: dict[str, Tensor | None] = {}  # by the name under which they are sent
         for name, (is_persistent, sent_as) in registered.items():
             path, _, own = name.rpartition(".")
-            old, spec = owners[path]._buffers.pop(own, None), theirs.get(sent_as)
+            old, spec = buffers_of(owners[path]).pop(own, None), theirs.get(sent_as)
             vars(owners[path]).pop(own, None)
             if sent_as in made:
                 old = made[sent_as]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from elastic_driver.worker.state_sync.part import StatePart
+from elastic_driver.worker.torch_seams import scalers
 
 
 class _Kept(NamedTuple):
@@ -33,11 +34,12 @@ class ScalerPart(StatePart):
 
     def take(self) -> _Kept:
         """See `StatePart.take`. Waits for no device, as `state_dict()` would."""
-        return _Kept(self._read(), {key: dict(step) for key, step in self._steps().items()})
+        steps = scalers.steps_of(self.thing)
+        return _Kept(self._read(), {key: dict(step) for key, step in steps.items()})
 
     def _read(self) -> dict[str, Any]:
         scaler = self.thing
-        scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
+        scale, tracker = scalers.numbers_of(scaler)
         if scale is None or tracker is None or type(scaler).state_dict is not GradScaler.state_dict:
             state: dict[str, Any] = super().take()
             return state
@@ -65,10 +67,7 @@ class ScalerPart(StatePart):
         super().accept(document, tensors)
         self._put({})
 
-    def _steps(self) -> dict[int, dict[str, Any]]:
-        return getattr(self.thing, "_per_optimizer_states", {})  # a disabled one has none
-
     def _put(self, kept: dict[int, dict[str, Any]]) -> None:
-        steps = self._steps()
+        steps = scalers.steps_of(self.thing)
         steps.clear()
         steps.update({key: dict(step) for key, step in kept.items()})

@@ -18,11 +18,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from elastic_driver.worker.torch_seams import process_groups
+
 
 def collectives() -> int:
     """Return a number that grows with each collective of this process."""
-    if list(map(id, _groups)) != _counting.groups:
-        _counting.follow(list(_groups))
+    if list(map(id, process_groups.groups)) != _counting.groups:
+        _counting.follow(list(process_groups.groups))
     return sum([count() for count in _counting.counts])
 
 
@@ -38,14 +40,15 @@ def _counts_of(group: Any) -> tuple[list[Callable[[], int]], bool]:
     A group of ours does not count by itself, its halves do.
     """
     counts: list[Callable[[], int]] = []
-    for device in group._device_types:
-        count = group._get_backend(device)._get_sequence_number_for_group
+    devices = process_groups.device_types(group)
+    for device in devices:
+        count = process_groups.counter_of(group, device)
         try:
             count()
         except RuntimeError:  # a backend that counts nothing, or not yet
             continue
         counts.append(count)
-    return counts, len(counts) == len(group._device_types)
+    return counts, len(counts) == len(devices)
 
 
 class _Counting:
@@ -67,7 +70,6 @@ class _Counting:
         self.groups, self.counts = None, []
 
 
-_groups = dist.distributed_c10d._world.pg_map  # the same dictionary as long as torch is loaded
 _counting = _Counting()
 
 

@@ -27,11 +27,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined] # it has no types
 from torch.futures import Future
 
 from elastic_driver.errors import ExitCode, SwallowedError, WorldBrokenError
 from elastic_driver.peer_loss import in_short, looks_like_peer_loss
+from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.worker_log import say
 
 SLICE = timedelta(seconds=0.1)  # the longest time until a wait that was given up ends
@@ -39,7 +39,6 @@ _SLICE_IS_OVER = "Operation timed out!"  # torch's words
 # Gloo's transport also reports that ranks disagree about a tensor's size: the script's mistake.
 SIZE_MISMATCH = "op.preamble"
 _REFUSALS = 5  # of one round, after which the process ends
-_POINT_TO_POINT = frozenset(map(int, (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)))
 _torch_wait: Callable[..., bool] = dist.Work.wait
 S = TypeVar("S")
 T = TypeVar("T")
@@ -220,7 +219,7 @@ def _wait(work: dist.Work, timeout: timedelta = timedelta()) -> bool:
     if (
         timeout
         or waits is None
-        or work._get_op_type() in _POINT_TO_POINT
+        or process_groups.is_point_to_point(work)
         or (waits.is_exchanging and not of_script)  # it may be an accelerator's
     ):
         return _torch_wait(work, timeout)

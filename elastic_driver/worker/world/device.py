@@ -27,10 +27,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d as c10d
 
 from elastic_driver.contract import VISIBLE_DEVICES
 from elastic_driver.errors import WorldBrokenError
+from elastic_driver.worker.torch_seams import process_groups
 
 CUT_OFF_S = 20.0  # longer than any cut-off takes; a worker that needs more has to end
 
@@ -86,7 +86,7 @@ class Accelerator:
         if self._opening is not None:
             self._opening.join()
         self._module.set_device(self._device)  # of this thread
-        backend = c10d._get_default_group()._get_backend(self._device)
+        backend = process_groups.backend_for(process_groups.default_group(), self._device)
         try:
             backend.eager_connect_single_device(self._device)  # if the backend can do that
             self._use_first(backend)
@@ -138,14 +138,14 @@ class Accelerator:
     def _backends(self) -> list[Any]:
         kind = self._device.type
         return [
-            group._get_backend(self._device)
-            for group in list(c10d._world.pg_names)
-            if any(device.type == kind for device in group._device_types)
+            process_groups.backend_for(group, self._device)
+            for group in list(process_groups.groups)
+            if any(device.type == kind for device in process_groups.device_types(group))
         ]
 
     def forget(self) -> None:
         """Make torch drop the aborted groups without waiting; on the training thread."""
-        c10d._abort_process_group()
+        process_groups.forget_all()
 
 
 class DeviceHalf:

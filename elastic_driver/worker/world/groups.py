@@ -34,6 +34,7 @@ from elastic_driver import contract
 from elastic_driver.core.documents import World
 from elastic_driver.errors import ClusterError, WorldBrokenError
 from elastic_driver.ports import none_left
+from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.world.backend import accelerator_names
 from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.device import DeviceHalf
@@ -219,12 +220,11 @@ def build(
 
 def make_gloo(store: Store, rank: int, size: int, device: Any) -> ProcessGroupGloo:
     """Return a gloo group over `store`; blocks until every peer is connected."""
-    options = ProcessGroupGloo._Options()
-    options._devices = [device]
-    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
-    backend = ProcessGroupGloo(store, rank, size, options)
-    backend._set_default_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-    return backend
+    limits = {
+        "connect": timedelta(seconds=CONNECT_TIMEOUT_S),
+        "collective": timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    }
+    return process_groups.make_gloo(store, rank, size, device, **limits)
 
 
 def gloo_device(world: World) -> Any:

@@ -26,6 +26,7 @@ from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync.sharing import UnfitError
+from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import companions, groups
 from elastic_driver.worker.world.backend import BackendChoice
@@ -197,7 +198,7 @@ class JobMembership:
 
         def create_subgroup(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
             part = build(store, rank, size, vote=None)
-            part.backend._set_default_timeout(timeout)
+            process_groups.set_timeout(part.backend, timeout)
             group.connections.held += part.connections.held
             group.subgroups.append(part.backend)
             return part.backend

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.torch_seams import process_groups
 
 BACKEND = "elastic_gloo"
 _REMOVE = "remove the call, or make it only where elastic-driver is not used"
@@ -100,7 +101,7 @@ def of_world() -> str:
     """Return torch's name of the default group's backend; "" where there is none."""
     if not dist.is_initialized():
         return ""
-    return str(c10d._world.pg_map[c10d._get_default_group()][0])
+    return process_groups.backend_names(process_groups.default_group())
 
 
 def _init_process_group(of_torch: Callable[..., None]) -> Callable[..., None]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.futures import Future
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_driver.worker import current
 from elastic_driver.worker.state_sync.fingerprint import beginnings
 from elastic_driver.worker.state_sync.meeting import gather
+from elastic_driver.worker.torch_seams.tensors import copy_all, flatten, unflatten, version_of
 from elastic_driver.worker.world.collective_waits import (
     CollectiveWaits,
     current_waits,
@@ -130,13 +130,13 @@ def _broadcast(tensors: Sequence[torch.Tensor], source: int, group: Any) -> None
         alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     sent = []
     for own in alike.values():
-        flat = _flatten_dense_tensors(own)
+        flat = flatten(own)
         work = dist.broadcast(flat, group_src=source, group=group, async_op=True)
         sent.append((own, flat, work))
     for own, flat, work in sent:
         work.wait()
         if dist.get_rank(group) != source:
-            torch._foreach_copy_(own, _unflatten_dense_tensors(flat, own))
+            copy_all(own, unflatten(flat, own))
 
 
 class _GradientMean:
@@ -210,7 +210,7 @@ def _looks(model: Module) -> Looks:
     Torch's functions of initialisation count no version where they are given `parameter.data`.
     """
     tensors = (*model.parameters(), *model.buffers())
-    objects = [(id(each), each.data_ptr(), each._version) for each in tensors]
+    objects = [(id(each), each.data_ptr(), version_of(each)) for each in tensors]
     return objects, beginnings(tensors)
 
 

@@ -167,7 +167,7 @@ def test_a_copy_that_fails_leaves_the_state_unclean(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(leaves_module.torch, "_foreach_copy_", fail)
+        patched.setattr(leaves_module, "copy_all", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             state.commit()
     assert not state.clean, "half of the copies may be new"
