@@ -24,8 +24,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rendezvous import access
 from rendezvous.accept import Acceptor
+from rendezvous.access import Access
 from rendezvous.auth import Role, Tokens
 from rendezvous.client_connections import is_loopback
 from rendezvous.connections import Client, Connections
@@ -35,17 +35,16 @@ from rendezvous.general import around, within
 from rendezvous.limits import Hits, Limits
 from rendezvous.refusals import Refusals
 from rendezvous.request_times import RequestTimes
-from rendezvous.round_members import RoundMembers
 from rendezvous.service import Done, OnChanges, Results, StoreService
 from rendezvous.sessions import Sessions
 from rendezvous.tls import ServerCertificate
 from rendezvous.tls_connections import HANDSHAKE_WAIT_S, EitherConnection, TlsConnections
 from rendezvous.turns import Turns
 from rendezvous.web import (
+    ACCESS,
     HITS,
     REFUSALS,
     REQUEST_TIMES,
-    ROUNDS,
     SESSIONS,
     TOKENS,
     KVRoutes,
@@ -94,8 +93,8 @@ class RendezvousServer:
     POSTs that are sent very often, by path (see `fast_path`). `first_revision`: see `KVStore`.
     `first(url)` returns operations that are carried out before any client's. `on_changes` and
     `passing`: see `StoreService`; `on_changes` is called on the server's thread.
-    `limits`: the bounds for clients; the calls below have none. `rounds`: who may write a round's
-    keys; the caller keeps it up to date.
+    `limits`: the bounds for clients; the calls below have none. `access`: what the tokens may do;
+    by default all may use the store, and the driver's alone anything else.
     `on_failed` is called on the server's thread if an error ends it that was not expected.
     """
 
@@ -118,7 +117,7 @@ class RendezvousServer:
         known_by: str = "",
         also_plain: bool = False,
         limits: Limits | None = None,
-        rounds: RoundMembers | None = None,
+        access: Access | None = None,
         on_failed: Callable[[Exception], None] = lambda _error: None,
     ) -> None:
         if not token:
@@ -134,7 +133,7 @@ class RendezvousServer:
         self._routes, self._posts, self._on_failed = routes, posts or {}, on_failed
         self.limits, self.hits = Limits() if limits is None else limits, Hits()
         self.refusals, self.request_times = Refusals(), RequestTimes()
-        self.rounds = RoundMembers() if rounds is None else rounds
+        self._access = Access() if access is None else access
         self._port: int | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -270,7 +269,7 @@ class RendezvousServer:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         service = self._service = self._make_service()
-        posts_once, turns = PostsOnce(), Turns()
+        posts_once, turns = PostsOnce(self._access.open), Turns()
         connections = self._connections = Connections(
             self.limits,
             self.hits,
@@ -285,7 +284,7 @@ class RendezvousServer:
             posts_once,
             self._posts,
             self._tokens,
-            self.rounds,
+            self._access,
             general=runner.server,
             clients=connections,
             turns=turns,
@@ -336,7 +335,7 @@ class RendezvousServer:
             passing=self._passing,
             limits=self.limits,
             hits=self.hits,
-            system=access.SYSTEM,
+            system=self._access.system,
         )
         service.ask(self._first(self.url), lambda _results: None, bounded=False)
         return service
@@ -346,10 +345,10 @@ class RendezvousServer:
     ) -> web.AppRunner:
         """Return aiohttp with all routes, without a socket of its own."""
         sessions = Sessions()
-        let_in = guard(self._tokens, self.refusals, sessions)
+        let_in = guard(self._tokens, self._access, self.refusals, sessions)
         middlewares = [around, let_in, bounded, posts_once.middleware]
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
-        app[HITS], app[REFUSALS], app[ROUNDS] = self.hits, self.refusals, self.rounds
+        app[HITS], app[REFUSALS], app[ACCESS] = self.hits, self.refusals, self._access
         app[REQUEST_TIMES] = self.request_times
         app[SESSIONS], app[TOKENS] = sessions, self._tokens
         app.on_response_prepare.append(dress)

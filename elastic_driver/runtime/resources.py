@@ -17,6 +17,7 @@ from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, TakenOverError
+from elastic_driver.rights import job_access
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
@@ -243,7 +244,7 @@ class DriverResources:
             on_changes=lambda values: self._mailbox.put(mail.KeysChanged(values)),
             passing=contract.PASSING_SCOPES,
             limits=setup.options.limit,
-            rounds=routes.rounds,
+            access=job_access(routes.rounds),
             on_failed=self._cannot_serve,
         )
         say = None if run is None else setup.reporter.note
@@ -266,6 +267,7 @@ class DriverResources:
         )
         executor = Executor(
             server=server,
+            rounds=self.routes.rounds,
             starter=starter,
             record=record,
             checks=setup.checks,

@@ -37,6 +37,7 @@ from elastic_driver.brain.messages import (
 from elastic_driver.brain.receipts import Receipts
 from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered, Tick
 from elastic_driver.core.machine import stamped
+from elastic_driver.rights import job_access
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.identity import Identity
@@ -195,6 +196,7 @@ class BrainService:
             setup.host,
             setup.port,
             token=setup.token,
+            access=job_access(),
             certificate=setup.identity.certificate,
             known_by=setup.identity.known_by,
             also_plain=setup.identity.also_plain,

@@ -24,6 +24,7 @@ from elastic_driver.core.join_messages import (
     node_order,
 )
 from elastic_driver.errors import ClusterError
+from elastic_driver.rights import job_access
 from elastic_driver.runtime import joined
 from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
 from rendezvous.auth import agent_token, node_token
@@ -67,6 +68,7 @@ class Site:
         self.own = self.nodes.own_starter = OwnAgents()
         self.server = RendezvousServer(
             token="token",
+            access=job_access(),
             routes=self.nodes.add_to,
             on_lease_expired=self.nodes.lease_expired,
         ).start()

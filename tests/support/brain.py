@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from elastic_driver.brain.documents import Grant, JobOver, JobReport, grant_key
+from elastic_driver.rights import job_access
 from rendezvous.auth import Caller, job_token, jobs_token, write_token_file
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Set
@@ -34,6 +35,7 @@ class PlayedBrain:
         self.server = RendezvousServer(
             port=port,
             token=TOKEN,
+            access=job_access(),
             first_revision=first_revision,
             posts={EVENTS_PATH: self._take},
             on_lease_expired=self.silent.append,

@@ -32,6 +32,7 @@ from elastic_driver.core.documents import DriverTerm, Notice, World, decode, enc
 from elastic_driver.core.events import WireEvent, WorkerReady, WorkerStepped
 from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.core.progress import Progress
+from elastic_driver.rights import job_access
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, DeletePrefix, Entries, Get, Set
@@ -98,7 +99,11 @@ class Coordinator:
     def _next_driver(self, port: int) -> RendezvousServer:
         self.term += 1
         return RendezvousServer(
-            port=port, token=self._token, routes=self._routes, first_revision=self.term << 40
+            port=port,
+            token=self._token,
+            access=job_access(),
+            routes=self._routes,
+            first_revision=self.term << 40,
         )
 
     def _begin(self) -> None:

@@ -39,6 +39,7 @@ from elastic_driver.core.events import (
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.output_lines import OutputLines
+from elastic_driver.rights import job_access
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import EVENTS_PATH, Get, Set
@@ -122,6 +123,7 @@ class Driver:
         self.server = RendezvousServer(
             port=port,
             token=TOKEN,
+            access=job_access(),
             routes=self._routes,
             on_lease_expired=self.expired.put,
             first_revision=term << 40,

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from elastic_driver.rights import JOB_LEASE_S, KEYS, ROUTES, job_access
+from elastic_driver.round_members import RoundMembers
 from rendezvous import auth
-from rendezvous.access import JOB_LEASE_S, KEYS, ROUTES, may_call, refused
 from rendezvous.auth import Caller, Role
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError
-from rendezvous.round_members import RoundMembers
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import (
     Add,
@@ -28,7 +28,7 @@ from rendezvous.wire import (
     Written,
 )
 from tests.rendezvous.common import TOKEN, error_of, request
-from tests.rendezvous.rights_tables import tables
+from tests.rights.tables import tables
 
 AGENT = Caller(Role.AGENT, "a")
 WORKER = Caller(Role.WORKER, "a.0.1")
@@ -39,6 +39,7 @@ ROUNDS = RoundMembers()  # the worker is a member of round 7, and round 5 is ove
 ROUNDS.publish(7, ["a.0.1", "b.0.1"])
 ROUNDS.admit(8, ["b.0.1"])
 ROUNDS.seal(5)
+ACCESS = job_access(ROUNDS)
 
 # A key, who may write it, and who may read it.
 RIGHTS: tuple[tuple[str, set[Caller], set[Caller]], ...] = (
@@ -84,7 +85,7 @@ RIGHTS: tuple[tuple[str, set[Caller], set[Caller]], ...] = (
 
 def allowed(operations: Sequence[Operation]) -> set[Caller]:
     """Return the callers, beside the driver, that may carry these out."""
-    return {caller for caller in ALL if refused(caller, operations, ROUNDS) is None}
+    return {caller for caller in ALL if ACCESS.refused(caller, operations) is None}
 
 
 @pytest.mark.parametrize(("key", "writers", "readers"), RIGHTS)
@@ -117,22 +118,22 @@ def test_keys_that_the_driver_writes_itself_are_written_by_no_request() -> None:
         key = f"{prefix}1"
         for write in (Set(key), Add(key, 1), Append(key, b""), Delete(key), DeletePrefix(key)):
             for caller in (auth.DRIVER, *ALL):
-                said = refused(caller, [Get(("job/spec",)), write], ROUNDS)
+                said = ACCESS.refused(caller, [Get(("job/spec",)), write])
                 assert said is not None, (caller, write)
-        said = refused(auth.DRIVER, [CompareSet(key, None, b"")], ROUNDS)
+        said = ACCESS.refused(auth.DRIVER, [CompareSet(key, None, b"")])
         assert said == f"no request may write {key!r}: the driver does that itself"
-        assert refused(auth.DRIVER, [Get((key,)), Watch({key: 0}), Count(key)], ROUNDS) is None
+        assert ACCESS.refused(auth.DRIVER, [Get((key,)), Watch({key: 0}), Count(key)]) is None
     for prefix in ("", "j", "job", "job/", "agents/", "agents/a", "agents/a.1/", "agents/a.1/o"):
         for seal in (False, True):
-            said = refused(auth.DRIVER, [DeletePrefix(prefix, seal=seal)], ROUNDS)
+            said = ACCESS.refused(auth.DRIVER, [DeletePrefix(prefix, seal=seal)])
             assert said == (
                 f"no request may delete what is below {prefix!r}: the driver does that itself"
             )
     for prefix in ("check", "checks/machines", "jobs/x/", "rounds/", "rounds/7"):
-        assert refused(auth.DRIVER, [DeletePrefix(prefix)], ROUNDS) is not None, prefix
+        assert ACCESS.refused(auth.DRIVER, [DeletePrefix(prefix)]) is not None, prefix
     for mine in ("rounds/7/", "workers/", "workers/a.0.1/", "nodes/n/", "checks/machines/", "mine"):
-        assert refused(auth.DRIVER, [DeletePrefix(mine), Set(f"{mine}x")], ROUNDS) is None, mine
-    assert refused(auth.DRIVER, [Set("agents/a.1/lease"), Set("jobs/x/lease")], ROUNDS) is None
+        assert ACCESS.refused(auth.DRIVER, [DeletePrefix(mine), Set(f"{mine}x")]) is None, mine
+    assert ACCESS.refused(auth.DRIVER, [Set("agents/a.1/lease"), Set("jobs/x/lease")]) is None
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_keys_that_the_driver_writes_itself_are_written_by_no_request() -> None:
 )
 def test_a_job_leaves_nothing_in_the_store_of_its_brain(operation: Operation, may: bool) -> None:
     """Who may start jobs has the token of any name: each would keep its share of the store."""
-    assert (refused(JOB, [operation], RoundMembers()) is None) is may
+    assert (job_access().refused(JOB, [operation]) is None) is may
 
 
 def test_many_keys_are_all_looked_at() -> None:
@@ -185,9 +186,9 @@ def test_what_is_below_a_prefix_belongs_to_somebody(
 
 
 def test_a_route_of_no_row_is_the_drivers() -> None:
-    assert may_call(auth.DRIVER, "POST", "/v1/anything")
-    assert not any(may_call(caller, "POST", "/v1/anything") for caller in ALL)
-    assert not any(may_call(caller, "PUT", "/v1/status") for caller in ALL)
+    assert ACCESS.may_call(auth.DRIVER, "POST", "/v1/anything")
+    assert not any(ACCESS.may_call(caller, "POST", "/v1/anything") for caller in ALL)
+    assert not any(ACCESS.may_call(caller, "PUT", "/v1/status") for caller in ALL)
 
 
 def test_only_operators_steer_and_readers_only_look() -> None:
@@ -202,7 +203,7 @@ def test_only_operators_steer_and_readers_only_look() -> None:
 
 def test_the_page_of_security_has_the_tables_of_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
-    assert tables() in page, "put in what python -m tests.rendezvous.rights_tables prints"
+    assert tables() in page, "put in what python -m tests.rights.tables prints"
 
 
 # ---- over HTTP ---------------------------------------------------------------------------
@@ -239,23 +240,25 @@ def test_a_refused_request_changes_nothing_and_says_why(
     assert entry.value == b"the driver's"
 
 
-def test_a_worker_writes_keys_of_its_own_round_only(server: RendezvousServer) -> None:
+def test_a_worker_writes_keys_of_its_own_round_only(
+    server: RendezvousServer, rounds: RoundMembers
+) -> None:
     clients = {
         name: RendezvousClient(server.url, auth.worker_token(auth.agent_token(TOKEN, "a"), name))
         for name in ("a.0.1", "a.1.1")
     }
     member, other = clients["a.0.1"], clients["a.1.1"]
-    server.rounds.publish(3, ["a.0.1"])
+    rounds.publish(3, ["a.0.1"])
     member.set("rounds/3/x", b"1")
     assert other.get("rounds/3/x") is not None, "it may look"
     with pytest.raises(RequestError, match=r"403 forbidden: .*a\.1\.1 is no member of that round"):
         other.set("rounds/3/x", b"2")
     with pytest.raises(RequestError, match=r"403 .*docs/security\.md"):
         member.set("rounds/4/x", b"1")
-    server.rounds.publish(4, ["a.1.1"])
+    rounds.publish(4, ["a.1.1"])
     member.set("rounds/3/x", b"2")  # it may still be in that round
     server.post([DeletePrefix("rounds/3/", seal=True)])
-    server.rounds.seal(3)
+    rounds.seal(3)
     for client in clients.values():
         with pytest.raises(SealedError):
             client.set("rounds/3/x", b"3")
