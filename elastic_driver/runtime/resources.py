@@ -13,6 +13,7 @@ from typing import Protocol
 
 from elastic_driver import contract
 from elastic_driver.brain.store.address import Address
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.job_spec import JobSpec
@@ -52,7 +53,6 @@ from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import Role, make_token, read_credentials, read_token_file
 from rendezvous.errors import CertificateError, RendezvousError
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH
 
 
 @dataclass(kw_only=True, eq=False)

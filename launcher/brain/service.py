@@ -35,6 +35,7 @@ from elastic_driver.brain.messages import (
     WithdrawGrant,
 )
 from elastic_driver.brain.receipts import Receipts
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered, Tick
 from elastic_driver.core.machine import stamped
 from elastic_driver.rights import job_access
@@ -51,7 +52,7 @@ from launcher.brain.probes import Drivers
 from launcher.brain.routes import BrainRoutes, job_of_lease
 from launcher.brain.status import is_silent, status_document
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH, Delete, Set
+from rendezvous.wire import Delete, Set
 
 LONGEST_WAIT_S = 1.0
 SPIN_GUARD_S = 0.01  # the least time between two ticks

@@ -28,6 +28,7 @@ import psutil
 from aiohttp import web
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.documents import DriverTerm, Notice, World, decode, encode, encode_world
 from elastic_driver.core.events import WireEvent, WorkerReady, WorkerStepped
 from elastic_driver.core.members import Member, SlotInfo
@@ -35,7 +36,7 @@ from elastic_driver.core.progress import Progress
 from elastic_driver.rights import job_access
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH, DeletePrefix, Entries, Get, Set
+from rendezvous.wire import DeletePrefix, Entries, Get, Set
 
 HOST = "testhost"
 LIMIT_S = 60.0

@@ -19,6 +19,7 @@ import psutil
 from aiohttp import web
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.documents import (
     DriverTerm,
     Order,
@@ -42,7 +43,7 @@ from elastic_driver.core.output_lines import OutputLines
 from elastic_driver.rights import job_access
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH, Get, Set
+from rendezvous.wire import Get, Set
 
 T = TypeVar("T")
 E = TypeVar("E", AgentReady, AgentReturned, HostLeaving, WorkerStarted, WorkerExited)
