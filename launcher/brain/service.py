@@ -52,6 +52,7 @@ from launcher.brain.probes import Drivers
 from launcher.brain.routes import BrainRoutes, job_of_lease
 from launcher.brain.status import is_silent, status_document
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Callbacks, ServerTls, Succession
 from rendezvous.wire import Delete, Set
 
 LONGEST_WAIT_S = 1.0
@@ -198,14 +199,19 @@ class BrainService:
             setup.port,
             token=setup.token,
             access=job_access(),
-            certificate=setup.identity.certificate,
-            known_by=setup.identity.known_by,
-            also_plain=setup.identity.also_plain,
-            on_lease_expired=self._lease_expired,
+            tls=ServerTls(
+                certificate=setup.identity.certificate,
+                known_by=setup.identity.known_by,
+                also_plain=setup.identity.also_plain,
+            ),
+            callbacks=Callbacks(
+                on_lease_expired=self._lease_expired, on_failed=self._server_failed
+            ),
             routes=routes.add_to,
             posts={EVENTS_PATH: routes.take_event},
-            first_revision=self._state.starts << 40,  # jobs have seen older revisions only
-            on_failed=self._server_failed,
+            succession=Succession(
+                first_revision=self._state.starts << 40,  # jobs have seen older revisions only
+            ),
         ).start()
 
     def _lease_expired(self, key: str) -> None:

@@ -32,6 +32,7 @@ from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError
 from rendezvous.proof import Handshake, Speaker, make_nonce
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Callbacks
 from tests.support.job import eventually
 
 PATIENCE_S = 0.6
@@ -70,7 +71,7 @@ class Site:
             token="token",
             access=job_access(),
             routes=self.nodes.add_to,
-            on_lease_expired=self.nodes.lease_expired,
+            callbacks=Callbacks(on_lease_expired=self.nodes.lease_expired),
         ).start()
         if awaited:
             self.nodes.await_nodes((("server", 1), *awaited))

@@ -21,6 +21,7 @@ from elastic_driver.runtime.status_routes import MAX_STREAMS
 from rendezvous import sessions
 from rendezvous.auth import agent_token, operator_token, reader_token, worker_token
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import ServerTls
 from tests.rendezvous.common import eventually
 from tests.runtime.test_api import TOKEN, NotingDriver
 from tests.support.certificates import CertificateAuthority
@@ -138,7 +139,7 @@ def test_with_tls_the_cookie_travels_over_tls_only(tmp_path: Path) -> None:
     routes = DriverRoutes(PictureDriver(), log).add_to
     certificate = authority.certificate("127.0.0.1")
     with RendezvousServer(
-        token=TOKEN, access=job_access(), routes=routes, certificate=certificate
+        token=TOKEN, access=job_access(), routes=routes, tls=ServerTls(certificate=certificate)
     ) as server:
         known = ssl.create_default_context(cafile=str(authority.ca))
         address = ("127.0.0.1", server.port)

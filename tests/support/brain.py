@@ -19,6 +19,7 @@ from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.rights import job_access
 from rendezvous.auth import Caller, job_token, jobs_token, write_token_file
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Callbacks, Succession
 from rendezvous.wire import Set
 from tests.support.cluster import Cluster
 from tests.support.job import ROOT, eventually
@@ -37,9 +38,9 @@ class PlayedBrain:
             port=port,
             token=TOKEN,
             access=job_access(),
-            first_revision=first_revision,
+            succession=Succession(first_revision=first_revision),
             posts={EVENTS_PATH: self._take},
-            on_lease_expired=self.silent.append,
+            callbacks=Callbacks(on_lease_expired=self.silent.append),
         ).start()
         self.url = self.server.url
 

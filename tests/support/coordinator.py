@@ -36,6 +36,7 @@ from elastic_driver.core.progress import Progress
 from elastic_driver.rights import job_access
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Succession
 from rendezvous.wire import DeletePrefix, Entries, Get, Set
 
 HOST = "testhost"
@@ -104,7 +105,7 @@ class Coordinator:
             token=self._token,
             access=job_access(),
             routes=self._routes,
-            first_revision=self.term << 40,
+            succession=Succession(first_revision=self.term << 40),
         )
 
     def _begin(self) -> None:

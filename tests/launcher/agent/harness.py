@@ -43,6 +43,7 @@ from elastic_driver.core.output_lines import OutputLines
 from elastic_driver.rights import job_access
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Callbacks, Succession
 from rendezvous.wire import Get, Set
 
 T = TypeVar("T")
@@ -126,8 +127,8 @@ class Driver:
             token=TOKEN,
             access=job_access(),
             routes=self._routes,
-            on_lease_expired=self.expired.put,
-            first_revision=term << 40,
+            callbacks=Callbacks(on_lease_expired=self.expired.put),
+            succession=Succession(first_revision=term << 40),
         ).start()
         self.endpoint_file.write_text(f'{{"url": "{self.server.url}"}}')
         if term:

@@ -16,6 +16,7 @@ from launcher.agent.liveness import CutOffError, Heartbeats, Promise
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Callbacks
 from rendezvous.wire import DeletePrefix
 
 KEY = "agents/a.1/heartbeat"
@@ -75,7 +76,9 @@ def beat(work: Heartbeats, until: Callable[[], bool], within: float = 10.0) -> N
 def test_heartbeats_renew_a_lease_that_expires_without_them() -> None:
     expired: list[str] = []
     with (
-        RendezvousServer(token="t", access=job_access(), on_lease_expired=expired.append) as server,
+        RendezvousServer(
+            token="t", access=job_access(), callbacks=Callbacks(on_lease_expired=expired.append)
+        ) as server,
         RendezvousClient(server.url, "t") as reader,
         heartbeats(server.url, Promise(0.05, 0.3)) as work,
     ):

@@ -30,6 +30,7 @@ from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 from rendezvous.proof import Handshake, Speaker, make_nonce
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import ServerTls
 from rendezvous.tls import ServerCertificate, make_certificate
 from tests.support.job import eventually
 
@@ -114,7 +115,7 @@ def serving(
         token="the token",
         access=job_access(),
         routes=nodes.add_to,
-        certificate=certificate,
+        tls=ServerTls(certificate=certificate),
     ) as server:
         nodes.open(server, "the token")
         yield server
