@@ -262,9 +262,7 @@ class FastConnection(asyncio.Protocol):
     def _carry_out(self, caller: Caller, head: PlainHead, body: bytes) -> bool:
         """Begin to answer; return False, with nothing done, if aiohttp has to answer."""
         shared, path = self._shared, head.path
-        # The store itself knows repeated batches.
-        known_by_id = head.request_id is not None and path != wire.BATCH_PATH
-        key = f"{path} {caller.own_id(head.request_id or '')}" if known_by_id else ""
+        key = shared.posts_once.key_of(caller, path, head.request_id)
         if key and (shared.posts_once.knows(key) or not shared.posts_once.may_begin(caller)):
             return False
         if not shared.access.may_post(caller, path):

@@ -254,7 +254,7 @@ class RendezvousServer:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         service = self._service = self._make_service()
-        posts_once, turns = PostsOnce(self._access.open), Turns()
+        posts_once, turns = PostsOnce(), Turns()
         connections = self._connections = Connections(
             self.limits,
             self.hits,

@@ -20,7 +20,7 @@ client where to look.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -276,14 +276,19 @@ class PostsOnce:
     The handler runs to its end even if its client goes away, so that the repeat finds its
     answer; it must have its own deadline. Failures of the server itself (5xx) are not kept, so
     that a repeat tries again. Batches of the store have their own memory, in `StoreService`, and
-    POSTs to `open_routes` have none: strangers choose their ids.
+    POSTs without a token have none: strangers choose their ids.
     """
 
-    def __init__(self, open_routes: Collection[str] = ()) -> None:
-        self._elsewhere = frozenset({wire.BATCH_PATH, *open_routes})
+    def __init__(self) -> None:
         self._memory: AnswerMemory[PostAnswer] = AnswerMemory()
         self._pending: dict[str, asyncio.Future[PostAnswer]] = {}
         self._shares = Shares(_MOST_PENDING)  # of those that are pending
+
+    def key_of(self, caller: Caller | None, path: str, request_id: str | None) -> str:
+        """Return the key of a POST; "" if it has none, and is not kept."""
+        if not request_id or caller is None or path == wire.BATCH_PATH:
+            return ""
+        return f"{path} {caller.own_id(request_id)}"
 
     def knows(self, key: str) -> bool:
         """Return whether this POST was received before."""
@@ -310,11 +315,11 @@ class PostsOnce:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer a request; the middleware belongs behind the token check."""
         request_id = request.headers.get(wire.REQUEST_ID_HEADER)
-        if request.method != "POST" or request.path in self._elsewhere or not request_id:
+        caller = request.get(CALLER)
+        key = self.key_of(caller, request.path, request_id)
+        if request.method != "POST" or caller is None or not key:
             return await handler(request)
         await request.read()  # now, as the connection may end before the handler reads
-        caller = caller_of(request)
-        key = f"{request.path} {caller.own_id(request_id)}"
         answer = self._memory.get(key)
         if answer is None:
             pending = self._pending.get(key)
