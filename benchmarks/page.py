@@ -26,6 +26,7 @@ import msgspec
 
 from benchmarks.common import OURS, Figure, report
 from elastic_driver.core.measured import History
+from elastic_driver.rights import job_access
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.event_log import EventLog
 from rendezvous.auth import reader_token
@@ -103,7 +104,7 @@ def serving(workers: int) -> Iterator[tuple[RendezvousServer, Simulated, EventLo
     driver = Simulated(workers)
     log = EventLog(None, clock=time.time, on_broken=print)
     routes = DriverRoutes(driver, log)
-    with RendezvousServer(token=TOKEN, routes=routes.add_to) as server:
+    with RendezvousServer(token=TOKEN, access=job_access(), routes=routes.add_to) as server:
         yield server, driver, log
         log.close()
 

@@ -45,6 +45,7 @@ VISIBLE_DEVICES = (
 )
 
 # ---- routes of the driver, besides those of the store (`rendezvous.wire`) -----------------
+EVENTS_PATH = "/v1/events"
 STATUS_PATH = "/v1/status"
 HISTORY_PATH = "/v1/history"
 LIVE_PATH = "/v1/live"

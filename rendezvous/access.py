@@ -1,50 +1,35 @@
 """The rights of tokens: the routes that each role may use, and the keys it may read and write.
 
-`ROUTES` and `KEYS` are the whole of it; docs/security.md shows them. The driver may do everything,
-but keys that nobody may write it writes in its own process alone: requests do not, whatever their
-token. A route that is not in the table is the driver's alone. The first row of `KEYS` that a key
-begins with counts; a key of no row is a user's (`USERS`). `{own}` stands for one name: of the
-caller if it is a worker, a node or a job, and of an agent of the caller's host
-(`<host>.<incarnation>`) if it is an agent; `{joined}` for a round that the caller is a member of
-(`RoundMembers`). To the driver both stand for any.
+A server gets them as one table of rows (`Table`), and asks `Access` about each request, whichever
+way it comes. The driver may do everything, but keys that nobody may write it writes in its own
+process alone: requests do not, whatever their token. A route without a row is the driver's alone.
+The first row of `Table.keys` that a key begins with counts; for a key of no row `Table.others`
+does. In a prefix `{own}` stands for one name: of the caller, or one that belongs to it
+(`Table.owner_of`), and `{joined}` for a group that the caller is a member of. To the driver both
+stand for any.
 
-The server checks with `may_call` and `refused`. Pure.
+`PLAIN_STORE` is the table of a server that is given none. Pure.
 """
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rendezvous import wire
 from rendezvous.auth import Caller, Role
-from rendezvous.round_members import RoundMembers
 
 Roles = frozenset[Role]
-_OWN, _JOINED, _ROUNDS = "{own}/", "{joined}/", "rounds/"
+# Whether a caller of this name is a member of the group of that name.
+IsMember = Callable[[str, str], bool]
+_OWN, _JOINED = "{own}/", "{joined}/"
+_BRACES = re.compile(r"\{[^}]*\}")
 _FEW = 8
 _READ, _WRITE = 0, 1
 _MANY = (wire.Get, wire.Watch)
-JOB_LEASE_S = (
-    30.0  # the longest lease of a job with a Brain: names that nobody uses leave the store
-)
 _ITSELF = ": the driver does that itself"
 NOBODY: Roles = frozenset()  # but the driver; of keys: but the driver itself, without a request
-MEMBERS = frozenset({Role.AGENT, Role.WORKER})
-WATCHERS = frozenset({Role.OPERATOR, Role.READER, Role.WORKER})
-PEOPLE = frozenset({Role.OPERATOR, Role.READER})
-OPERATORS = frozenset({Role.OPERATOR})
-AGENTS = frozenset({Role.AGENT})
-WORKERS = frozenset({Role.WORKER})
-NODES = frozenset({Role.NODE})
-JOBS = frozenset({Role.JOB})
-TRAINERS = frozenset({Role.WORKER, Role.OPERATOR})
-SEALERS = OPERATORS  # of prefixes of users' keys: they end the keys of others, for ever
-STORE = frozenset({Role.AGENT, Role.WORKER, Role.OPERATOR})  # its routes
-# The page: its files, and the session that a request begins for its own browser.
-LOGIN_PATH, LOGOUT_PATH = "/login", "/logout"
-PAGE_FILES = ("/assets/app.css", "/assets/app.js", "/assets/icon.svg")
-_PAGE = ("/", LOGIN_PATH, *PAGE_FILES)
-# Routes that anyone may use, without a token.
-OPEN = frozenset({wire.HEALTH_PATH, "/v1/nodes/hello", "/v1/nodes/proof", *_PAGE})
+EVERYBODY: Roles = frozenset(Role)
 
 
 class RouteRights(NamedTuple):
@@ -64,165 +49,200 @@ class KeyRights(NamedTuple):
     holds: str
 
 
-ROUTES = (
-    RouteRights("POST", wire.BATCH_PATH, STORE | NODES | JOBS),
-    RouteRights("GET", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
-    RouteRights("PUT", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
-    RouteRights("DELETE", f"{wire.KV_PREFIX}/{{scope}}/{{key}}", STORE),
-    RouteRights("POST", wire.EVENTS_PATH, MEMBERS | JOBS),
-    RouteRights("GET", wire.EVENTS_PATH, WATCHERS),
-    RouteRights("GET", "/v1/status", WATCHERS),
-    RouteRights("GET", "/v1/history", WATCHERS),
-    RouteRights("GET", "/v1/live", WATCHERS),
-    RouteRights("POST", LOGOUT_PATH, PEOPLE),
-    RouteRights("POST", "/v1/login-codes", OPERATORS),
-    RouteRights("GET", "/metrics", WATCHERS),
-    RouteRights("GET", "/v1/openapi.json", WATCHERS | AGENTS),
-    RouteRights("POST", "/v1/scale", OPERATORS),
-    RouteRights("POST", "/v1/plan", OPERATORS),
-    RouteRights("POST", "/v1/stop", OPERATORS),
-    RouteRights("POST", "/v1/stacks", OPERATORS),
-    RouteRights("POST", "/v1/hosts/{host}:drain", OPERATORS),
-    RouteRights("POST", "/v1/hosts/{host}:undrain", OPERATORS),
-    RouteRights("POST", "/v1/output", AGENTS),
-    RouteRights("POST", "/v1/logs", AGENTS),
-    RouteRights("GET", "/v1/logs", PEOPLE),
-    RouteRights("POST", "/v1/nodes", NODES),
-    RouteRights("GET", "/v1/shards/{dataset}", WATCHERS),
-    RouteRights("GET", "/v1/shards/{dataset}/checkpoint", TRAINERS),
-    RouteRights("PUT", "/v1/shards/{dataset}/checkpoint", TRAINERS),
-    RouteRights("POST", "/v1/shards/{dataset}:next", TRAINERS),
-    RouteRights("POST", "/v1/shards/{dataset}:done", TRAINERS),
-    RouteRights("POST", "/v1/shards/{dataset}:resume", TRAINERS),
-    RouteRights("POST", "/v1/shards/{dataset}:agree", TRAINERS),
-    RouteRights("POST", "/v1/shards/{dataset}:extend", TRAINERS),
-    RouteRights("POST", "/v1/tf/cluster_spec", TRAINERS),
-    RouteRights("GET", "/v1/tf/waiting_nodes", TRAINERS),
-    RouteRights("POST", "/v1/tf/barrier", TRAINERS),
-    RouteRights("POST", "/v1/tf/synchronize", TRAINERS),
-)
+class BareLease(NamedTuple):
+    """A role that writes nothing but leases without a value, of `seconds` at most."""
 
-KEYS = (
-    KeyRights(
-        "job/", NOBODY, MEMBERS | NODES, "the job's specification, driver, world and notices"
+    role: Role
+    seconds: float
+
+
+class Reason(NamedTuple):
+    """Why a role is refused keys that begin like this: words that follow the caller's name."""
+
+    role: Role
+    prefix: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """All rights of one server's tokens.
+
+    `others` has the rights to keys without a row. `open` are the routes that need no token. A 401
+    of `login_path` counts like a request with a wrong token. `sealers` may seal what is below a
+    prefix, for ever. `owner_of` gives the caller's name for a name in `{own}`, for roles where
+    these differ.
+    """
+
+    routes: Sequence[RouteRights]
+    keys: Sequence[KeyRights]
+    others: KeyRights
+    open: frozenset[str] = frozenset({wire.HEALTH_PATH})
+    login_path: str | None = None
+    sealers: Roles = NOBODY
+    owner_of: Mapping[Role, Callable[[str], str]] = field(default_factory=dict)
+    bare_leases: Sequence[BareLease] = ()
+    reasons: Sequence[Reason] = ()
+
+
+_KEY_PATH = f"{wire.KV_PREFIX}/{{scope}}/{{key}}"
+# Every token may use the store, readers only look, and all other routes are the driver's.
+PLAIN_STORE = Table(
+    routes=(
+        RouteRights("POST", wire.BATCH_PATH, EVERYBODY),
+        RouteRights("GET", _KEY_PATH, EVERYBODY),
+        RouteRights("PUT", _KEY_PATH, EVERYBODY - {Role.READER}),
+        RouteRights("DELETE", _KEY_PATH, EVERYBODY - {Role.READER}),
     ),
-    KeyRights("agents/{own}/orders/", NOBODY, AGENTS, "orders of the driver to an agent"),
-    KeyRights("agents/{own}/", AGENTS, AGENTS, "an agent's lease, heartbeat and usage"),
-    KeyRights("workers/{own}/", WORKERS, WORKERS, "a worker's leases and progress"),
-    KeyRights("rounds/{joined}/", WORKERS, WORKERS, "the meeting of a round's members"),
-    KeyRights(_ROUNDS, NOBODY, WORKERS, "the meetings of rounds in which the caller is not"),
-    KeyRights("checks/machines/", WORKERS, WORKERS, "the hosts of a machine"),
-    KeyRights("checks/machine_locks/", WORKERS, WORKERS, "locks around measurements"),
-    KeyRights("checks/assignments/{own}/", NOBODY, WORKERS, "a process's next task"),
-    KeyRights("checks/", NOBODY, MEMBERS, "the specification of a node check"),
-    KeyRights("nodes/{own}/", NODES, NODES, "the lease and the orders of a node that has joined"),
-    KeyRights("jobs/{own}/grant", NOBODY, JOBS, "the slots that a Brain grants a job"),
-    KeyRights("jobs/{own}/lease", JOBS, JOBS, "the lease of a job's driver with a Brain"),
+    keys=(),
+    others=KeyRights("", EVERYBODY - {Role.READER}, EVERYBODY, "all keys"),
 )
-USERS = KeyRights("", TRAINERS, TRAINERS, "keys of users")
-
-_ROLES_OF = {(row.method, row.path): row.roles for row in ROUTES}
-# All keys but users' begin with one of these.
-SYSTEM = tuple(dict.fromkeys(row.prefix.partition("/")[0] + "/" for row in KEYS))
 
 
-def may_call(caller: Caller, method: str, path: str) -> bool:
-    """Return whether a caller may use a route; `path` has its names in braces."""
-    return caller.role is Role.DRIVER or caller.role in _ROLES_OF.get((method, path), NOBODY)
+class Access:
+    """What the callers of one server may do.
+
+    `is_member(caller, group)` is asked for each key with `{joined}` in its row, on the server's
+    thread; by default nobody is a member.
+    """
+
+    def __init__(
+        self,
+        table: Table = PLAIN_STORE,
+        is_member: IsMember = lambda _caller, _group: False,
+    ) -> None:
+        self._table, self._is_member = table, is_member
+        self.open, self.login_path = table.open, table.login_path
+        # All keys but those of no row begin with one of these.
+        self.system = tuple(dict.fromkeys(row.prefix.partition("/")[0] + "/" for row in table.keys))
+        self._roles_of = {(row.method, row.path): row.roles for row in table.routes}
+        # POSTs by their path, with nothing in place of a name in braces.
+        self._posts = {
+            _BRACES.sub("", row.path): row.roles for row in table.routes if row.method == "POST"
+        }
+        # None: there is nothing to look at.
+        self._rights = {
+            role: None if role is Role.DRIVER else _RoleRights(role, table, self.system)
+            for role in Role
+        }
+        self._longest = {row.role: row.seconds for row in table.bare_leases}
+
+    def may_call(self, caller: Caller, method: str, path: str) -> bool:
+        """Return whether a caller may use a route; `path` has its names in braces."""
+        return caller.role is Role.DRIVER or caller.role in self._roles_of.get(
+            (method, path), NOBODY
+        )
+
+    def may_post(self, caller: Caller, path: str) -> bool:
+        """Return whether a caller may use the POST route of a path as it was requested.
+
+        The route has no name in braces, or one in its last part, such as `/sets/{set}:next`.
+        """
+        if caller.role is Role.DRIVER:
+            return True
+        roles = self._posts.get(path)
+        if roles is None:
+            folder, _, last = path.rpartition("/")
+            _name, colon, verb = last.partition(":")
+            roles = self._posts.get(f"{folder}/{colon}{verb}", NOBODY)
+        return caller.role in roles
+
+    def refused(self, caller: Caller, operations: Sequence[wire.Operation]) -> str | None:
+        """Return a sentence about the first operation that the caller may not carry out."""
+        rights = self._rights[caller.role]
+        if rights is None:
+            return self._refused_to_driver(operations)
+        longest = self._longest.get(caller.role)
+        for operation in operations:
+            if isinstance(operation, _MANY):
+                wrong = rights.not_readable(caller.subject, operation.keys)
+                if wrong is not None:
+                    return self._sentence(caller, "read", wrong)
+            elif isinstance(operation, wire.Count):
+                if not rights.may_count(caller.subject, operation.prefix):
+                    return self._sentence(caller, "count keys below", operation.prefix)
+            elif isinstance(operation, wire.DeletePrefix):
+                if not rights.may_delete_below(operation.prefix):
+                    return self._sentence(caller, "delete what is below", operation.prefix)
+                if operation.seal and caller.role not in self._table.sealers:
+                    return self._sentence(caller, "seal", operation.prefix)
+            elif not rights.allow(caller.subject, operation.key, _WRITE, self._is_member):
+                return self._sentence(caller, "write", operation.key)
+            elif longest is not None and not _is_bare_lease(operation, longest):
+                role = caller.role.value
+                return f"the lease of a {role} has no value and lasts {longest:g} s at most"
+        return None
+
+    def _refused_to_driver(self, operations: Sequence[wire.Operation]) -> str | None:
+        """Return a sentence about the first write of a key that no request may write, or None."""
+        for operation in operations:
+            if isinstance(operation, wire.DeletePrefix):
+                if self._is_nobodys(operation.prefix, and_below=True):
+                    shown = operation.prefix[:200]
+                    return f"no request may delete what is below {shown!r}{_ITSELF}"
+            elif isinstance(operation, (*_MANY, wire.Count)):
+                continue
+            elif self._is_nobodys(operation.key):
+                return f"no request may write {operation.key[:200]!r}{_ITSELF}"
+        return None
+
+    def _is_nobodys(self, key: str, *, and_below: bool = False) -> bool:
+        """Return whether no request may write a key, or, with `and_below`, one that begins so."""
+        for row in self._table.keys:
+            head, brace, rest = row.prefix.partition("{")
+            tail = rest.partition("/")[2]
+            _owner, slash, under = key[len(head) :].partition("/")
+            begins = key.startswith(head)
+            if begins and (not brace or (slash and under.startswith(tail))):
+                return not row.writers
+            may_be_below = (not slash or tail.startswith(under)) if begins else head.startswith(key)
+            if and_below and not row.writers and may_be_below:
+                return True
+        return False
+
+    def _sentence(self, caller: Caller, act: str, key: str) -> str:
+        sentence = f"a token of role {caller.role.value} may not {act} {key[:200]!r}"
+        for reason in self._table.reasons:
+            if caller.role is reason.role and key.startswith(reason.prefix):
+                return f"{sentence}: {caller.subject} {reason.words}"
+        return sentence
 
 
-def refused(
-    caller: Caller, operations: Sequence[wire.Operation], rounds: RoundMembers
-) -> str | None:
-    """Return a sentence about the first operation that the caller may not carry out, or None."""
-    rights = _RIGHTS[caller.role]
-    if rights is None:
-        return _refused_to_driver(operations)
-    for operation in operations:
-        if isinstance(operation, _MANY):
-            wrong = rights.not_readable(caller.subject, operation.keys)
-            if wrong is not None:
-                return _sentence(caller, "read", wrong)
-        elif isinstance(operation, wire.Count):
-            if not rights.may_count(caller.subject, operation.prefix):
-                return _sentence(caller, "count keys below", operation.prefix)
-        elif isinstance(operation, wire.DeletePrefix):
-            if not (rights.users[_WRITE] and _is_of_users(operation.prefix)):
-                return _sentence(caller, "delete what is below", operation.prefix)
-            if operation.seal and caller.role not in SEALERS:
-                return _sentence(caller, "seal", operation.prefix)
-        elif not rights.allow(caller.subject, operation.key, _WRITE, rounds):
-            return _sentence(caller, "write", operation.key)
-        elif caller.role is Role.JOB and not _is_bare_lease(operation):
-            return f"the lease of a job has no value and lasts {JOB_LEASE_S:g} s at most"
-    return None
-
-
-def _is_bare_lease(operation: wire.Operation) -> bool:
+def _is_bare_lease(operation: wire.Operation, longest: float) -> bool:
     """Return whether an operation ends or renews a lease, and leaves nothing in the store."""
     if isinstance(operation, wire.Set):
         lease = operation.lease
-        return not operation.value and lease is not None and lease <= JOB_LEASE_S
+        return not operation.value and lease is not None and lease <= longest
     return isinstance(operation, wire.Delete)
 
 
-def _refused_to_driver(operations: Sequence[wire.Operation]) -> str | None:
-    """Return a sentence about the first write of a key that no request may write, or None."""
-    for operation in operations:
-        if isinstance(operation, wire.DeletePrefix):
-            if _is_nobodys(operation.prefix, and_below=True):
-                return f"no request may delete what is below {operation.prefix[:200]!r}{_ITSELF}"
-        elif not isinstance(operation, (*_MANY, wire.Count)) and _is_nobodys(operation.key):
-            return f"no request may write {operation.key[:200]!r}{_ITSELF}"
-    return None
-
-
-def _is_nobodys(key: str, *, and_below: bool = False) -> bool:
-    """Return whether no request may write a key, or, with `and_below`, one that begins with it."""
-    for row in KEYS:
-        head, brace, rest = row.prefix.partition("{")
-        tail = rest.partition("/")[2]
-        _owner, slash, under = key[len(head) :].partition("/")
-        begins = key.startswith(head)
-        if begins and (not brace or (slash and under.startswith(tail))):
-            return not row.writers
-        may_be_below = (not slash or tail.startswith(under)) if begins else head.startswith(key)
-        if and_below and not row.writers and may_be_below:
-            return True
-    return False
-
-
-def _sentence(caller: Caller, act: str, key: str) -> str:
-    sentence = f"a token of role {caller.role.value} may not {act} {key[:200]!r}"
-    if caller.role is Role.WORKER and key.startswith(_ROUNDS):
-        return f"{sentence}: {caller.subject} is no member of that round"
-    return sentence
-
-
-class _KeyRights:
+class _RoleRights:
     """The rights of one role to keys, arranged by scope: every request looks at some."""
 
-    def __init__(self, role: Role) -> None:
-        self._by_host = role is Role.AGENT  # `{own}` is an agent of the caller's host
+    def __init__(self, role: Role, table: Table, system: Sequence[str]) -> None:
+        self._system = system
+        self._owner_of = table.owner_of.get(role)  # None: the name in `{own}` is the caller's
         self._rows: dict[str, list[tuple[str, str | None, tuple[bool, bool]]]] = {}
-        for row in KEYS:
+        self._grouped: set[str] = set()  # scopes of groups; members read no more than others
+        for row in table.keys:
             scope, _, rest = row.prefix.partition("/")
             head, own, tail = rest.partition(_OWN)
             rights = role in row.readers, role in row.writers
             if rest == _JOINED:
                 head, own, tail = "", _JOINED, _JOINED
+                self._grouped.add(f"{scope}/")
             self._rows.setdefault(scope, []).append((head, tail if own else None, rights))
-        self.users = role in USERS.readers, role in USERS.writers
+        self._others = role in table.others.readers, role in table.others.writers
 
-    def allow(self, subject: str, key: str, how: int, rounds: RoundMembers | None = None) -> bool:
+    def allow(self, subject: str, key: str, how: int, is_member: IsMember | None = None) -> bool:
         """Return whether a caller of this role may read or write a key.
 
-        Without `rounds` it is a member of none.
+        Without `is_member` it is a member of no group.
         """
         scope, slash, rest = key.partition("/")
         rows = self._rows.get(scope) if slash else None
         if rows is None:
-            return self.users[how]
+            return self._others[how]
         for head, tail, rights in rows:
             if not rest.startswith(head):
                 continue
@@ -230,17 +250,20 @@ class _KeyRights:
                 return rights[how]
             owner, slash, under = rest[len(head) :].partition("/")
             if tail is _JOINED:
-                if slash and rounds is not None and rounds.may_write(subject, owner):
+                if slash and is_member is not None and is_member(subject, owner):
                     return rights[how]
             elif under.startswith(tail):
-                own = owner.rpartition(".")[0] if self._by_host else owner
+                own = owner if self._owner_of is None else self._owner_of(owner)
                 return own == subject and rights[how]
         return False
 
     def not_readable(self, subject: str, keys: Collection[str]) -> str | None:
         """Return the first of these keys that the caller may not read, or None."""
-        if len(keys) > _FEW and all(key.startswith(_ROUNDS) for key in (min(keys), max(keys))):
-            keys = (_ROUNDS,)  # all the others are between these two, and begin alike
+        if len(keys) > _FEW:
+            lowest, highest = min(keys), max(keys)
+            scope = lowest[: lowest.find("/") + 1]
+            if scope in self._grouped and highest.startswith(scope):
+                keys = (scope,)  # all the others are between these two, and begin alike
         for key in keys:
             if not self.allow(subject, key, _READ):
                 return key
@@ -248,15 +271,16 @@ class _KeyRights:
 
     def may_count(self, subject: str, prefix: str) -> bool:
         """Return whether the caller may read all keys that begin like this."""
-        if _is_of_users(prefix):
-            return self.users[_READ]
+        if self._has_no_row(prefix):
+            return self._others[_READ]
         return "/" in prefix and self.allow(subject, prefix, _READ)
 
+    def may_delete_below(self, prefix: str) -> bool:
+        """Return whether the caller may delete all keys that begin like this."""
+        return self._others[_WRITE] and self._has_no_row(prefix)
 
-def _is_of_users(prefix: str) -> bool:
-    """Return whether every key that begins like this is a user's."""
-    return not any(prefix.startswith(scope) or scope.startswith(prefix) for scope in SYSTEM)
-
-
-# None: there is nothing to look at.
-_RIGHTS = {role: None if role is Role.DRIVER else _KeyRights(role) for role in Role}
+    def _has_no_row(self, prefix: str) -> bool:
+        """Return whether every key that begins like this is one of no row."""
+        return not any(
+            prefix.startswith(scope) or scope.startswith(prefix) for scope in self._system
+        )

@@ -24,13 +24,13 @@ from http import HTTPStatus
 from time import monotonic, thread_time
 from typing import cast
 
-from rendezvous import access, wire
+from rendezvous import wire
+from rendezvous.access import Access
 from rendezvous.auth import Caller, Tokens
 from rendezvous.connections import Client, Connections
 from rendezvous.general import GeneralConnection
 from rendezvous.heads import MAX_BODY_BYTES, MAX_HEAD_BYTES, PlainHead, may_be_plain, read_head
 from rendezvous.request_times import WAITS, RequestTimes
-from rendezvous.round_members import RoundMembers
 from rendezvous.service import Results, StoreService
 from rendezvous.turns import Queue, Turns
 from rendezvous.web import PostsOnce, Problem, owner_of, problem_body
@@ -64,7 +64,7 @@ class FastPath:
         posts_once: PostsOnce,
         posts: Mapping[str, Post],
         tokens: Tokens,
-        rounds: RoundMembers,
+        access: Access,
         *,
         general: Callable[[], asyncio.Protocol],
         clients: Connections,
@@ -73,7 +73,7 @@ class FastPath:
     ) -> None:
         self._service, self.posts_once = service, posts_once
         self.posts: dict[str, Post] = {wire.BATCH_PATH: self._take_batch, **posts}
-        self.tokens, self._rounds, self.general = tokens, rounds, general
+        self.tokens, self.access, self.general = tokens, access, general
         ends = {True: "", False: " HTTP/1.1\r\n"}
         self.lines = {f"POST {p}{ends[p.endswith('/')]}".encode(): p for p in self.posts}
         self.clients, self.turns = clients, turns
@@ -93,7 +93,7 @@ class FastPath:
             batch = wire.decode_batch(body)
         except wire.UNREADABLE:
             return None
-        if access.refused(caller, batch.operations, self._rounds) is not None:
+        if self.access.refused(caller, batch.operations) is not None:
             return None
 
         def done(results: Results | None) -> None:
@@ -262,10 +262,10 @@ class FastConnection(asyncio.Protocol):
     def _carry_out(self, caller: Caller, head: PlainHead, body: bytes) -> bool:
         """Begin to answer; return False, with nothing done, if aiohttp has to answer."""
         shared, path = self._shared, head.path
-        # The store itself knows repeated batches.
-        known_by_id = head.request_id is not None and path != wire.BATCH_PATH
-        key = f"{path} {caller.own_id(head.request_id or '')}" if known_by_id else ""
+        key = shared.posts_once.key_of(caller, path, head.request_id)
         if key and (shared.posts_once.knows(key) or not shared.posts_once.may_begin(caller)):
+            return False
+        if not shared.access.may_post(caller, path):
             return False
         if not shared.clients.prove(self._client, caller):
             return False

@@ -24,8 +24,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rendezvous import access
 from rendezvous.accept import Acceptor
+from rendezvous.access import Access
 from rendezvous.auth import Role, Tokens
 from rendezvous.client_connections import is_loopback
 from rendezvous.connections import Client, Connections
@@ -35,17 +35,16 @@ from rendezvous.general import around, within
 from rendezvous.limits import Hits, Limits
 from rendezvous.refusals import Refusals
 from rendezvous.request_times import RequestTimes
-from rendezvous.round_members import RoundMembers
-from rendezvous.service import Done, OnChanges, Results, StoreService
+from rendezvous.service import Done, Results, StoreService
+from rendezvous.serving import Callbacks, ServerTls, Succession
 from rendezvous.sessions import Sessions
-from rendezvous.tls import ServerCertificate
 from rendezvous.tls_connections import HANDSHAKE_WAIT_S, EitherConnection, TlsConnections
 from rendezvous.turns import Turns
 from rendezvous.web import (
+    ACCESS,
     HITS,
     REFUSALS,
     REQUEST_TIMES,
-    ROUNDS,
     SESSIONS,
     TOKENS,
     KVRoutes,
@@ -84,19 +83,12 @@ class RendezvousServer:
     """The HTTP server of one job's rendezvous.
 
     `host` is a numeric address; `port` 0 means any free port; of several
-    ports the first free one is taken. With a `certificate` the server
-    speaks TLS; `known_by` is what its clients are told of it (default: its fingerprint, see `tls`).
-    With `also_plain` and an address of loopback it answers plain requests at the same port, too.
+    ports the first free one is taken.
     `others` are secrets that are taken beside the token and those derived from it, each with the
-    role that it gives.
-    `on_lease_expired(key)` and `on_client_left(key)` are called on the server's thread and must not
-    block (see `StoreService`). `routes(app)` may add routes to the application; `posts` answers
-    POSTs that are sent very often, by path (see `fast_path`). `first_revision`: see `KVStore`.
-    `first(url)` returns operations that are carried out before any client's. `on_changes` and
-    `passing`: see `StoreService`; `on_changes` is called on the server's thread.
-    `limits`: the bounds for clients; the calls below have none. `rounds`: who may write a round's
-    keys; the caller keeps it up to date.
-    `on_failed` is called on the server's thread if an error ends it that was not expected.
+    role that it gives. `access`: what the tokens may do; by default all may use the store, and the
+    driver's alone anything else.
+    `routes(app)` may add routes to the application; `posts` answers POSTs that are sent very often,
+    by path (see `fast_path`). `limits`: the bounds for clients; the calls below have none.
     """
 
     def __init__(
@@ -106,35 +98,27 @@ class RendezvousServer:
         *,
         token: str,
         others: Mapping[str, Role] | None = None,
-        on_lease_expired: Callable[[str], None] | None = None,
-        on_client_left: Callable[[str], None] | None = None,
+        access: Access | None = None,
+        tls: ServerTls = ServerTls(),
         routes: Callable[[web.Application], None] | None = None,
         posts: Mapping[str, Post] | None = None,
-        first_revision: int = 0,
-        first: Callable[[str], Sequence[Operation]] = lambda _url: (),
-        on_changes: OnChanges | None = None,
-        passing: tuple[str, ...] = (),
-        certificate: ServerCertificate | None = None,
-        known_by: str = "",
-        also_plain: bool = False,
         limits: Limits | None = None,
-        rounds: RoundMembers | None = None,
-        on_failed: Callable[[Exception], None] = lambda _error: None,
+        callbacks: Callbacks = Callbacks(),
+        succession: Succession = Succession(),
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
         self._host, self._wanted_port, self._tokens = host, port, Tokens(token, others)
-        self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
-        self._first_revision, self._first = first_revision, first
-        self._on_changes, self._passing = on_changes, passing
+        self._callbacks, self._succession = callbacks, succession
+        certificate = tls.certificate
         self._tls = None if certificate is None else certificate.context()
         self.fingerprint = "" if certificate is None else certificate.fingerprint()
-        self.known_by = known_by or self.fingerprint  # the second line of token files
-        self._also_plain = also_plain and self._tls is not None and is_loopback(host)
-        self._routes, self._posts, self._on_failed = routes, posts or {}, on_failed
+        self.known_by = tls.known_by or self.fingerprint  # the second line of token files
+        self._also_plain = tls.also_plain and self._tls is not None and is_loopback(host)
+        self._routes, self._posts = routes, posts or {}
         self.limits, self.hits = Limits() if limits is None else limits, Hits()
         self.refusals, self.request_times = Refusals(), RequestTimes()
-        self.rounds = RoundMembers() if rounds is None else rounds
+        self._access = Access() if access is None else access
         self._port: int | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -260,7 +244,7 @@ class RendezvousServer:
         except Exception as error:
             if up.done():
                 log.exception("rendezvous server on %s ended by an error", self.url)
-                self._on_failed(error)
+                self._callbacks.on_failed(error)
             else:
                 up.set_exception(error)
         finally:
@@ -285,7 +269,7 @@ class RendezvousServer:
             posts_once,
             self._posts,
             self._tokens,
-            self.rounds,
+            self._access,
             general=runner.server,
             clients=connections,
             turns=turns,
@@ -328,17 +312,18 @@ class RendezvousServer:
 
     def _make_service(self) -> StoreService:
         """Return the store on this loop, with the first keys in it."""
+        succession = self._succession
         service = StoreService(
-            self._on_lease_expired,
-            self._first_revision,
-            on_client_left=self._on_client_left,
-            on_changes=self._on_changes,
-            passing=self._passing,
+            self._callbacks.on_lease_expired,
+            succession.first_revision,
+            on_client_left=self._callbacks.on_client_left,
+            on_changes=succession.on_changes,
+            passing=succession.passing,
             limits=self.limits,
             hits=self.hits,
-            system=access.SYSTEM,
+            system=self._access.system,
         )
-        service.ask(self._first(self.url), lambda _results: None, bounded=False)
+        service.ask(succession.first(self.url), lambda _results: None, bounded=False)
         return service
 
     async def _aiohttp(
@@ -346,10 +331,10 @@ class RendezvousServer:
     ) -> web.AppRunner:
         """Return aiohttp with all routes, without a socket of its own."""
         sessions = Sessions()
-        let_in = guard(self._tokens, self.refusals, sessions)
+        let_in = guard(self._tokens, self._access, self.refusals, sessions)
         middlewares = [around, let_in, bounded, posts_once.middleware]
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
-        app[HITS], app[REFUSALS], app[ROUNDS] = self.hits, self.refusals, self.rounds
+        app[HITS], app[REFUSALS], app[ACCESS] = self.hits, self.refusals, self._access
         app[REQUEST_TIMES] = self.request_times
         app[SESSIONS], app[TOKENS] = sessions, self._tokens
         app.on_response_prepare.append(dress)

@@ -53,9 +53,9 @@ class Turns:
     def _add(self, queue: Queue, work: _Work, client: Hashable) -> None:
         self._queues[queue].setdefault(client, deque()).append(work)
         self._left += 1
-        self._plan()
+        self._schedule()
 
-    def _plan(self) -> None:
+    def _schedule(self) -> None:
         if not self._planned:
             self._planned = True
             self._loop.call_soon(self._take)
@@ -75,7 +75,7 @@ class Turns:
                     break
         finally:
             if self._left:
-                self._plan()
+                self._schedule()
 
     def _pop(self) -> _Work:
         """Take the oldest work of the next client out of the next queue that has any."""

@@ -30,13 +30,13 @@ from aiohttp import web, web_response
 from aiohttp.typedefs import Handler, Middleware
 from msgspec import Meta, Struct
 
-from rendezvous import access, wire
+from rendezvous import wire
+from rendezvous.access import Access
 from rendezvous.auth import AUTHORIZATION, Caller, Role, Tokens
 from rendezvous.errors import RefusedError, StoppedError
 from rendezvous.limits import Hits
 from rendezvous.refusals import OF_CONNECTION, Refusals
 from rendezvous.request_times import RequestTimes
-from rendezvous.round_members import RoundMembers
 from rendezvous.service import AnswerMemory, StoreService
 from rendezvous.sessions import HEADER, Session, Sessions
 from rendezvous.shares import Shares
@@ -52,10 +52,10 @@ CALLER = web.RequestKey("caller", Caller)
 PEER = web.RequestKey("peer", str)  # who has connected (`peers`), whatever the request says
 SESSION = web.RequestKey("session", Session)  # of a request without a token
 FORBIDDEN = "forbidden"
+ACCESS = web.AppKey("access", Access)
 REFUSALS = web.AppKey("refusals", Refusals)
 HITS = web.AppKey("hits", Hits)  # of the server, for handlers that show them
 REQUEST_TIMES = web.AppKey("request_times", RequestTimes)
-ROUNDS = web.AppKey("rounds", RoundMembers)
 SESSIONS = web.AppKey("sessions", Sessions)
 TOKENS = web.AppKey("tokens", Tokens)  # for a login
 _REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409, "store_full": 503}
@@ -94,7 +94,7 @@ async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:
         raise Problem(400, "malformed", f"the body is not JSON: {error}") from error
 
 
-def guard(tokens: Tokens, refusals: Refusals, sessions: Sessions) -> Middleware:
+def guard(tokens: Tokens, access: Access, refusals: Refusals, sessions: Sessions) -> Middleware:
     """Return the middleware that lets in who may use a route, and shapes all errors.
 
     A request without a token may have a session: a cookie and a header. The request ends with it.
@@ -104,9 +104,9 @@ def guard(tokens: Tokens, refusals: Refusals, sessions: Sessions) -> Middleware:
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         header = request.headers.get(AUTHORIZATION)
-        if request.path in access.OPEN:
+        if request.path in access.open:
             answer = await shape_errors(request, handler)
-            wrong = request.path == access.LOGIN_PATH and answer.status == 401
+            wrong = request.path == access.login_path and answer.status == 401
             return await refuse(request, answer=answer) if wrong else answer
         session = None
         if header is None:
@@ -116,7 +116,7 @@ def guard(tokens: Tokens, refusals: Refusals, sessions: Sessions) -> Middleware:
             caller = tokens.identify(header)
         if caller is None:
             return await refuse(request, header=header)
-        if problem := _right_lacking(request, caller):
+        if problem := _right_lacking(request, caller, access):
             refusals.forbidden(caller, problem.message)
             return error_answer(problem)
         request[CALLER] = caller
@@ -197,7 +197,7 @@ class _Refuser:
         return answer
 
 
-def _right_lacking(request: web.Request, caller: Caller) -> Problem | None:
+def _right_lacking(request: web.Request, caller: Caller, access: Access) -> Problem | None:
     """Return the problem of a request that its caller may not make; None: it may."""
     resource = request.match_info.route.resource
     if resource is not None and not access.may_call(caller, request.method, resource.canonical):
@@ -275,13 +275,20 @@ class PostsOnce:
 
     The handler runs to its end even if its client goes away, so that the repeat finds its
     answer; it must have its own deadline. Failures of the server itself (5xx) are not kept, so
-    that a repeat tries again. Batches of the store have their own memory, in `StoreService`.
+    that a repeat tries again. Batches of the store have their own memory, in `StoreService`, and
+    POSTs without a token have none: strangers choose their ids.
     """
 
     def __init__(self) -> None:
         self._memory: AnswerMemory[PostAnswer] = AnswerMemory()
         self._pending: dict[str, asyncio.Future[PostAnswer]] = {}
         self._shares = Shares(_MOST_PENDING)  # of those that are pending
+
+    def key_of(self, caller: Caller | None, path: str, request_id: str | None) -> str:
+        """Return the key of a POST; "" if it has none, and is not kept."""
+        if not request_id or caller is None or path == wire.BATCH_PATH:
+            return ""
+        return f"{path} {caller.own_id(request_id)}"
 
     def knows(self, key: str) -> bool:
         """Return whether this POST was received before."""
@@ -308,12 +315,11 @@ class PostsOnce:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer a request; the middleware belongs behind the token check."""
         request_id = request.headers.get(wire.REQUEST_ID_HEADER)
-        elsewhere = request.path == wire.BATCH_PATH or request.path in access.OPEN  # strangers' ids
-        if request.method != "POST" or elsewhere or not request_id:
+        caller = request.get(CALLER)
+        key = self.key_of(caller, request.path, request_id)
+        if request.method != "POST" or caller is None or not key:
             return await handler(request)
         await request.read()  # now, as the connection may end before the handler reads
-        caller = caller_of(request)
-        key = f"{request.path} {caller.own_id(request_id)}"
         answer = self._memory.get(key)
         if answer is None:
             pending = self._pending.get(key)
@@ -425,7 +431,7 @@ class KVRoutes:
 
 def _check(request: web.Request, operations: Sequence[wire.Operation]) -> None:
     """Raise Problem if the caller may not carry out one of these."""
-    sentence = access.refused(caller_of(request), operations, request.app[ROUNDS])
+    sentence = request.app[ACCESS].refused(caller_of(request), operations)
     if sentence is not None:
         raise forbidden(sentence)
 

@@ -27,7 +27,6 @@ _ENTRY_BYTES = 128  # assumed size of an entry without its value
 
 KV_PREFIX = "/v1/kv"
 BATCH_PATH = "/v1/kv:batch"
-EVENTS_PATH = "/v1/events"
 HEALTH_PATH = "/healthz"
 
 REVISION_HEADER = "X-Revision"

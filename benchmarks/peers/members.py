@@ -15,12 +15,12 @@ from collections.abc import Iterable
 import msgspec
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.documents import decode_world
 from elastic_driver.core.events import WorkerReady
 from rendezvous.auth import agent_token, worker_token
 from rendezvous.wire import (
     BATCH_PATH,
-    EVENTS_PATH,
     Entries,
     KVBatch,
     Operation,

@@ -23,6 +23,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import elastic_driver
+from elastic_driver.rights import PAGE_FILES, ROUTES, job_access
 from elastic_driver.runtime import openapi
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.event_log import EventLog
@@ -32,7 +33,6 @@ from elastic_driver.runtime.output import AgentsOutput
 from elastic_driver.runtime.worker_logs import WorkerLogs
 from launcher.ctl_commands import catalog
 from launcher.options import help as run_help
-from rendezvous.access import PAGE_FILES, ROUTES
 from rendezvous.auth import make_token
 from rendezvous.server import RendezvousServer
 
@@ -232,7 +232,7 @@ def _document() -> dict[str, Any]:
     logs = LogRoutes(WorkerLogs(Path("nowhere"), 0, lambda _: None))
     driver: Any = SimpleNamespace(post=None, history=None)  # no other request is answered
     routes = DriverRoutes(driver, log, nodes, AgentsOutput(lambda _: None), logs=logs)
-    with RendezvousServer(token=token, routes=routes.add_to) as server:
+    with RendezvousServer(token=token, access=job_access(), routes=routes.add_to) as server:
         headers = {"Authorization": f"Bearer {token}"}
         client = HTTPConnection("127.0.0.1", server.port, timeout=30)
         client.request("GET", openapi.OPENAPI_PATH, headers=headers)

@@ -28,6 +28,7 @@ Every decision about the job is made in the driver's thread. Errors have the for
 from aiohttp import web
 
 from elastic_driver import contract
+from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
@@ -40,7 +41,6 @@ from elastic_driver.runtime.openapi import OpenApi
 from elastic_driver.runtime.output import AgentsOutput
 from elastic_driver.runtime.page_routes import PageRoutes
 from elastic_driver.runtime.status_routes import StatusRoutes
-from rendezvous.round_members import RoundMembers
 
 
 class DriverRoutes:

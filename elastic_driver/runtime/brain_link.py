@@ -23,6 +23,7 @@ from elastic_driver.brain.documents import (
     grant_key,
     lease_key,
 )
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.liveness_port import LivenessPort
 from rendezvous.client import RendezvousClient
@@ -33,7 +34,7 @@ from rendezvous.errors import (
     UnauthorizedError,
     UnreachableError,
 )
-from rendezvous.wire import EVENTS_PATH, UNREADABLE, Entries, Get, Set, Watch, Written, expect
+from rendezvous.wire import UNREADABLE, Entries, Get, Set, Watch, Written, expect
 
 POLL_S = 3.0  # of one question for grants
 ANSWER_S = 3.0  # for an answer, beside that wait

@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import events as ev
 from elastic_driver.core.job_events import JobEvent
 from elastic_driver.errors import ExitCode
@@ -25,7 +26,7 @@ from elastic_driver.words import counted
 from rendezvous.auth import Caller, Role
 from rendezvous.shares import Shares
 from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
-from rendezvous.wire import EVENTS_PATH, UNREADABLE
+from rendezvous.wire import UNREADABLE
 
 MOST_MAIL = 65_536  # events that wait for the driver's thread, fewer than its mailbox takes
 TAKE_S = 5.0  # for an event to be taken from the mailbox and written into the journal

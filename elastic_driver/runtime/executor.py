@@ -37,6 +37,7 @@ from elastic_driver.policies.messages import (
 from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
 from elastic_driver.policies.shard_messages import StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
+from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.backend import (
     AdoptsAgents,
     Backend,
@@ -71,6 +72,7 @@ class Executor:
     """Carries out decisions."""
 
     server: RendezvousServer
+    rounds: RoundMembers
     starter: Backend
     record: JobRecord
     checks: NodeChecks | None
@@ -95,7 +97,7 @@ class Executor:
             case PublishKey(key=key, value=value):
                 self._set(key, value)
             case AdmitMembers(round=round_id, members=members):
-                self.server.rounds.admit(round_id, members)
+                self.rounds.admit(round_id, members)
             case SendEvent(event=event):
                 self.post(event)
             case ShowLine(line=line):
@@ -150,7 +152,7 @@ class Executor:
 
     def _seal_rounds(self, *rounds: int) -> None:
         self._delete(*map(contract.round_prefix, rounds), seal=True)
-        self.server.rounds.seal(*rounds)
+        self.rounds.seal(*rounds)
 
     def _start_agent(self, host: str, incarnation: int) -> None:
         self.orders[host, incarnation] = 0
@@ -211,7 +213,7 @@ class Executor:
         if world.gone:  # the machine knows the steps of when rounds began
             world = replace(world, gone=max(world.gone, self.record.ledger.step))
         self.post(RoundPublished(world))
-        self.server.rounds.publish(world.round, (member.worker for member in world.members))
+        self.rounds.publish(world.round, (member.worker for member in world.members))
         self._set(contract.JOB_WORLD, doc.encode_world(world))
         self.record.world_published(world)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from aiohttp import web
 
-from elastic_driver import contract
+from elastic_driver import contract, rights
 from elastic_driver.core import documents, measured, status
 from elastic_driver.core import events as ev
 from elastic_driver.core import join_messages as join
@@ -25,7 +25,7 @@ from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api, page_routes
 from elastic_driver.runtime.worker_logs import LogPage, LogQuery
-from rendezvous import access, wire
+from rendezvous import wire
 from rendezvous.web import JSON, KVQuery
 
 OPENAPI_PATH = "/v1/openapi.json"
@@ -101,8 +101,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", _KEY): Operation(_BINARY, query=KVQuery),
     ("PUT", _KEY): Operation(body=_BINARY, query=KVQuery, code=204),
     ("DELETE", _KEY): _NO_CONTENT,
-    ("GET", wire.EVENTS_PATH): Operation(LoggedEvents, query=Since, more=(_STREAM,)),
-    ("POST", wire.EVENTS_PATH): Operation(Accepted, ev.WireEvent | TaskEnded, code=202),
+    ("GET", contract.EVENTS_PATH): Operation(LoggedEvents, query=Since, more=(_STREAM,)),
+    ("POST", contract.EVENTS_PATH): Operation(Accepted, ev.WireEvent | TaskEnded, code=202),
     ("GET", contract.STATUS_PATH): Operation(status.JobStatus),
     ("GET", contract.HISTORY_PATH): Operation(measured.History, query=HistorySince),
     ("GET", contract.METRICS_PATH): Operation(_TEXT),
@@ -113,7 +113,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", contract.LOGIN_CODES_PATH): Operation(
         documents.LoginCode, page_routes.Nothing, optional=True
     ),
-    **{(("GET", path)): Operation(_FILE) for path in ("/", *access.PAGE_FILES)},
+    **{(("GET", path)): Operation(_FILE) for path in ("/", *rights.PAGE_FILES)},
     ("GET", OPENAPI_PATH): Operation(dict[str, Any]),
     ("POST", contract.OUTPUT_PATH): Operation(Accepted, OutputLines, code=202),
     ("POST", contract.LOGS_PATH): Operation(LogsTaken, WorkerLines, code=202),
@@ -233,7 +233,7 @@ def _entry(
     if operation.body is not None:
         content = _content(operation.body, schema_of)
         entry["requestBody"] = {"content": content, "required": not operation.optional}
-    if path in access.OPEN:
+    if path in rights.OPEN:
         entry["security"] = []
     return entry
 

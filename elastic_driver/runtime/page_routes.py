@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 
 from elastic_driver import contract
 from elastic_driver.core.documents import LoginCode
-from rendezvous.access import PAGE_FILES
+from elastic_driver.rights import PAGE_FILES
 from rendezvous.auth import Caller, bearer
 from rendezvous.sessions import CODE_S, HEADER
 from rendezvous.web import (

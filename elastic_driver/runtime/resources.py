@@ -13,10 +13,12 @@ from typing import Protocol
 
 from elastic_driver import contract
 from elastic_driver.brain.store.address import Address
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, TakenOverError
+from elastic_driver.rights import job_access
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
@@ -51,7 +53,7 @@ from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import Role, make_token, read_credentials, read_token_file
 from rendezvous.errors import CertificateError, RendezvousError
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH
+from rendezvous.serving import Callbacks, ServerTls, Succession
 
 
 @dataclass(kw_only=True, eq=False)
@@ -227,24 +229,30 @@ class DriverResources:
             host,
             ports if len(ports) > 1 else ports[0],
             token=token,
-            certificate=identity.certificate,
-            known_by=identity.known_by,
-            also_plain=identity.also_plain,
+            tls=ServerTls(
+                certificate=identity.certificate,
+                known_by=identity.known_by,
+                also_plain=identity.also_plain,
+            ),
             others=dict.fromkeys(setup.secrets, Role.OPERATOR),
-            on_lease_expired=self._lease_expired,
-            on_client_left=self._suspects.client_left,
+            callbacks=Callbacks(
+                on_lease_expired=self._lease_expired,
+                on_client_left=self._suspects.client_left,
+                on_failed=self._cannot_serve,
+            ),
             routes=routes.add_to,
             posts={
                 EVENTS_PATH: routes.events.take_event,
                 SHARDS_PATH: routes.requests.take_shard_request,
             },
-            first_revision=setup.term << 40,  # clients have seen older revisions only
-            first=partial(first_documents, setup.term, setup.spec, kept),
-            on_changes=lambda values: self._mailbox.put(mail.KeysChanged(values)),
-            passing=contract.PASSING_SCOPES,
+            succession=Succession(
+                first_revision=setup.term << 40,  # clients have seen older revisions only
+                first=partial(first_documents, setup.term, setup.spec, kept),
+                on_changes=lambda values: self._mailbox.put(mail.KeysChanged(values)),
+                passing=contract.PASSING_SCOPES,
+            ),
             limits=setup.options.limit,
-            rounds=routes.rounds,
-            on_failed=self._cannot_serve,
+            access=job_access(routes.rounds),
         )
         say = None if run is None else setup.reporter.note
         listen(server, ports, setup.spec.run_id, say)
@@ -266,6 +274,7 @@ class DriverResources:
         )
         executor = Executor(
             server=server,
+            rounds=self.routes.rounds,
             starter=starter,
             record=record,
             checks=setup.checks,

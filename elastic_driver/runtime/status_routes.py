@@ -10,6 +10,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
@@ -19,7 +20,6 @@ from elastic_driver.runtime.openapi import HistorySince
 from rendezvous.auth import Caller
 from rendezvous.shares import Shares
 from rendezvous.web import HITS, JSON, REFUSALS, REQUEST_TIMES, Problem, caller_of
-from rendezvous.wire import EVENTS_PATH
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
 MAX_STREAMS = 64  # readers that follow the job or its event log at the same time

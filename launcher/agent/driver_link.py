@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import documents
 from elastic_driver.core.events import AgentReturned, WireEvent
 from elastic_driver.core.job_spec import JobSpec
@@ -25,7 +26,7 @@ from elastic_driver.reachability import probe
 from rendezvous.client import RendezvousClient
 from rendezvous.client_connections import parse_url
 from rendezvous.errors import RefusedError, RendezvousError, RequestError
-from rendezvous.wire import EVENTS_PATH, MAX_WAIT_S, Entries, Get, Set, Watch, Written, expect
+from rendezvous.wire import MAX_WAIT_S, Entries, Get, Set, Watch, Written, expect
 
 ORDERS_AHEAD = 16  # orders that one answer may bring
 CALM_LOOK_S = 1.0  # between two looks at whether the driver answers, while it does

@@ -21,12 +21,12 @@ from msgspec.structs import replace
 
 from elastic_driver.brain.documents import JobOver, JobReport
 from elastic_driver.brain.messages import JobEnded, JobHeard
-from elastic_driver.contract import STATUS_PATH
+from elastic_driver.contract import EVENTS_PATH, STATUS_PATH
 from elastic_driver.runtime.run_dir import MAX_RUN_ID_CHARS, is_run_id
 from launcher.brain.intake import MOST_JOBS
 from rendezvous.auth import Caller, Role
 from rendezvous.web import JSON, PEER, Problem, caller_of, forbidden, read_json
-from rendezvous.wire import EVENTS_PATH, UNREADABLE
+from rendezvous.wire import UNREADABLE
 
 ANSWER_S = 5.0
 AHEAD_S = 86400.0  # by which the clock of a job's host may differ

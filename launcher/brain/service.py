@@ -35,8 +35,10 @@ from elastic_driver.brain.messages import (
     WithdrawGrant,
 )
 from elastic_driver.brain.receipts import Receipts
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered, Tick
 from elastic_driver.core.machine import stamped
+from elastic_driver.rights import job_access
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.identity import Identity
@@ -50,7 +52,8 @@ from launcher.brain.probes import Drivers
 from launcher.brain.routes import BrainRoutes, job_of_lease
 from launcher.brain.status import is_silent, status_document
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH, Delete, Set
+from rendezvous.serving import Callbacks, ServerTls, Succession
+from rendezvous.wire import Delete, Set
 
 LONGEST_WAIT_S = 1.0
 SPIN_GUARD_S = 0.01  # the least time between two ticks
@@ -195,14 +198,20 @@ class BrainService:
             setup.host,
             setup.port,
             token=setup.token,
-            certificate=setup.identity.certificate,
-            known_by=setup.identity.known_by,
-            also_plain=setup.identity.also_plain,
-            on_lease_expired=self._lease_expired,
+            access=job_access(),
+            tls=ServerTls(
+                certificate=setup.identity.certificate,
+                known_by=setup.identity.known_by,
+                also_plain=setup.identity.also_plain,
+            ),
+            callbacks=Callbacks(
+                on_lease_expired=self._lease_expired, on_failed=self._server_failed
+            ),
             routes=routes.add_to,
             posts={EVENTS_PATH: routes.take_event},
-            first_revision=self._state.starts << 40,  # jobs have seen older revisions only
-            on_failed=self._server_failed,
+            succession=Succession(
+                first_revision=self._state.starts << 40,  # jobs have seen older revisions only
+            ),
         ).start()
 
     def _lease_expired(self, key: str) -> None:

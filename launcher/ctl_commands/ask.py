@@ -3,9 +3,9 @@
 import msgspec
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from launcher.ctl_commands import show
 from rendezvous.client import RendezvousClient
-from rendezvous.wire import EVENTS_PATH
 
 
 class _EventPage(msgspec.Struct):

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.documents import LoginCode
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.options import SECONDS_OR_0, ValueKind, whole, whole_or
@@ -32,7 +33,6 @@ from launcher.ctl_commands.plan_file import read_plan
 from rendezvous.auth import Role
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError
-from rendezvous.wire import EVENTS_PATH
 
 TIMEOUT_S = 10.0
 SILENCE_S = 60.0  # in a stream; the driver sends a comment every 15 s

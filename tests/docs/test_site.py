@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import elastic_driver
+from elastic_driver.rights import ROUTES
 from launcher.ctl_commands import catalog
-from rendezvous.access import ROUTES
 from tests.support.browser import needs_chromium, tab
 from tests.support.job import ROOT
 

@@ -11,13 +11,14 @@ import psutil
 import pytest
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import documents
 from elastic_driver.core.events import HostLeaving, WorkerExited, WorkerReady
 from elastic_driver.runtime.run_dir import read_endpoint
 from rendezvous.auth import agent_token, read_token_file, worker_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RefusedError, RequestError, UnauthorizedError
-from rendezvous.wire import EVENTS_PATH, Count, Delete, DeletePrefix, Get, Operation, Set
+from rendezvous.wire import Count, Delete, DeletePrefix, Get, Operation, Set
 from tests.support.job import JOBS, RunningJob, elasticrun
 
 SHUTDOWN = documents.encode(documents.ShutdownOrder("a worker says so", 0.0))

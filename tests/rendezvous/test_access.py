@@ -1,283 +1,115 @@
-"""Rights: each role may do what its rows say, and nothing else."""
+"""Rows of rights: the default of a server that is given none, and what the parts of a table do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from rendezvous import auth
-from rendezvous.access import JOB_LEASE_S, KEYS, ROUTES, may_call, refused
+from rendezvous.access import (
+    EVERYBODY,
+    NOBODY,
+    PLAIN_STORE,
+    Access,
+    BareLease,
+    KeyRights,
+    Reason,
+    RouteRights,
+)
 from rendezvous.auth import Caller, Role
-from rendezvous.client import RendezvousClient
-from rendezvous.errors import RequestError, SealedError
-from rendezvous.round_members import RoundMembers
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import (
-    Add,
-    Append,
-    CompareSet,
-    Count,
-    Delete,
-    DeletePrefix,
-    Get,
-    Operation,
-    Set,
-    Watch,
-    Written,
-)
+from rendezvous.wire import BATCH_PATH, Append, Count, Delete, DeletePrefix, Get, Set
 from tests.rendezvous.common import TOKEN, error_of, request
-from tests.rendezvous.rights_tables import tables
 
-AGENT = Caller(Role.AGENT, "a")
-WORKER = Caller(Role.WORKER, "a.0.1")
-OPERATOR, READER, NODE = Caller(Role.OPERATOR), Caller(Role.READER), Caller(Role.NODE, "n")
-JOB = Caller(Role.JOB, "night")
-ALL = {AGENT, WORKER, OPERATOR, READER, NODE, JOB}
-ROUNDS = RoundMembers()  # the worker is a member of round 7, and round 5 is over
-ROUNDS.publish(7, ["a.0.1", "b.0.1"])
-ROUNDS.admit(8, ["b.0.1"])
-ROUNDS.seal(5)
+OTHERS = [Caller(role, "x") for role in Role if role is not Role.DRIVER]
+WRITERS = [caller for caller in OTHERS if caller.role is not Role.READER]
+TEAM = frozenset({Role.WORKER})
 
-# A key, who may write it, and who may read it.
-RIGHTS: tuple[tuple[str, set[Caller], set[Caller]], ...] = (
-    ("job/world", set(), {AGENT, WORKER, NODE}),
-    ("job/anything/below", set(), {AGENT, WORKER, NODE}),
-    ("agents/a.1/orders/1", set(), {AGENT}),
-    ("agents/a.1/lease", {AGENT}, {AGENT}),
-    ("agents/a.12/heartbeat", {AGENT}, {AGENT}),
-    ("agents/b.1/lease", set(), set()),
-    ("agents/a.b.1/lease", set(), set()),
-    ("agents/b.1/orders/1", set(), set()),
-    ("agents/a", set(), set()),
-    ("workers/a.0.1/lease", {WORKER}, {WORKER}),
-    ("workers/a.0.1/progress", {WORKER}, {WORKER}),
-    ("workers/a.0.10/lease", set(), set()),
-    ("workers/a.1.1/progress", set(), set()),
-    ("rounds/7/anything", {WORKER}, {WORKER}),
-    ("rounds/7", set(), {WORKER}),
-    ("rounds/07/anything", set(), {WORKER}),
-    ("rounds/8/anything", set(), {WORKER}),
-    ("rounds/9/anything", set(), {WORKER}),
-    ("rounds/5/anything", {WORKER}, {WORKER}),  # where the store says that it is sealed
-    ("rounds//7/", set(), {WORKER}),
-    ("checks/spec", set(), {AGENT, WORKER}),
-    ("checks/machines/x", {WORKER}, {WORKER}),
-    ("checks/machine_locks/x", {WORKER}, {WORKER}),
-    ("checks/assignments/a.0.1/1", set(), {WORKER}),
-    ("checks/assignments/a.0.2/1", set(), set()),
-    ("nodes/n/session/lease", {NODE}, {NODE}),
-    ("nodes/a/session/lease", set(), set()),
-    ("nodes/n2/session/lease", set(), set()),
-    ("mine/key", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
-    ("jobs/night/grant", set(), {JOB}),
-    ("jobs/night/lease", {JOB}, {JOB}),
-    ("jobs/night/other", set(), set()),
-    ("jobs/other/grant", set(), set()),
-    ("jobs/other/lease", set(), set()),
-    ("jobs/key", set(), set()),
-    ("jobsite/key", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
-    ("job", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
+
+def test_without_a_table_every_token_uses_the_store_and_nothing_else() -> None:
+    access = Access()
+    for caller in OTHERS:
+        assert access.may_call(caller, "POST", BATCH_PATH)
+        assert access.may_post(caller, BATCH_PATH)
+        assert access.refused(caller, [Get(("any/key",)), Count(), Count("any/")]) is None
+        assert not access.may_call(caller, "GET", "/of/others")
+        assert not access.may_post(caller, "/of/others")
+        assert access.refused(caller, [DeletePrefix("any/", seal=True)]) is not None
+        may_write = access.refused(caller, [Set("any/key"), DeletePrefix("any/")]) is None
+        assert may_write is (caller in WRITERS)
+    assert access.may_call(auth.DRIVER, "GET", "/of/others")
+    assert access.may_post(auth.DRIVER, "/of/others")
+    assert access.refused(auth.DRIVER, [DeletePrefix("any/", seal=True)]) is None
+    assert access.system == ()
+
+
+def test_a_server_without_a_table_refuses_what_is_not_the_store(server: RendezvousServer) -> None:
+    reader, worker = auth.reader_token(TOKEN), auth.worker_token(auth.agent_token(TOKEN, "a"), "a")
+    assert request(server, "PUT", "/v1/kv/any/key", b"1", worker)[0] == 204
+    assert request(server, "GET", "/v1/kv/any/key", None, reader)[2] == b"1"
+    status, _, body = request(server, "PUT", "/v1/kv/any/key", b"2", reader)
+    assert (status, error_of(body)["code"]) == (403, "forbidden")
+
+
+@pytest.mark.parametrize(
+    ("path", "may"),
+    [
+        ("/sets/a:next", True),
+        ("/sets/a:done", False),
+        ("/sets/a:next:next", False),
+        ("/sets/a/b:next", False),
+        ("/sets/a", False),
+        ("/plain", True),
+        ("/plain/", False),
+        ("/looked_at", False),
+    ],
 )
-
-
-def allowed(operations: Sequence[Operation]) -> set[Caller]:
-    """Return the callers, beside the driver, that may carry these out."""
-    return {caller for caller in ALL if refused(caller, operations, ROUNDS) is None}
-
-
-@pytest.mark.parametrize(("key", "writers", "readers"), RIGHTS)
-def test_each_key_is_written_and_read_by_those_who_may(
-    key: str, writers: set[Caller], readers: set[Caller]
-) -> None:
-    writes = (
-        *(Set(key), Set(key, lease=1.0), Add(key, 1), Append(key, b""), Delete(key)),
-        CompareSet(key, None, b""),
+def test_a_post_is_found_by_the_path_that_was_requested(path: str, may: bool) -> None:
+    routes = (
+        RouteRights("POST", "/sets/{set}:next", TEAM),
+        RouteRights("POST", "/plain", TEAM),
+        RouteRights("GET", "/looked_at", TEAM),
     )
-    for write in writes:
-        is_bare = isinstance(write, Delete) or (isinstance(write, Set) and write.lease)
-        assert allowed([write]) == writers - (set() if is_bare else {JOB}), write
-    for read in (Get((key,)), Get(("mine/key", key)), Watch({key: 0})):
-        assert allowed([read]) == readers - (
-            set() if len(read.keys) == 1 else {AGENT, NODE, JOB}
-        ), read
-    assert allowed([Get(("job/world",)), Set(key)]) <= writers, "one wrong operation is enough"
+    access = Access(replace(PLAIN_STORE, routes=routes))
+    assert access.may_post(Caller(Role.WORKER, "w"), path) is may
+    assert not access.may_post(Caller(Role.NODE, "n"), path)
 
 
-NOBODYS = ("job/", "agents/a.1/orders/", "checks/", "checks/assignments/a.0.1/", "jobs/x/grant")
+def test_a_name_in_a_key_is_the_callers_as_the_table_says() -> None:
+    keys = (KeyRights("by/{own}/", EVERYBODY, EVERYBODY, ""),)
+    access = Access(replace(PLAIN_STORE, keys=keys, owner_of={Role.NODE: str.upper}))
+    worker, node = Caller(Role.WORKER, "ME"), Caller(Role.NODE, "ME")
+    assert access.refused(worker, [Set("by/ME/1")]) is None
+    assert access.refused(worker, [Set("by/me/1")]) is not None
+    assert access.refused(node, [Set("by/me/1")]) is None
+    assert access.refused(node, [Set("by/you/1")]) is not None
+    assert access.system == ("by/",)
 
 
-def test_keys_that_the_driver_writes_itself_are_written_by_no_request() -> None:
-    assert {row.prefix.replace("{own}", "a.1") for row in KEYS if not row.writers} == {
-        *("job/", "agents/a.1/orders/", "checks/", "checks/assignments/a.1/", "jobs/a.1/grant"),
-        "rounds/",
-    }
-    for prefix in NOBODYS:
-        key = f"{prefix}1"
-        for write in (Set(key), Add(key, 1), Append(key, b""), Delete(key), DeletePrefix(key)):
-            for caller in (auth.DRIVER, *ALL):
-                said = refused(caller, [Get(("job/spec",)), write], ROUNDS)
-                assert said is not None, (caller, write)
-        said = refused(auth.DRIVER, [CompareSet(key, None, b"")], ROUNDS)
-        assert said == f"no request may write {key!r}: the driver does that itself"
-        assert refused(auth.DRIVER, [Get((key,)), Watch({key: 0}), Count(key)], ROUNDS) is None
-    for prefix in ("", "j", "job", "job/", "agents/", "agents/a", "agents/a.1/", "agents/a.1/o"):
-        for seal in (False, True):
-            said = refused(auth.DRIVER, [DeletePrefix(prefix, seal=seal)], ROUNDS)
-            assert said == (
-                f"no request may delete what is below {prefix!r}: the driver does that itself"
-            )
-    for prefix in ("check", "checks/machines", "jobs/x/", "rounds/", "rounds/7"):
-        assert refused(auth.DRIVER, [DeletePrefix(prefix)], ROUNDS) is not None, prefix
-    for mine in ("rounds/7/", "workers/", "workers/a.0.1/", "nodes/n/", "checks/machines/", "mine"):
-        assert refused(auth.DRIVER, [DeletePrefix(mine), Set(f"{mine}x")], ROUNDS) is None, mine
-    assert refused(auth.DRIVER, [Set("agents/a.1/lease"), Set("jobs/x/lease")], ROUNDS) is None
+def test_members_of_a_group_write_and_others_hear_why_they_do_not() -> None:
+    keys = (KeyRights("club/{joined}/", TEAM, TEAM, ""), KeyRights("club/", NOBODY, TEAM, ""))
+    reasons = (Reason(Role.WORKER, "club/", "has no card"),)
+    table = replace(PLAIN_STORE, keys=keys, reasons=reasons)
+    access = Access(table, lambda caller, group: (caller, group) == ("w", "3"))
+    member, other = Caller(Role.WORKER, "w"), Caller(Role.WORKER, "v")
+    assert access.refused(member, [Set("club/3/x")]) is None
+    assert access.refused(other, [Get(("club/3/x",))]) is None
+    said = "a token of role worker may not write 'club/3/x': v has no card"
+    assert access.refused(other, [Set("club/3/x")]) == said
+    assert Access(table).refused(member, [Set("club/3/x")]) is not None, "nobody is a member"
 
 
-@pytest.mark.parametrize(
-    ("operation", "may"),
-    [
-        (Set("jobs/night/lease", lease=JOB_LEASE_S), True),
-        (Delete("jobs/night/lease"), True),
-        (Set("jobs/night/lease", lease=JOB_LEASE_S + 1), False),
-        (Set("jobs/night/lease"), False),
-        (Set("jobs/night/lease", b"x", lease=1.0), False),
-        (Append("jobs/night/lease", b"x" * 1000), False),
-        (Add("jobs/night/lease", 1), False),
-        (CompareSet("jobs/night/lease", None, b"x"), False),
-    ],
-)
-def test_a_job_leaves_nothing_in_the_store_of_its_brain(operation: Operation, may: bool) -> None:
-    """Who may start jobs has the token of any name: each would keep its share of the store."""
-    assert (refused(JOB, [operation], RoundMembers()) is None) is may
-
-
-def test_many_keys_are_all_looked_at() -> None:
-    round_keys = tuple(f"rounds/3/{n}" for n in range(100))
-    assert allowed([Get(round_keys)]) == {WORKER}
-    for wrong in ("agents/a.1/orders/1", "workers/a.1.1/lease", "zzz/key", "nodes/x/lease"):
-        may = {WORKER} if wrong == "zzz/key" else set()
-        assert allowed([Get((*round_keys[:50], wrong, *round_keys[50:]))]) == may
-
-
-@pytest.mark.parametrize(
-    ("prefix", "deleters", "counters"),
-    [
-        ("mine/", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
-        ("min", {WORKER, OPERATOR}, {WORKER, OPERATOR}),
-        ("rounds/3/", set(), {WORKER}),
-        ("workers/a.0.1/", set(), {WORKER}),
-        ("agents/", set(), set()),
-        ("nod", set(), set()),
-        ("j", set(), set()),
-        ("job", set(), set()),
-    ],
-)
-def test_what_is_below_a_prefix_belongs_to_somebody(
-    prefix: str, deleters: set[Caller], counters: set[Caller]
-) -> None:
-    assert allowed([DeletePrefix(prefix)]) == deleters
-    sealers = {caller for caller in deleters if caller.role is Role.OPERATOR}
-    assert allowed([DeletePrefix(prefix, seal=True)]) == sealers, "a worker ends no keys of others"
-    assert allowed([Count(prefix)]) == counters
-    assert allowed([Count()]) == set()
-
-
-def test_a_route_of_no_row_is_the_drivers() -> None:
-    assert may_call(auth.DRIVER, "POST", "/v1/anything")
-    assert not any(may_call(caller, "POST", "/v1/anything") for caller in ALL)
-    assert not any(may_call(caller, "PUT", "/v1/status") for caller in ALL)
-
-
-def test_only_operators_steer_and_readers_only_look() -> None:
-    steering = [row for row in ROUTES if row.path in ("/v1/scale", "/v1/stop", "/v1/stacks")]
-    assert len(steering) == 3
-    assert all(row.roles == {Role.OPERATOR} for row in steering)
-    read = {(row.method, row.path) for row in ROUTES if Role.READER in row.roles}
-    assert {path for method, path in read if method != "GET"} == {"/logout"}
-    assert {"/v1/status", "/metrics", "/v1/events"} <= {path for _, path in read}
-    assert not any(Role.READER in row.writers | row.readers for row in KEYS)
-
-
-def test_the_page_of_security_has_the_tables_of_the_code() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
-    assert tables() in page, "put in what python -m tests.rendezvous.rights_tables prints"
-
-
-# ---- over HTTP ---------------------------------------------------------------------------
-
-
-def test_no_token_writes_what_agents_and_workers_start_over_http(server: RendezvousServer) -> None:
-    for token in (TOKEN, auth.operator_token(TOKEN), auth.agent_token(TOKEN, "a")):
-        for key in ("job/spec", "job/world", "agents/a.1/orders/1"):
-            for method in ("PUT", "DELETE"):
-                status, _, body = request(server, method, f"/v1/kv/{key}", b"x", token=token)
-                assert status == 403, (token, key)
-                assert error_of(body)["code"] == "forbidden"
-        with RendezvousClient(server.url, token) as client:
-            with pytest.raises(RequestError, match="403"):
-                client.batch(Get(("job/spec",)), Set("job/spec", b"x"))
-            with pytest.raises(RequestError, match="403"):
-                client.batch(DeletePrefix("job/", seal=True))
-    server.apply([Set("job/spec", b"the driver's own")])
-    assert request(server, "GET", "/v1/kv/job/spec")[2] == b"the driver's own"
-
-
-def test_a_refused_request_changes_nothing_and_says_why(
-    server: RendezvousServer, client: RendezvousClient
-) -> None:
-    agent = auth.agent_token(TOKEN, "a")
-    server.apply([Set("agents/a.1/orders/1", b"the driver's")])
-    with RendezvousClient(server.url, auth.worker_token(agent, "a.0.1")) as worker:
-        with pytest.raises(RequestError, match=r"403 forbidden: .*worker.*agents/a.1/orders/1"):
-            worker.batch(Set("mine/key", b"1"), Set("agents/a.1/orders/1", b"mine"))
-        assert worker.get("mine/key") is None, "nothing of that batch was carried out"
-        assert worker.one(Set("mine/key", b"2"), Written), "and the connection goes on"
-    entry = client.get("agents/a.1/orders/1")
-    assert entry is not None
-    assert entry.value == b"the driver's"
-
-
-def test_a_worker_writes_keys_of_its_own_round_only(server: RendezvousServer) -> None:
-    clients = {
-        name: RendezvousClient(server.url, auth.worker_token(auth.agent_token(TOKEN, "a"), name))
-        for name in ("a.0.1", "a.1.1")
-    }
-    member, other = clients["a.0.1"], clients["a.1.1"]
-    server.rounds.publish(3, ["a.0.1"])
-    member.set("rounds/3/x", b"1")
-    assert other.get("rounds/3/x") is not None, "it may look"
-    with pytest.raises(RequestError, match=r"403 forbidden: .*a\.1\.1 is no member of that round"):
-        other.set("rounds/3/x", b"2")
-    with pytest.raises(RequestError, match=r"403 .*docs/security\.md"):
-        member.set("rounds/4/x", b"1")
-    server.rounds.publish(4, ["a.1.1"])
-    member.set("rounds/3/x", b"2")  # it may still be in that round
-    server.post([DeletePrefix("rounds/3/", seal=True)])
-    server.rounds.seal(3)
-    for client in clients.values():
-        with pytest.raises(SealedError):
-            client.set("rounds/3/x", b"3")
-        client.close()
-
-
-def test_single_keys_have_the_same_rights(server: RendezvousServer) -> None:
-    worker = auth.worker_token(auth.agent_token(TOKEN, "a"), "a.0.1")
-    for method in ("GET", "PUT", "DELETE"):
-        status, _, body = request(server, method, "/v1/kv/agents/a.1/lease", b"", token=worker)
-        assert (status, error_of(body)["code"]) == (403, "forbidden")
-    assert request(server, "PUT", "/v1/kv/mine/key", b"1", token=worker)[0] == 204
-    assert request(server, "GET", "/v1/kv/mine/key", token=worker)[2] == b"1"
-    assert request(server, "GET", "/v1/kv/mine/key", token=auth.reader_token(TOKEN))[0] == 403
-    assert request(server, "GET", "/v1/kv/mine/key", token="worker:a.0.1:00")[0] == 401
-    assert request(server, "GET", "/no/such/route", token=worker)[0] == 404
-
-
-def test_a_connection_may_show_one_token_after_the_other(server: RendezvousServer) -> None:
-    worker = auth.worker_token(auth.agent_token(TOKEN, "a"), "a.0.1")
-    with RendezvousClient(server.url, worker) as client:
-        client.set("mine/key", b"1")
-        for token, status in ((worker[:-1] + "x", 401), (TOKEN, 200), (worker, 403)):
-            body = b'{"operations":[{"type":"count"}],"request_id":"x"}'
-            assert request(server, "POST", "/v1/kv:batch", body, token=token)[0] == status
+def test_a_role_may_be_held_to_leases_without_a_value() -> None:
+    access = Access(replace(PLAIN_STORE, bare_leases=(BareLease(Role.JOB, 5.0),)))
+    job = Caller(Role.JOB, "j")
+    assert access.refused(job, [Set("a/b", lease=5.0), Delete("a/b")]) is None
+    said = "the lease of a job has no value and lasts 5 s at most"
+    for wrong in (
+        Set("a/b"),
+        Set("a/b", lease=6.0),
+        Set("a/b", b"x", lease=1.0),
+        Append("a/b", b""),
+    ):
+        assert access.refused(job, [wrong]) == said
+    assert access.refused(Caller(Role.NODE, "n"), [Set("a/b", b"x")]) is None

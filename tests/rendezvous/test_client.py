@@ -26,6 +26,7 @@ from rendezvous.errors import (
     WokenError,
 )
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Succession
 from rendezvous.web import Problem
 from rendezvous.wire import (
     Add,
@@ -409,7 +410,7 @@ def test_a_driver_at_another_address_is_found_in_the_file_once_nobody_answers(
     first = RendezvousServer(token=TOKEN).start()
     with RendezvousClient(first.url, TOKEN, url_file=file) as client:
         client.set("a/k", b"1")
-        with RendezvousServer(token=TOKEN, first_revision=1 << 40) as second:
+        with RendezvousServer(token=TOKEN, succession=Succession(first_revision=1 << 40)) as second:
             file.write_text(second.url)
             assert client.set("a/k", b"2") == 2  # the first one still answers
             first.stop()

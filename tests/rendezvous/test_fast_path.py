@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from rendezvous import auth, connections, fast_path
+from rendezvous.access import PLAIN_STORE, Access, RouteRights
 from rendezvous.client import RendezvousClient
 from rendezvous.limits import Limits
 from rendezvous.server import RendezvousServer
@@ -66,7 +68,10 @@ def server(told: list[bytes], later: Later) -> Iterator[RendezvousServer]:
         answer(202, b'{"number":%d}' % len(told))
         return lambda: None
 
-    with RendezvousServer(token=TOKEN, posts={POST: take, BELOW: later.take}) as server:
+    route = RouteRights("POST", POST, frozenset({auth.Role.WORKER}))
+    access = Access(replace(PLAIN_STORE, routes=(*PLAIN_STORE.routes, route)))
+    posts = {POST: take, BELOW: later.take}
+    with RendezvousServer(token=TOKEN, access=access, posts=posts) as server:
         yield server
 
 

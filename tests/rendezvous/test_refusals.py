@@ -116,5 +116,6 @@ def test_forbidden_requests_are_counted_too(server: RendezvousServer) -> None:
     reader = auth.reader_token(TOKEN)
     assert request(server, "PUT", "/v1/kv/a/b", b"", token=reader)[0] == 403
     worker = auth.worker_token(auth.agent_token(TOKEN, "a"), "a.0.1")
-    assert request(server, "PUT", "/v1/kv/job/b", b"", token=worker)[0] == 403
+    seals = b'{"operations":[{"type":"delete_prefix","prefix":"a/","seal":true}],"request_id":"x"}'
+    assert request(server, "POST", "/v1/kv:batch", seals, token=worker)[0] == 403
     assert server.refusals.snapshot() == {"unauthorized": 0, "forbidden": 2}

@@ -12,6 +12,7 @@ from aiohttp import web
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Callbacks
 from rendezvous.wire import Add, Count, Entries, Entry, Get, Number, Set, Watch, Written
 from tests.rendezvous.common import TOKEN, eventually, request, waiting
 
@@ -48,7 +49,9 @@ def test_apply_gives_up_at_its_deadline_and_leaves_no_waiter(server: RendezvousS
 
 def test_an_expired_lease_is_reported_once() -> None:
     expired: list[str] = []
-    with RendezvousServer(token=TOKEN, on_lease_expired=expired.append) as server:
+    with RendezvousServer(
+        token=TOKEN, callbacks=Callbacks(on_lease_expired=expired.append)
+    ) as server:
         server.apply([Set("workers/a/lease", b"", lease=0.05)])
         eventually(lambda: expired == ["workers/a/lease"], "the lease expires")
         assert server.apply([Count("workers/")]) == (Number(0),)
@@ -59,7 +62,7 @@ def test_a_listener_that_fails_stops_nothing(caplog: pytest.LogCaptureFixture) -
     def fail(key: str) -> None:
         raise RuntimeError(f"cannot take {key}")
 
-    with RendezvousServer(token=TOKEN, on_lease_expired=fail) as server:
+    with RendezvousServer(token=TOKEN, callbacks=Callbacks(on_lease_expired=fail)) as server:
         server.apply([Set("lease", b"", lease=0.01)])
         eventually(lambda: server.apply([Count()]) == (Number(0),), "the lease expires")
         assert server.apply([Set("a", b"")])
@@ -95,7 +98,7 @@ def test_work_that_the_end_of_the_server_ends_has_not_failed(
 
 def test_a_server_whose_loop_fails_says_so_to_its_owner(caplog: pytest.LogCaptureFixture) -> None:
     failed: list[Exception] = []
-    with RendezvousServer(token=TOKEN, on_failed=failed.append) as server:
+    with RendezvousServer(token=TOKEN, callbacks=Callbacks(on_failed=failed.append)) as server:
         assert server._loop is not None
         server._loop.call_soon_threadsafe(server._loop.stop)  # asyncio.run fails then
         eventually(lambda: failed, "its owner knows")
@@ -104,7 +107,9 @@ def test_a_server_whose_loop_fails_says_so_to_its_owner(caplog: pytest.LogCaptur
 
 def test_a_server_that_stood_still_does_not_blame_those_who_hold_leases() -> None:
     expired: list[str] = []
-    with RendezvousServer(token=TOKEN, on_lease_expired=expired.append) as server:
+    with RendezvousServer(
+        token=TOKEN, callbacks=Callbacks(on_lease_expired=expired.append)
+    ) as server:
         server.apply([Set("lease", b"", lease=0.3)])
         assert server._loop is not None
         server._loop.call_soon_threadsafe(time.sleep, 1.0)  # as if stopped by a signal

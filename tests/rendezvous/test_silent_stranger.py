@@ -14,6 +14,7 @@ from rendezvous import tls
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import ServerTls
 from rendezvous.wire import Entries, Entry, Get
 from tests.rendezvous.common import TOKEN
 
@@ -22,7 +23,7 @@ from tests.rendezvous.common import TOKEN
 def server(tmp_path: Path) -> Iterator[RendezvousServer]:
     certificate = tls.certificate_in(tmp_path)
     tls.make_certificate(certificate)
-    with RendezvousServer(token=TOKEN, certificate=certificate) as server:
+    with RendezvousServer(token=TOKEN, tls=ServerTls(certificate=certificate)) as server:
         yield server
 
 

@@ -26,6 +26,7 @@ from rendezvous.errors import (
 )
 from rendezvous.limits import Hits, Limits
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import ServerTls
 from rendezvous.tls import ServerCertificate, make_certificate
 from rendezvous.tls_connections import HANDSHAKE_WAIT_S
 from rendezvous.wire import Get, Set
@@ -45,7 +46,7 @@ def made(folder: Path) -> ServerCertificate:
 
 @pytest.fixture
 def server(certificate: ServerCertificate) -> Iterator[RendezvousServer]:
-    with RendezvousServer(token=TOKEN, certificate=certificate) as server:
+    with RendezvousServer(token=TOKEN, tls=ServerTls(certificate=certificate)) as server:
         yield server
 
 
@@ -123,7 +124,7 @@ def test_the_first_certificate_seen_is_the_only_one_taken(
     assert client.peer_fingerprint == server.fingerprint
     port = server.port
     server.stop()
-    with RendezvousServer(port=port, token=TOKEN, certificate=made(tmp_path)):
+    with RendezvousServer(port=port, token=TOKEN, tls=ServerTls(certificate=made(tmp_path))):
         for later in (client, client.clone()):
             with pytest.raises(UnreachableError, match="certificate of another server"):
                 later.get("a/b")
@@ -161,7 +162,9 @@ def test_on_loopback_http_is_spoken_over_tls_by_who_knows_the_certificate(host: 
 
 @pytest.fixture
 def both(certificate: ServerCertificate) -> Iterator[RendezvousServer]:
-    with RendezvousServer(token=TOKEN, certificate=certificate, also_plain=True) as server:
+    with RendezvousServer(
+        token=TOKEN, tls=ServerTls(certificate=certificate, also_plain=True)
+    ) as server:
         yield server
 
 
@@ -210,8 +213,7 @@ def test_only_loopback_answers_plain_requests(certificate: ServerCertificate) ->
         RendezvousServer(
             "0.0.0.0",  # noqa: S104
             token=TOKEN,
-            certificate=certificate,
-            also_plain=True,
+            tls=ServerTls(certificate=certificate, also_plain=True),
         ) as server,
         RendezvousClient(server.url.replace("https", "http"), TOKEN, 2.0, repeats=False) as plain,
     ):
@@ -409,7 +411,7 @@ def test_on_loopback_silent_connections_end_as_before(
     limits = Limits(unproven_s=0.2)
     with (
         RendezvousServer(
-            token=TOKEN, certificate=certificate, also_plain=True, limits=limits
+            token=TOKEN, tls=ServerTls(certificate=certificate, also_plain=True), limits=limits
         ) as server,
         socket.create_connection(("127.0.0.1", server.port), 20) as silent,
     ):

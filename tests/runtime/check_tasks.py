@@ -16,6 +16,7 @@ import threading
 import msgspec
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.policies.nodecheck.messages import (
     Assignment,
     TaskEnded,
@@ -25,7 +26,6 @@ from elastic_driver.policies.nodecheck.messages import (
 )
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
-from rendezvous.wire import EVENTS_PATH
 
 PATIENCE_S = 60.0
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.documents import (
     Order,
     ShutdownOrder,
@@ -40,7 +41,7 @@ from elastic_driver.runtime.backend import OnLost
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
-from rendezvous.wire import EVENTS_PATH, Set
+from rendezvous.wire import Set
 from tests.runtime.waiting import until
 
 

@@ -21,6 +21,7 @@ from elastic_driver.core.events import (
     WorkerStarted,
 )
 from elastic_driver.core.measured import History
+from elastic_driver.rights import job_access
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.event_log import EventLog
@@ -75,7 +76,7 @@ class Api:
         self.driver = NotingDriver()
         self.log = EventLog(None, clock=lambda: 1.0, on_broken=lambda _: None)
         self.server = RendezvousServer(
-            token=TOKEN, routes=DriverRoutes(self.driver, self.log).add_to
+            token=TOKEN, access=job_access(), routes=DriverRoutes(self.driver, self.log).add_to
         )
 
     def open(

@@ -22,6 +22,7 @@ from elastic_driver.core.join_messages import (
     NodeProof,
     NodeReport,
 )
+from elastic_driver.rights import job_access
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.runtime.page_routes import PageRoutes
 from rendezvous.auth import operator_token
@@ -76,7 +77,7 @@ def server() -> Iterator[RendezvousServer]:
         nodes.add_to(app)  # type: ignore[arg-type]
         PageRoutes().add_to(app)  # type: ignore[arg-type]
 
-    with RendezvousServer(token=TOKEN, routes=routes) as subject:
+    with RendezvousServer(token=TOKEN, access=job_access(), routes=routes) as subject:
         nodes.open(subject, TOKEN)
         yield subject
 

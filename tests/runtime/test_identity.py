@@ -13,6 +13,7 @@ from rendezvous.auth import Credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import CertificateError
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import ServerTls
 from rendezvous.tls import ServerCertificate, certificate_in
 from tests.support.certificates import CertificateAuthority
 
@@ -99,7 +100,9 @@ def test_clients_check_the_chain_and_the_name(
 ) -> None:
     own = choose_identity(of(site.certificate("driver.example"), site.ca), made, None)
     with (
-        RendezvousServer(token="t", certificate=own.certificate, known_by=own.known_by) as server,
+        RendezvousServer(
+            token="t", tls=ServerTls(certificate=own.certificate, known_by=own.known_by)
+        ) as server,
         RendezvousClient(server.url, "t", fingerprint=server.known_by) as client,
     ):
         client.set("a/b", b"x")

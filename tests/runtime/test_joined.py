@@ -24,6 +24,7 @@ from elastic_driver.core.join_messages import (
     node_order,
 )
 from elastic_driver.errors import ClusterError
+from elastic_driver.rights import job_access
 from elastic_driver.runtime import joined
 from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
 from rendezvous.auth import agent_token, node_token
@@ -31,6 +32,7 @@ from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError
 from rendezvous.proof import Handshake, Speaker, make_nonce
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Callbacks
 from tests.support.job import eventually
 
 PATIENCE_S = 0.6
@@ -67,8 +69,9 @@ class Site:
         self.own = self.nodes.own_starter = OwnAgents()
         self.server = RendezvousServer(
             token="token",
+            access=job_access(),
             routes=self.nodes.add_to,
-            on_lease_expired=self.nodes.lease_expired,
+            callbacks=Callbacks(on_lease_expired=self.nodes.lease_expired),
         ).start()
         if awaited:
             self.nodes.await_nodes((("server", 1), *awaited))

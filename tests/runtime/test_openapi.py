@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from elastic_driver import contract
+from elastic_driver.rights import OPEN, ROUTES, job_access
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.event_routes import EVENT_OF_PATH
@@ -19,7 +20,6 @@ from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.openapi import OPENAPI_PATH, OPERATIONS, routes_of
 from elastic_driver.runtime.output import AgentsOutput
 from elastic_driver.runtime.worker_logs import WorkerLogs
-from rendezvous.access import OPEN, ROUTES
 from rendezvous.server import RendezvousServer
 from tests.rendezvous.common import TOKEN, request
 from tests.runtime.test_api import NotingDriver
@@ -40,7 +40,7 @@ class Routes:
             self.router = app.router
             routes.add_to(app)
 
-        self.server = RendezvousServer(token=TOKEN, routes=add)
+        self.server = RendezvousServer(token=TOKEN, access=job_access(), routes=add)
 
     def document(self) -> dict[str, Any]:
         status, _, body = request(self.server, "GET", OPENAPI_PATH)

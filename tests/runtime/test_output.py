@@ -12,6 +12,7 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.core.output_lines import OutputLine, OutputLines
+from elastic_driver.rights import job_access
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
@@ -42,7 +43,7 @@ def told() -> list[str]:
 @pytest.fixture
 def server(told: list[str]) -> Iterator[RendezvousServer]:
     routes = AgentsOutput(told.append, stall=0.2).add_to
-    with RendezvousServer(token=TOKEN, routes=routes) as server:
+    with RendezvousServer(token=TOKEN, access=job_access(), routes=routes) as server:
         yield server
 
 

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from elastic_driver.core.events import ScaleRequested
+from elastic_driver.rights import PAGE_FILES, job_access
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.page_routes import FOLDER
 from elastic_driver.runtime.status_routes import MAX_STREAMS
 from rendezvous import sessions
-from rendezvous.access import PAGE_FILES
 from rendezvous.auth import agent_token, operator_token, reader_token, worker_token
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import ServerTls
 from tests.rendezvous.common import eventually
 from tests.runtime.test_api import TOKEN, NotingDriver
 from tests.support.certificates import CertificateAuthority
@@ -49,7 +50,7 @@ class Page:
         self.driver = PictureDriver()
         self.log = EventLog(None, clock=lambda: 1.0, on_broken=lambda _: None)
         self.server = RendezvousServer(
-            token=TOKEN, routes=DriverRoutes(self.driver, self.log).add_to
+            token=TOKEN, access=job_access(), routes=DriverRoutes(self.driver, self.log).add_to
         )
 
     def open(
@@ -137,7 +138,9 @@ def test_with_tls_the_cookie_travels_over_tls_only(tmp_path: Path) -> None:
     log = EventLog(None, clock=lambda: 1.0, on_broken=lambda _: None)
     routes = DriverRoutes(PictureDriver(), log).add_to
     certificate = authority.certificate("127.0.0.1")
-    with RendezvousServer(token=TOKEN, routes=routes, certificate=certificate) as server:
+    with RendezvousServer(
+        token=TOKEN, access=job_access(), routes=routes, tls=ServerTls(certificate=certificate)
+    ) as server:
         known = ssl.create_default_context(cafile=str(authority.ca))
         address = ("127.0.0.1", server.port)
         connection = http.client.HTTPSConnection(*address, timeout=30, context=known)

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.documents import (
     DriverTerm,
     Order,
@@ -44,7 +45,7 @@ from elastic_driver.runtime.run_dir import RunDir, read_endpoint
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError, SealedError
-from rendezvous.wire import EVENTS_PATH, Delete, Number
+from rendezvous.wire import Delete, Number
 from tests.runtime.driver_process import RUN, setup
 from tests.runtime.waiting import until
 

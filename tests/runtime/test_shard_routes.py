@@ -182,9 +182,8 @@ def test_a_world_without_progress_gives_its_shard_up_after_three_losses(shards: 
 
 
 def test_a_worker_asks_and_reports_in_its_own_name_and_for_its_world(shards: Shards) -> None:
-    server = shards.job.driver._resources.server
-    assert server is not None
-    server.rounds.publish(1, ["h.0.1"])
+    rounds = shards.job.driver._resources.routes.rounds
+    rounds.publish(1, ["h.0.1"])
     token = worker_token(agent_token(shards.job.cluster.token, "h"), "h.0.1")
     mine, others = shards.next("h.0.1"), shards.next("h.1.1")
     with RendezvousClient(shards.job.driver.endpoint, token, timeout=5) as client:
@@ -206,7 +205,7 @@ def test_a_worker_asks_and_reports_in_its_own_name_and_for_its_world(shards: Sha
         assert done["type"] == "accepted"
         assert post("resume", worker="opening", dataset=THIRTY, held={}) == {"lost": []}
         assert post("next", worker="world", dataset=THIRTY)["type"] == "granted"
-        server.rounds.publish(2, ["h.1.1"])
+        rounds.publish(2, ["h.1.1"])
         for what, body in (("next", {}), ("agree", {"held": []})):
             with pytest.raises(RequestError, match=r"403 forbidden: .* may not speak for 'world'"):
                 post(what, worker="world", dataset=THIRTY, **body)

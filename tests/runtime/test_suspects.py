@@ -19,6 +19,7 @@ from elastic_driver.core.decisions import ProbeAgent
 from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import Result, probe
+from elastic_driver.rights import job_access
 from elastic_driver.runtime.suspects import Suspects
 from launcher.agent.probe_port import MOST, ProbePort
 from rendezvous.auth import agent_token
@@ -116,7 +117,7 @@ def test_another_agent_at_the_port_of_an_agent_is_not_the_agent(other: Presence)
     async def listen(port: ProbePort) -> int:
         return await port.listen("127.0.0.1")
 
-    with RendezvousServer(token="t") as server:
+    with RendezvousServer(token="t", access=job_access()) as server:
         suspects = Suspects(found.append, server, TOKEN)
         for number, agent in enumerate((AGENT, other)):
             listener = ProbePort(agent.answer, pytest.fail)
@@ -200,7 +201,7 @@ def test_an_agent_that_nothing_can_listen_for_says_so() -> None:
 
 def test_a_thousand_hosts_are_probed_at_once_beside_other_work() -> None:
     found: list[object] = []
-    with RendezvousServer(token="t") as server, stopped_process() as silent:
+    with RendezvousServer(token="t", access=job_access()) as server, stopped_process() as silent:
         refused, suspects = free_port(), Suspects(found.append, server)
         began = time.monotonic()
         for n in range(1000):
@@ -222,7 +223,7 @@ LOST = "its heartbeat did not come in time"
 
 def test_an_agent_that_was_silent_is_heard_at_its_next_heartbeat() -> None:
     told: list[object] = []
-    with RendezvousServer(token="t") as server:
+    with RendezvousServer(token="t", access=job_access()) as server:
         suspects = Suspects(told.append, server)
         suspects.found("silent", "a", 1)
         suspects.found("backend", "a", 1, "ssh: connection reset")
@@ -244,7 +245,7 @@ def test_an_agent_that_was_silent_is_heard_at_its_next_heartbeat() -> None:
 
 def test_nobody_waits_for_the_heartbeat_of_an_agent_that_was_given_up() -> None:
     told: list[object] = []
-    with RendezvousServer(token="t") as server:
+    with RendezvousServer(token="t", access=job_access()) as server:
         suspects = Suspects(told.append, server)
         suspects.found("silent", "a", 1)
         server.apply([DeletePrefix(contract.agent_prefix("a", 1), seal=True)])
@@ -256,7 +257,7 @@ def test_evidence_about_agents_of_a_node_check_is_dropped_and_after_the_end_noth
     None
 ):
     told: list[object] = []
-    server = RendezvousServer(token="t").start()
+    server = RendezvousServer(token="t", access=job_access()).start()
     suspects = Suspects(told.append, server)
     suspects.found("silent", "a", contract.FIRST_OF_CHECKS)
     assert told == []

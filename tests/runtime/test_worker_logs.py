@@ -13,6 +13,7 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.core.output_lines import LogsTaken, WorkerLine, WorkerLines
+from elastic_driver.rights import job_access
 from elastic_driver.runtime.log_routes import LEAST_WAIT_S, LogRoutes
 from elastic_driver.runtime.worker_logs import (
     FILES,
@@ -45,7 +46,9 @@ def logs(tmp_path: Path, told: list[str]) -> Iterator[WorkerLogs]:
 
 @pytest.fixture
 def server(logs: WorkerLogs) -> Iterator[RendezvousServer]:
-    with RendezvousServer(token=TOKEN, routes=LogRoutes(logs).add_to) as server:
+    with RendezvousServer(
+        token=TOKEN, access=job_access(), routes=LogRoutes(logs).add_to
+    ) as server:
         yield server
 
 

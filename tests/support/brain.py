@@ -15,9 +15,12 @@ from typing import Any
 import msgspec
 
 from elastic_driver.brain.documents import Grant, JobOver, JobReport, grant_key
+from elastic_driver.contract import EVENTS_PATH
+from elastic_driver.rights import job_access
 from rendezvous.auth import Caller, job_token, jobs_token, write_token_file
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH, Set
+from rendezvous.serving import Callbacks, Succession
+from rendezvous.wire import Set
 from tests.support.cluster import Cluster
 from tests.support.job import ROOT, eventually
 
@@ -34,9 +37,10 @@ class PlayedBrain:
         self.server = RendezvousServer(
             port=port,
             token=TOKEN,
-            first_revision=first_revision,
+            access=job_access(),
+            succession=Succession(first_revision=first_revision),
             posts={EVENTS_PATH: self._take},
-            on_lease_expired=self.silent.append,
+            callbacks=Callbacks(on_lease_expired=self.silent.append),
         ).start()
         self.url = self.server.url
 

@@ -28,13 +28,16 @@ import psutil
 from aiohttp import web
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.documents import DriverTerm, Notice, World, decode, encode, encode_world
 from elastic_driver.core.events import WireEvent, WorkerReady, WorkerStepped
 from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.core.progress import Progress
+from elastic_driver.rights import job_access
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH, DeletePrefix, Entries, Get, Set
+from rendezvous.serving import Succession
+from rendezvous.wire import DeletePrefix, Entries, Get, Set
 
 HOST = "testhost"
 LIMIT_S = 60.0
@@ -98,7 +101,11 @@ class Coordinator:
     def _next_driver(self, port: int) -> RendezvousServer:
         self.term += 1
         return RendezvousServer(
-            port=port, token=self._token, routes=self._routes, first_revision=self.term << 40
+            port=port,
+            token=self._token,
+            access=job_access(),
+            routes=self._routes,
+            succession=Succession(first_revision=self.term << 40),
         )
 
     def _begin(self) -> None:

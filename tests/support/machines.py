@@ -9,8 +9,9 @@ from elastic_driver.core.driver_events import Tick
 from elastic_driver.policies.messages import Reply
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.rights import job_access
+from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.machine_api import OpenRequests, RequestEvent, add_machine_routes
-from rendezvous.round_members import RoundMembers
 from rendezvous.server import RendezvousServer
 
 
@@ -30,5 +31,8 @@ def serve(machine: DataSets | TfCluster, token: str, port: int = 0) -> Rendezvou
 
     requests = OpenRequests(handle, RoundMembers())
     return RendezvousServer(
-        port=port, token=token, routes=lambda app: add_machine_routes(app, requests)
+        port=port,
+        token=token,
+        access=job_access(),
+        routes=lambda app: add_machine_routes(app, requests),
     )

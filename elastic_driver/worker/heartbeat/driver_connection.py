@@ -21,6 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import documents, events
 from elastic_driver.core.members import Member
 from elastic_driver.core.state_version import StateVersion
@@ -30,7 +31,7 @@ from elastic_driver.worker.heartbeat.heartbeat_thread import HeartbeatThread, ne
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
 from rendezvous.errors import RendezvousError
-from rendezvous.wire import EVENTS_PATH, Delete, Watch
+from rendezvous.wire import Delete, Watch
 
 STOP_S = 1.0  # the longest wait for the driver to delete the leases
 SLICE_S = 10.0  # the longest request that waits for a world

@@ -19,6 +19,7 @@ from itertools import starmap
 from msgspec import Struct
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import documents, events
 from elastic_driver.core.progress import BUFFERS_OF, MAX_DIGEST_CHARS, Progress, StateMark
 from elastic_driver.worker.context import WorkerContext
@@ -33,7 +34,7 @@ from elastic_driver.worker.heartbeat.stall_watch import StallWatch
 from elastic_driver.worker.worker_log import say
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, RequestError, WokenError
-from rendezvous.wire import EVENTS_PATH, Entries, Result, Set, Watch, expect
+from rendezvous.wire import Entries, Result, Set, Watch, expect
 
 GROWTH = 1.5  # of the wait while no step is made
 STOP_S = 1.0  # the longest wait for the thread to end

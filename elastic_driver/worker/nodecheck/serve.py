@@ -36,6 +36,7 @@ import msgspec
 import torch.distributed as dist
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck import messages
@@ -43,7 +44,7 @@ from elastic_driver.worker.nodecheck.task import NodeCheckTask, use_device
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.torch_store import HTTPStore
-from rendezvous.wire import EVENTS_PATH, Append, Compared, CompareSet, Written
+from rendezvous.wire import Append, Compared, CompareSet, Written
 
 # DistributedDataParallel imports it: more than a second, better spent before any measurement.
 _USED_BY_DDP = "torch._dynamo"

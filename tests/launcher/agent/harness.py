@@ -19,6 +19,7 @@ import psutil
 from aiohttp import web
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.documents import (
     DriverTerm,
     Order,
@@ -39,9 +40,11 @@ from elastic_driver.core.events import (
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.output_lines import OutputLines
+from elastic_driver.rights import job_access
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH, Get, Set
+from rendezvous.serving import Callbacks, Succession
+from rendezvous.wire import Get, Set
 
 T = TypeVar("T")
 E = TypeVar("E", AgentReady, AgentReturned, HostLeaving, WorkerStarted, WorkerExited)
@@ -122,9 +125,10 @@ class Driver:
         self.server = RendezvousServer(
             port=port,
             token=TOKEN,
+            access=job_access(),
             routes=self._routes,
-            on_lease_expired=self.expired.put,
-            first_revision=term << 40,
+            callbacks=Callbacks(on_lease_expired=self.expired.put),
+            succession=Succession(first_revision=term << 40),
         ).start()
         self.endpoint_file.write_text(f'{{"url": "{self.server.url}"}}')
         if term:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from elastic_driver.rights import job_access
 from launcher.agent import liveness
 from launcher.agent.liveness import CutOffError, Heartbeats, Promise
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Callbacks
 from rendezvous.wire import DeletePrefix
 
 KEY = "agents/a.1/heartbeat"
@@ -74,7 +76,9 @@ def beat(work: Heartbeats, until: Callable[[], bool], within: float = 10.0) -> N
 def test_heartbeats_renew_a_lease_that_expires_without_them() -> None:
     expired: list[str] = []
     with (
-        RendezvousServer(token="t", on_lease_expired=expired.append) as server,
+        RendezvousServer(
+            token="t", access=job_access(), callbacks=Callbacks(on_lease_expired=expired.append)
+        ) as server,
         RendezvousClient(server.url, "t") as reader,
         heartbeats(server.url, Promise(0.05, 0.3)) as work,
     ):
@@ -89,7 +93,7 @@ def test_heartbeats_renew_a_lease_that_expires_without_them() -> None:
 def test_a_heartbeat_takes_a_new_sample_of_the_host_along() -> None:
     samples = [b"first", b"second"]
     with (
-        RendezvousServer(token="t") as server,
+        RendezvousServer(token="t", access=job_access()) as server,
         RendezvousClient(server.url, "t") as reader,
         heartbeats(server.url, Promise(0.05, 30.0)) as work,
     ):
@@ -102,7 +106,7 @@ def test_a_heartbeat_takes_a_new_sample_of_the_host_along() -> None:
 
 
 def test_an_agent_that_was_given_up_learns_it_from_its_heartbeat() -> None:
-    with RendezvousServer(token="t") as server:
+    with RendezvousServer(token="t", access=job_access()) as server:
         server.apply([DeletePrefix("agents/a.1/", seal=True)])
         with (
             heartbeats(server.url, Promise(0.05, 0.3)) as work,

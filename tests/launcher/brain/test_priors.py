@@ -17,11 +17,11 @@ from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
 from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import JobKey
+from elastic_driver.contract import EVENTS_PATH
 from launcher.brain import priors as module
 from launcher.brain.priors import Priors
 from rendezvous.auth import job_token, read_credentials
 from rendezvous.client import RendezvousClient
-from rendezvous.wire import EVENTS_PATH
 from tests.support.brain import elasticbrain
 from tests.support.job import eventually
 

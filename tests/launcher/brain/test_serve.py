@@ -20,6 +20,7 @@ import pytest
 
 from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, grant_key, lease_key
 from elastic_driver.brain.store.records import Node
+from elastic_driver.contract import EVENTS_PATH
 from launcher.brain.database import address_of
 from launcher.brain.intake import NAMES
 from launcher.launch.brain import brain_client
@@ -28,7 +29,6 @@ from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnauthorizedError, UnreachableError
 from rendezvous.tls import certificate_in, make_certificate
 from rendezvous.web import JSON
-from rendezvous.wire import EVENTS_PATH
 from tests.support.brain import RunningBrain, elasticbrain
 from tests.support.job import ROOT, eventually
 from tests.support.squatter import squatting

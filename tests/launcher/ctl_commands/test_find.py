@@ -28,6 +28,7 @@ from launcher.ctl_commands.find import Target, Where, file_of_run, find, run_fol
 from rendezvous.auth import Role, operator_token, reader_token, write_token_file
 from rendezvous.errors import TokenError
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import ServerTls
 from rendezvous.tls import certificate_in, make_certificate
 from tests.support.etcd import EtcdCluster, free_ports, why_not
 
@@ -124,7 +125,9 @@ def test_another_program_at_the_port_of_a_driver_that_has_died_is_no_driver(
         if speaks == "TLS":
             other = certificate_in(tmp_path)
             make_certificate(other)
-            url = stack.enter_context(RendezvousServer(token="t", certificate=other)).url
+            url = stack.enter_context(
+                RendezvousServer(token="t", tls=ServerTls(certificate=other))
+            ).url
         elif speaks == "HTTP":
             url = stack.enter_context(greeting())
         folder = make_run(tmp_path, "big", url.replace("https", "http"), dead_pid)

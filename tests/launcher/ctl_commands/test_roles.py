@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_driver.rights import ROUTES
 from launcher.ctl_commands.running import ACTIONS, _role, make_parser
-from rendezvous.access import ROUTES
 from rendezvous.auth import Role
 
 WORDS = {

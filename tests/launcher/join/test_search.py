@@ -17,6 +17,7 @@ import pytest
 
 from elastic_driver.core.join_messages import HelloAnswer, NodeReport
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.rights import job_access
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.settings import Settings
 from launcher.join.identity import derive
@@ -29,6 +30,7 @@ from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 from rendezvous.proof import Handshake, Speaker, make_nonce
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import ServerTls
 from rendezvous.tls import ServerCertificate, make_certificate
 from tests.support.job import eventually
 
@@ -109,7 +111,11 @@ def serving(
 ) -> Iterator[RendezvousServer]:
     nodes = JoinedNodes(NodeRules(RUN, "1.0", 30.0, 1), (derive(secret),))
     with RendezvousServer(
-        port=port, token="the token", routes=nodes.add_to, certificate=certificate
+        port=port,
+        token="the token",
+        access=job_access(),
+        routes=nodes.add_to,
+        tls=ServerTls(certificate=certificate),
     ) as server:
         nodes.open(server, "the token")
         yield server

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import Tick
 from elastic_driver.core.events import WorkerReady
@@ -21,7 +22,6 @@ from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal
 from rendezvous.errors import UnreachableError
-from rendezvous.wire import EVENTS_PATH
 from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.journal.journals import (
     A0,

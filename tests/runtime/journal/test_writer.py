@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.driver_events import HostsDiscovered, Tick
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.job_events import EventBatch
@@ -32,7 +33,6 @@ from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.writer import WAIT_S, Journal
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError
-from rendezvous.wire import EVENTS_PATH
 from tests.runtime.jobs import StartJob
 from tests.runtime.journal.journals import (
     A0,

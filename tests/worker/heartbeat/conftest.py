@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.documents import Notice
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH
 
 TOKEN = "t" * 32
 

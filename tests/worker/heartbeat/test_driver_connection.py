@@ -16,6 +16,7 @@ from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from rendezvous.server import RendezvousServer
+from rendezvous.serving import Callbacks
 from rendezvous.wire import Set
 from tests.support.job import eventually
 from tests.worker.heartbeat.conftest import TOKEN, sending_heartbeats
@@ -64,7 +65,7 @@ def test_a_newcomer_makes_one_connection_until_it_has_a_world(
 def test_who_stops_on_purpose_is_never_taken_for_silent_or_lost(token_file: str) -> None:
     expired: queue.SimpleQueue[str] = queue.SimpleQueue()
     timeout = 0.5
-    with RendezvousServer(token=TOKEN, on_lease_expired=expired.put) as server:
+    with RendezvousServer(token=TOKEN, callbacks=Callbacks(on_lease_expired=expired.put)) as server:
         with sending_heartbeats(server, token_file, TrainingProgress(), heartbeat_timeout=timeout):
             pass
         deadline = time.monotonic() + 2 * timeout

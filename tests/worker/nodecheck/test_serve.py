@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from elastic_driver import contract
+from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.policies.nodecheck.messages import (
     TASK_SETTINGS,
@@ -31,7 +32,7 @@ from elastic_driver.worker.nodecheck.serve import in_child
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
-from rendezvous.wire import EVENTS_PATH, Set
+from rendezvous.wire import Set
 from tests.support.job import eventually
 
 TOKEN = "t" * 32

@@ -1,6 +1,6 @@
 """The tables of docs/security.md about rights, made from those of the code.
 
-    python -m tests.rendezvous.rights_tables
+    python -m tests.rights.tables
 
 prints them.
 """
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rendezvous.access import KEYS, OPEN, ROUTES, USERS, Roles
+from elastic_driver.rights import KEYS, OPEN, ROUTES, USERS
+from rendezvous.access import Roles
 from rendezvous.auth import Role
 
 ORDER = [role for role in Role if role is not Role.DRIVER]

@@ -1,7 +1,7 @@
 """The members of each round, as the driver has published them: they alone write its keys. Pure.
 
-`access` asks for each key below `rounds/`. The driver's thread writes and the server's thread
-reads; each method is one operation on a dict or an attribute.
+A server asks for each key below `rounds/` (`rights`). The driver's thread writes and the server's
+thread reads; each method is one operation on a dict or an attribute.
 """
 
 from collections.abc import Iterable
