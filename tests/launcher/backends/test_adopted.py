@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,9 +17,9 @@ import pytest
 from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerStarted
 from elastic_driver.runtime.run_dir import RunDir
-from launcher.agent.processes import children
+from launcher.agent.processes import become_subreaper, children
 from launcher.backends import local_agents
-from launcher.backends.adopted import AdoptedProcess, find_agent
+from launcher.backends.adopted import AdoptedProcess, end_marked, find_agent
 from launcher.backends.local import LocalBackend
 from launcher.launch.traces import agents_here
 from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually
@@ -94,6 +95,38 @@ def test_the_death_of_an_adopted_agent_leaves_other_hosts_alone(
     eventually(lambda: reasons, 5)
     assert not is_running(agent)
     assert is_running(worker)
+
+
+def test_a_process_whose_parent_ends_during_the_look_is_still_below_its_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A helper of another host's worker, whose own parent has just ended, comes to its agent."""
+    marks = {contract.JOB_MARK: "a-job-of-this-test"}
+    script = "sleep 600 <&- >&- & echo $!; read end"
+    become_subreaper()
+    with subprocess.Popen(
+        ["sh", "-c", script], env=marks, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        helper = int(parent.stdout.readline())
+        look = psutil.Process.ppid
+
+        def ppid(process: psutil.Process) -> int:
+            found = look(process)
+            if process.pid == helper and parent.poll() is None:
+                parent.kill()
+                parent.wait()
+            return found
+
+        monkeypatch.setattr(psutil.Process, "ppid", ppid)
+        asyncio.run(end_marked(marks, lambda: {os.getpid()}, 0.0))
+        try:
+            assert parent.poll() is not None, "it has ended during the look"
+            assert is_running(helper)
+        finally:
+            become_subreaper(False)
+            os.kill(helper, signal.SIGKILL)
+            os.waitpid(helper, 0)
 
 
 def test_an_agent_that_does_not_answer_is_killed_also_if_it_was_never_adopted(
