@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.ports import free_port
+
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
 from elastic_driver.runtime.telemetry import (
@@ -21,7 +23,6 @@ from elastic_driver.runtime.telemetry import (
 from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.waiting import until
 from tests.support.collector import Collector, attributes, collector
-from tests.support.nodes import free_port
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 

@@ -32,7 +32,8 @@ from rendezvous.auth import Role, operator_token, reader_token, write_token_file
 from rendezvous.errors import TokenError
 from rendezvous.server import RendezvousServer
 from rendezvous.tls import certificate_in, make_certificate
-from tests.support.etcd import EtcdCluster, free_ports, why_not
+from tests.support.etcd import EtcdCluster, why_not
+from tests.support.ports import free_ports
 
 
 @pytest.fixture
