@@ -15,12 +15,14 @@ TLS 1.3 only. The server's connections are in `rendezvous.tls_connections`.
 import base64
 import binascii
 import datetime
+import errno
 import functools
 import hashlib
+import os
 import socket
 import ssl
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rendezvous.auth import MAX_FINGERPRINT_CHARS, write_private
 from rendezvous.errors import CertificateError
@@ -259,8 +261,26 @@ class ServerIdentity:
             )
 
 
+class TlsConnection(ssl.SSLSocket):
+    """A connection that is closed if the server resets it before the handshake.
+
+    `ssl` asks it for its peer then, and until Python 3.13 leaves it open without an owner.
+    """
+
+    def getpeername(self) -> Any:
+        """Return the address of the server; raises ConnectionResetError if it has gone."""
+        try:
+            return super().getpeername()
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:
+                raise
+            self.close()
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from error
+
+
 def _context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.sslsocket_class = TlsConnection
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
 

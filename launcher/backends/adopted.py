@@ -20,6 +20,7 @@ import psutil
 from launcher.agent.processes import is_of_this_user, readable
 
 _LOOK_AGAIN_S = 0.02
+_LOOKS = 10  # at the parents of a process; more only where some are hidden from us
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,18 @@ def _has(process: psutil.Process, marks: Mapping[str, str]) -> bool:
 
 
 def _line_of(process: psutil.Process) -> set[int]:
-    """Return the pids of a process and its ancestors."""
-    with contextlib.suppress(psutil.Error):
-        return {process.pid, *(parent.pid for parent in process.parents())}
-    return {process.pid}
+    """Return the pids of a process and its ancestors, as far as we may see them.
+
+    It looks again if one of them ends meanwhile: its children have other parents then.
+    """
+    line: list[int] = []
+    for _ in range(_LOOKS):
+        line = [process.pid]
+        with contextlib.suppress(psutil.Error):
+            while parent := psutil.Process(line[-1]).ppid():
+                line.append(parent)
+            break
+    return set(line)
 
 
 async def end_marked(

@@ -13,7 +13,6 @@ import shlex
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from ssl import SSLSocket
 from typing import Literal, NamedTuple
 
 from elastic_driver.errors import ClusterError, UsageError
@@ -186,10 +185,11 @@ def _who(run: Endpoint, folder: Path) -> Literal["driver", "other", "nobody"]:
         connection = socket.create_connection((str(parts.hostname), int(parts.port or 0)), PROBE_S)
     except OSError:
         return "nobody"
-    with connection if identity is None else identity.wrap(connection) as met:
+    with connection:
         try:
-            if identity is not None and isinstance(met, SSLSocket):
-                identity.shake_hands(met)
+            if identity is not None:
+                with identity.wrap(connection) as met:
+                    identity.shake_hands(met)
         except WrongServerError:
             return "other"
         except OSError:

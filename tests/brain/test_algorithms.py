@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from elastic_driver.brain.algorithm import HostView, JobView, Plan, View
@@ -17,6 +16,7 @@ from elastic_driver.brain.fair import fair
 from elastic_driver.brain.messages import PlanFailed, Planned
 from elastic_driver.errors import ExitCode, UsageError
 from tests.support.job import eventually
+from tests.support.processes import is_running
 
 VIEW = View(
     now=1000.0,
@@ -185,7 +185,7 @@ def test_an_algorithm_that_hangs_is_killed_with_what_it_has_started(
         assert answer == PlanFailed(7, f"took longer than {LIMIT_S:g} s")
         assert time.monotonic() - began < 30
         for pid in map(int, pids.read_text().split()):
-            eventually(lambda pid=pid: _is_gone(pid), within=10, what=f"the end of {pid}")
+            eventually(lambda pid=pid: not is_running(pid), within=10, what=f"the end of {pid}")
 
 
 @pytest.mark.usefixtures("package")
@@ -202,7 +202,7 @@ def test_what_an_algorithm_has_started_ends_although_its_own_process_is_gone(
     answer = ask("ends_alone", View(now=0, triggers=(), jobs=(_named(pids),), hosts=()))
     assert answer == PlanFailed(7, f"took longer than {LIMIT_S:g} s"), "its pipes are still open"
     pid = int(pids.read_text())
-    eventually(lambda: _is_gone(pid), within=10, what=f"the end of {pid}")
+    eventually(lambda: not is_running(pid), within=10, what=f"the end of {pid}")
 
 
 @pytest.mark.usefixtures("package")
@@ -226,7 +226,7 @@ def test_close_does_not_wait_for_an_algorithm_that_hangs(tmp_path: Path) -> None
     algorithms.close()
     assert time.monotonic() - began < 10
     for pid in map(int, pids.read_text().split()):
-        eventually(lambda pid=pid: _is_gone(pid), within=10, what=f"the end of {pid}")
+        eventually(lambda pid=pid: not is_running(pid), within=10, what=f"the end of {pid}")
 
 
 @pytest.mark.usefixtures("package")
@@ -250,10 +250,3 @@ def test_an_algorithm_that_cannot_be_used_is_a_usage_error(
 
 def _named(path: Path) -> JobView:
     return JobView(name=str(path), arrived=0.0, least=1)
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

@@ -37,7 +37,7 @@ class Size(NamedTuple):
             memory = process.memory_info().rss // 2**20
             try:
                 open_ones = open_connections(process.pid)
-            except FileNotFoundError as error:
+            except OSError as error:  # the files of an ended process fail in several ways
                 raise psutil.NoSuchProcess(process.pid) from error
             others = process.num_fds() - open_ones
             return cls(others, open_ones, process.num_threads(), memory)

@@ -12,12 +12,12 @@ import signal
 import time
 from collections.abc import Callable
 
-import psutil
 import pytest
 
 from tests.support.cluster import Cluster, Node
 from tests.support.cluster_job import HEARTBEAT_S, ClusterJob, elasticrun_on, now
 from tests.support.job import eventually
+from tests.support.processes import signal_each
 from tests.support.shaping import rough
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -50,9 +50,7 @@ def assert_clean_end(job: ClusterJob) -> None:
 
 
 def kill_processes(node: Node) -> None:
-    for process in node.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    signal_each(node.processes(), signal.SIGKILL)
 
 
 def test_a_job_on_four_hosts_trains_to_its_end_and_leaves_nothing(cluster: Cluster) -> None:

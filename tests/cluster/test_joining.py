@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ from tests.support.cluster_job import HEARTBEAT_S, ClusterJob
 from tests.support.etcd import EtcdCluster
 from tests.support.etcd import why_not as why_no_etcd
 from tests.support.job import ROOT, eventually
+from tests.support.processes import select, signal_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -76,10 +77,8 @@ class Site:
 
 def signal_launcher(node: Node, number: signal.Signals) -> None:
     """Signal `elasticrun` itself on a node."""
-    for process in node.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "launcher.cli" in process.cmdline():
-                process.send_signal(number)
+    launchers = select(node.processes(), lambda process: "launcher.cli" in process.cmdline())
+    signal_each(launchers, number)
 
 
 def test_the_same_command_on_three_hosts_one_of_which_leaves_and_one_is_lost(
@@ -130,7 +129,7 @@ def test_the_servers_host_restarts_and_the_job_goes_on_with_the_others(cluster: 
         others = [site.run(host) for host in HOSTS[1:]]
         job.together(3)
         before = job.newest_round()
-        old = {p.pid for host in HOSTS[1:] for p in cluster.node(host).processes() if is_worker(p)}
+        old = workers_on(cluster, HOSTS[1:])
         assert old
         cluster.node("node0").poweroff()
         cluster.node("node0").heal()
@@ -164,7 +163,7 @@ def test_a_standby_takes_over_on_another_host_and_the_nodes_find_it(cluster: Clu
         standby = site.start("node2", "--standby", *kept[:4], *state, name="standby")
         said = next(site.folder.glob("standby-*stderr"))
         eventually(lambda: "waits beside driver 1" in said.read_text(), within=120, what="it waits")
-        workers = {p.pid for h in HOSTS[:2] for p in cluster.node(h).processes() if is_worker(p)}
+        workers = workers_on(cluster, HOSTS[:2])
 
         cluster.node("head").poweroff()
         job.process.wait(10)
@@ -195,7 +194,7 @@ def test_a_standby_takes_over_on_another_host_and_the_nodes_find_it(cluster: Clu
         eventually(lambda: set(job.left_behind()) <= {"node3"}, within=15, what="only etcd is left")
 
 
-def is_worker(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return "ELASTIC_WORKER_ID" in process.environ()
-    return False
+def workers_on(cluster: Cluster, hosts: Sequence[str]) -> set[int]:
+    """The pids of the workers that live on these hosts."""
+    found = (process for host in hosts for process in cluster.node(host).processes())
+    return {p.pid for p in select(found, lambda p: "ELASTIC_WORKER_ID" in p.environ())}

@@ -18,6 +18,7 @@ from tests.cluster.test_hosts import assert_clean_end
 from tests.support.cluster import Cluster
 from tests.support.cluster_job import ClusterJob, elasticrun_on, now
 from tests.support.job import ROOT, eventually
+from tests.support.processes import select
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -33,7 +34,7 @@ def longest_gap(job: ClusterJob, worker: str) -> float:
 
 
 def ssh_clients(job: ClusterJob) -> list[psutil.Process]:
-    return [p for p in job.cluster.node("head").processes() if p.name() == "ssh"]
+    return select(job.cluster.node("head").processes(), lambda process: process.name() == "ssh")
 
 
 def test_agents_on_four_hosts_outlive_their_driver_and_the_next_one_adopts_them(

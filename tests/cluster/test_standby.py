@@ -5,7 +5,6 @@ Real sshds, agents, gloo groups and an etcd of three members, which are not on t
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.support.cluster import Cluster
@@ -24,6 +22,7 @@ from tests.support.cluster_job import ClusterJob, elasticrun_on, now
 from tests.support.etcd import EtcdCluster, why_not
 from tests.support.job import eventually
 from tests.support.json_lines import JsonLines
+from tests.support.processes import select, signal_each
 
 pytestmark = [
     pytest.mark.slow,
@@ -109,13 +108,10 @@ def longest_pause(job: ClusterJob, since: float) -> float:
 
 
 def kill_worker(cluster: Cluster, host: str) -> None:
-    for process in cluster.node(host).processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if (
-                "train.py" in " ".join(process.cmdline())
-                and "ELASTIC_WORKER_ID" in process.environ()
-            ):
-                process.kill()
+    workers = select(
+        cluster.node(host).running("train.py"), lambda p: "ELASTIC_WORKER_ID" in p.environ()
+    )
+    signal_each(workers, signal.SIGKILL)
 
 
 def test_standbys_take_over_one_after_the_other_when_the_drivers_host_loses_power(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import psutil
 import pytest
 
 from tests.support.cluster import Cluster, why_not
 from tests.support.cluster_job import elasticrun_on
+from tests.support.processes import read_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -36,11 +35,8 @@ def test_a_job_begins_without_a_host_that_failed_the_check_when_it_may(cluster: 
 def test_workers_talk_over_the_interface_that_leads_to_the_rendezvous(cluster: Cluster) -> None:
     with elasticrun_on(cluster, "-np", "2", "-H", "node0:1,node1:1") as job:
         job.together(2)
-        born_with = []
-        for process in cluster.node("node1").processes():
-            with contextlib.suppress(psutil.NoSuchProcess):  # what has just ended is no worker
-                born_with.append(process.environ())
-        variables = next(env for env in born_with if "ELASTIC_WORKER_ID" in env)
+        born_with = read_each(cluster.node("node1").processes(), psutil.Process.environ)
+        variables = next(env for _, env in born_with if "ELASTIC_WORKER_ID" in env)
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "eth0"
         assert variables["MASTER_ADDR"] == cluster.node("node0").address
         assert variables["ELASTIC_RENDEZVOUS"].startswith("https://10.99.0.1:")

@@ -26,6 +26,7 @@ from tests.support.clock import jumping_clock
 from tests.support.cluster import Cluster, Node, why_not
 from tests.support.cluster_job import ClusterJob, elasticrun_on, now
 from tests.support.job import eventually
+from tests.support.processes import select, signal_each
 from tests.support.shaping import rough
 from tests.support.slowing import slowed
 
@@ -84,11 +85,11 @@ def frozen(node: Node) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sshd_sessions_killed(node: Node) -> Iterator[None]:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            session = process.name() == "sshd" and process.pid != node.pid
-            if session and _namespace(process.pid) == _namespace(node.pid or 0):
-                process.kill()
+    def is_session(process: psutil.Process) -> bool:
+        session = process.name() == "sshd" and process.pid != node.pid
+        return session and _namespace(process.pid) == _namespace(node.pid or 0)
+
+    signal_each(select(psutil.process_iter(), is_session), signal.SIGKILL)
     yield
 
 
@@ -229,10 +230,8 @@ def _has_all(job: ClusterJob, before: int, hosts: set[str]) -> bool:
 
 
 def _kill(node: Node, word: str) -> None:
-    for process in node.processes():
-        with contextlib.suppress(psutil.Error):
-            if not word or word in process.cmdline():
-                process.kill()
+    found = select(node.processes(), lambda process: not word or word in process.cmdline())
+    signal_each(found, signal.SIGKILL)
 
 
 def _namespace(pid: int) -> int:

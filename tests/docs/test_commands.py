@@ -20,8 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.job import ROOT, eventually, kill_all, processes_with
+from tests.support.job import ROOT, eventually
 from tests.support.pages import Block, blocks_of
+from tests.support.processes import kill_all, processes_with, select
 from tests.support.shell import DEADLINE_S, Shell, show_on_terminal
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -129,16 +130,14 @@ class Reader:
             pids = eventually(self._training, within=DEADLINE_S, what="a worker trains")
             command = re.sub(r"\bPID\b", str(pids[-1]), command)
         if re.search(r"\bDRIVER\b", command):
-            drivers = [process.pid for process in processes_with(self._mark) if is_driver(process)]
-            command = re.sub(r"\bDRIVER\b", str(drivers[0]), command)
+            driver = select(processes_with(self._mark), is_driver)[0]
+            command = re.sub(r"\bDRIVER\b", str(driver.pid), command)
         return command
 
 
 def is_driver(process: psutil.Process) -> bool:
     """Return whether it is the command `elasticrun`."""
-    with contextlib.suppress(psutil.Error):
-        return any(word.endswith("/elasticrun") for word in process.cmdline()[:2])
-    return False
+    return any(word.endswith("/elasticrun") for word in process.cmdline()[:2])
 
 
 @pytest.fixture

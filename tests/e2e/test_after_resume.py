@@ -6,11 +6,9 @@ on another host: `tests/cluster/test_standby.py`.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e.test_checkpoints import complete, entered
@@ -25,6 +23,7 @@ from tests.support.job import (
     eventually,
     is_running,
 )
+from tests.support.processes import select, signal_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -124,9 +123,8 @@ def test_all_workers_at_once_and_the_whole_job_s_notice_after_a_resume(tmp_path:
         job.until(lambda: complete(tmp_path), "a checkpoint")
         take_over(job)
         before, newest = len(entered(job)), max(complete(tmp_path))
-        for process in [each for each in job.processes() if DURABLE in each.cmdline()]:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with its parent
-                process.kill()
+        workers = select(job.processes(), lambda process: DURABLE in process.cmdline())
+        signal_each(workers, signal.SIGKILL)
         job.until(lambda: together(entered(job)[before:]), "both train again", 90.0)
         assert all(step >= newest for step, _weights in entered(job)[before:])
         job.until_size(2)

@@ -10,8 +10,9 @@ import pytest
 from elastic_driver.runtime.journal.etcd import EtcdClient
 from elastic_driver.runtime.journal.tenure import RunKeys
 from tests.e2e.test_resume import TRAIN, newest_step, say, steps_beyond
-from tests.support.etcd import EtcdCluster, free_ports, why_not
+from tests.support.etcd import EtcdCluster, why_not
 from tests.support.job import assert_no_step_lost_or_repeated, elasticrun
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 

@@ -24,7 +24,8 @@ from launcher.join.identity import derive, own_name
 from rendezvous.auth import write_token_file
 from rendezvous.proof import make_nonce
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, eventually
-from tests.support.nodes import Nodes, free_port
+from tests.support.nodes import Nodes
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -14,7 +14,8 @@ from tests.e2e.test_control import ctl
 from tests.e2e.test_resume import newest_step, steps_beyond, where
 from tests.support.held_port import NONSENSE, holding
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, elasticrun
-from tests.support.nodes import Nodes, free_port
+from tests.support.nodes import Nodes
+from tests.support.ports import free_port
 
 FAST = ("--heartbeat-timeout", "3")
 TRAIN = str(JOBS / "train.py")

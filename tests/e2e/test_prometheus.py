@@ -20,7 +20,7 @@ import requests
 from rendezvous.auth import read_token_file
 from tests.support.dashboards import ALERTS, metrics_in, of_alerts, of_dashboard
 from tests.support.job import JOBS, RunningJob, elasticrun, eventually
-from tests.support.nodes import free_port
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not installed"

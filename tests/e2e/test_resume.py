@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-import psutil
 import pytest
 
 from tests.e2e.test_checkpoints import fill
 from tests.e2e.test_control import ctl
 from tests.support.clock import jumping_clock
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, elasticrun
+from tests.support.processes import signal_each
 
 TRAIN = str(JOBS / "train.py")
 DURABLE = str(JOBS / "durable.py")
@@ -176,9 +176,7 @@ def test_a_job_goes_on_from_its_checkpoint_after_its_machine_was_restarted(tmp_p
     with elasticrun("-np", "2", "--", DURABLE, env=env) as job:
         job.until(lambda: list(tmp_path.glob("step-*/manifest.json")), "a checkpoint")
         job.kill_driver()
-        for process in job.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        signal_each(job.processes(), signal.SIGKILL)
         job.start("--resume")
         assert job.wait(120) == 0, job.describe()
         entered = [int(step) for step in re.findall(r"enters step=(\d+)", job.stdout)]

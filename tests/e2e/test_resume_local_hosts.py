@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from elastic_driver.contract import host_of_worker
 from launcher.agent.spare import SPARE_FLAG
 from tests.support.job import JOBS, Hosts, RunningJob, elasticrun, eventually
+from tests.support.processes import select
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -21,13 +21,16 @@ ENV = {"STEPS": "100000", "STEP_MS": "20"}
 
 def kept_ready(job: RunningJob) -> list[psutil.Process]:
     """The driver's processes for hosts that may come: what it imports for them, and a spare."""
-    found = []
-    for process in job.processes():
-        with contextlib.suppress(psutil.Error):
-            if SPARE_FLAG in process.cmdline() or process.ppid() == job.process.pid:
-                found.append(process)
-    agents = set(job.agents())
-    return [process for process in found if process.pid not in agents]
+    driver, agents = job.process.pid, set(job.agents())
+    return [
+        process
+        for process in select(job.processes(), lambda p: is_spare(p) or p.ppid() == driver)
+        if process.pid not in agents
+    ]
+
+
+def is_spare(process: psutil.Process) -> bool:
+    return SPARE_FLAG in process.cmdline()
 
 
 def hosts_of(job: RunningJob) -> set[str]:
@@ -41,7 +44,7 @@ def test_hosts_that_came_and_went_without_a_driver_are_seen_by_the_next_one(tmp_
     args = (*script, "--min-np", "1", "--max-np", "3", "--heartbeat-timeout", "6")
     with elasticrun(*args, "--", str(JOBS / "train.py"), env=ENV) as job:
         job.until_size(2, 90)
-        job.until(lambda: [p for p in kept_ready(job) if SPARE_FLAG in p.cmdline()], "a spare")
+        job.until(lambda: select(kept_ready(job), is_spare), "a spare")
         ready = kept_ready(job)
         job.kill_driver()
         eventually(

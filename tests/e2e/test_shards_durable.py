@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.job import JOBS, RunningJob, elasticrun
-from tests.support.job import kill_all as kill_until_gone
+from tests.support.processes import kill_all as kill_until_gone
 
 JOB = str(JOBS / "shards_durable.py")
 

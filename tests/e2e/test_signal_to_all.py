@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.support.job import JOBS, RunningJob, elasticrun
+from tests.support.processes import descendants
 
 JOB = str(JOBS / "loader.py")
 HOSTS = ("-H", "localhost:1,127.0.0.2:1", "-np", "2", "--min-np", "1", "--debug")
@@ -36,9 +37,9 @@ def roles(job: RunningJob) -> dict[str, list[int]]:
     """The pids of the job's processes, by what they are."""
     driver = psutil.Process(job.process.pid)
     workers, agents = list(job.live()), job.agents()
-    loaders = [pid for worker in workers for pid in below(worker)]
+    loaders = [child.pid for worker in workers for child in descendants(worker)]
     known = {*workers, *agents, *loaders}
-    others = [pid for pid in below(driver.pid) if pid not in known]
+    others = [child.pid for child in descendants(driver.pid) if child.pid not in known]
     return {
         "driver": [driver.pid],
         "agents": agents,
@@ -46,13 +47,6 @@ def roles(job: RunningJob) -> dict[str, list[int]]:
         "loaders": loaders,
         "others": others,
     }
-
-
-def below(pid: int) -> list[int]:
-    """The pids of the processes that a process has started, and that they have; [] once it ends."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    return []
 
 
 def began_at(pid: int) -> float | None:

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from elastic_driver.worker.heartbeat.progress import steps_per_sample
 from tests.e2e.test_control import ctl
 from tests.support.job import JOBS, RunningJob, elasticrun
+from tests.support.processes import descendants
 from tests.support.slowing import slowed
 
 PACED = str(JOBS / "paced.py")
@@ -56,11 +56,10 @@ def before_other_programs(job: RunningJob) -> None:
     Linux shares processors out among sessions before niceness counts (`sched_autogroup`), and
     every worker has one of its own.
     """
-    processes = psutil.Process(job.process.pid)
-    for process in [processes, *processes.children(recursive=True)]:
+    for pid in [job.process.pid, *(process.pid for process in descendants(job.process.pid))]:
         with contextlib.suppress(OSError):  # no root, no autogroups, or it has just ended
-            os.setpriority(os.PRIO_PROCESS, process.pid, PRIORITY)
-            Path(f"/proc/{process.pid}/autogroup").write_text(str(PRIORITY))
+            os.setpriority(os.PRIO_PROCESS, pid, PRIORITY)
+            Path(f"/proc/{pid}/autogroup").write_text(str(PRIORITY))
 
 
 def without_reason(job: RunningJob, slowed_rank: int | None = None) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.gpu.conftest import JOBS, ON_CPU, START_S, Note, Run, why_not
 from tests.gpu.watching import agreed, last_words, seconds
-from tests.support.job import is_running
+from tests.support.processes import is_running
 
 pytestmark = [
     pytest.mark.gpu,

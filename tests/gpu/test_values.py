@@ -9,7 +9,8 @@ import pytest
 
 from tests.gpu.conftest import JOBS, ON_CPU, START_S, Note, Run, why_not
 from tests.gpu.watching import agreed, last_words, next_step_of, seconds
-from tests.support.job import assert_no_step_lost_or_repeated, is_running
+from tests.support.job import assert_no_step_lost_or_repeated
+from tests.support.processes import is_running
 
 pytestmark = [
     pytest.mark.gpu,

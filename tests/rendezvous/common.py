@@ -58,14 +58,6 @@ def error_of(body: bytes) -> dict[str, Any]:
     return error
 
 
-def free_port() -> int:
-    """A port nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class LossyProxy:
     """Passes requests on to the server, and loses the answers of the first `losses` of them.
 

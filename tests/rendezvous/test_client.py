@@ -43,7 +43,8 @@ from rendezvous.wire import (
     Watch,
     Written,
 )
-from tests.rendezvous.common import TOKEN, LossyProxy, eventually, free_port, waiting
+from tests.rendezvous.common import TOKEN, LossyProxy, eventually, waiting
+from tests.support.ports import free_port
 
 
 def test_operations_return_their_results_or_what_most_callers_want(

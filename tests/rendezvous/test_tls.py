@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -260,6 +263,27 @@ def test_a_port_that_is_another_programs_by_now_gets_no_request(both: Rendezvous
     assert other.bytes[0] == 0x16
     for word in (TOKEN.encode(), b"HTTP", b"secret"):
         assert word not in other.bytes
+
+
+@pytest.mark.parametrize("site", [False, True], ids=["pinned", "of a site"])
+def test_a_connection_that_the_server_resets_before_the_handshake_is_closed_at_once(
+    certificate: ServerCertificate, site: bool
+) -> None:
+    known = tls.known_by_ca(certificate.cert, "a") if site else certificate.fingerprint()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connected = socket.create_connection(listener.getsockname(), 20)
+        accepted, _ = listener.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()  # with a reset
+        poll = select.poll()
+        poll.register(connected, 0)
+        assert poll.poll(20_000), "the reset has arrived"
+        descriptor = connected.fileno()
+        with pytest.raises(ConnectionError) as met, connected:
+            tls.ServerIdentity(known).wrap(connected)
+        assert met.tb is not None, "nothing is left to the garbage collector"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 def test_older_versions_of_tls_are_refused(server: RendezvousServer) -> None:

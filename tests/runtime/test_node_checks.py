@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -24,6 +24,7 @@ from launcher.backends.local import LocalBackend
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from tests.runtime.checks import check_without_a_job
+from tests.support.processes import descendants, read_each, select
 
 HERE = ("localhost", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 TASK = (sys.executable, "-m", "tests.runtime.check_tasks")
@@ -42,9 +43,7 @@ def settings(troubles: dict[str, str] | None = None) -> CheckSettings:
 
 def is_new(process: psutil.Process, before: set[psutil.Process]) -> bool:
     """Whether a process and its parents are none of those before: a server of other tests forks."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return before.isdisjoint((process, *process.parents()))
-    return False
+    return before.isdisjoint((process, *process.parents()))
 
 
 def check(
@@ -55,7 +54,7 @@ def check(
     say: Callable[[str], None] = lambda _line: None,
     slots: int = 1,
 ) -> CheckReport:
-    before = set(psutil.Process().children(recursive=True))  # other tests' zombies, adopted here
+    before = set(descendants(os.getpid()))  # other tests' zombies, adopted here
     report = check_without_a_job(
         tuple((host, slots) for host in HERE[:hosts]),
         settings=chosen,
@@ -63,8 +62,9 @@ def check(
         folder=folder,
         say=say,
     )
-    left = [child for child in psutil.Process().children(recursive=True) if is_new(child, before)]
-    assert not left, f"the check left processes behind: {[child.cmdline() for child in left]}"
+    left = select(descendants(os.getpid()), lambda child: is_new(child, before))
+    words = read_each(left, psutil.Process.cmdline)
+    assert not left, f"the check left processes behind: {words}"
     assert list((folder / "check").iterdir()) == []
     return report
 

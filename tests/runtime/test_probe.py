@@ -15,6 +15,7 @@ import pytest
 from elastic_driver.runtime.probe import ProbeError, ScriptProbe
 from launcher.agent import processes
 from tests.runtime.waiting import until
+from tests.support.processes import is_running
 
 
 def script(folder: Path, text: str, name: str = "probe.sh") -> Path:
@@ -26,13 +27,6 @@ def script(folder: Path, text: str, name: str = "probe.sh") -> Path:
 
 def probe(path: Path, timeout: float = 10.0, max_output: int = 1 << 20) -> ScriptProbe:
     return ScriptProbe(path, timeout=timeout, max_output=max_output)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_it_returns_what_the_program_printed(tmp_path: Path) -> None:
@@ -51,7 +45,7 @@ def test_endless_output_ends_with_the_program_killed(tmp_path: Path) -> None:
     path = script(tmp_path, f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec cat /dev/zero\n")
     with pytest.raises(ProbeError, match="printed more than"):
         probe(path).run()
-    assert is_gone(int((tmp_path / "pid").read_text()))
+    assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 def test_a_program_that_hangs_is_killed_at_its_deadline_with_its_children(tmp_path: Path) -> None:
@@ -63,7 +57,7 @@ def test_a_program_that_hangs_is_killed_at_its_deadline_with_its_children(tmp_pa
         probe(path, timeout=0.5).run()
     assert time.monotonic() - began < 5.0
     child = int((tmp_path / "child").read_text())
-    until(lambda: is_gone(child), "the script's child is gone")
+    until(lambda: not is_running(child), "the script's child is gone")
 
 
 def test_a_child_that_keeps_the_pipe_open_delays_no_answer_and_is_killed(tmp_path: Path) -> None:
@@ -72,7 +66,7 @@ def test_a_child_that_keeps_the_pipe_open_delays_no_answer_and_is_killed(tmp_pat
     assert probe(path, timeout=60.0).run() == b"a:1\n"
     assert time.monotonic() - began < 5.0
     child = int((tmp_path / "child").read_text())
-    until(lambda: is_gone(child), "the script's child is gone")
+    until(lambda: not is_running(child), "the script's child is gone")
 
 
 def test_helpers_in_sessions_of_their_own_are_killed_and_reaped(tmp_path: Path) -> None:
@@ -105,7 +99,7 @@ def test_a_program_that_hangs_dies_with_a_driver_that_is_killed(tmp_path: Path) 
         driver.kill()
     for name in ("pid", "child"):
         pid = int((tmp_path / name).read_text())
-        until(lambda pid=pid: is_gone(pid), f"the {name} is gone")  # type: ignore[misc]
+        until(lambda pid=pid: not is_running(pid), f"the {name} is gone")  # type: ignore[misc]
 
 
 def test_a_failing_program_is_described_with_its_last_words(tmp_path: Path) -> None:
@@ -154,7 +148,7 @@ def test_cancelling_kills_what_runs_and_forbids_more(tmp_path: Path) -> None:
     thread.join(5.0)
     assert not thread.is_alive()
     assert len(caught) == 1
-    assert is_gone(int((tmp_path / "pid").read_text()))
+    assert not is_running(int((tmp_path / "pid").read_text()))
     with pytest.raises(ProbeError, match="was cancelled"):
         subject.run()
 

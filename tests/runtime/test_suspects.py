@@ -27,6 +27,7 @@ from rendezvous.server import RendezvousServer
 from rendezvous.wire import DeletePrefix, Set
 from tests.runtime.waiting import until
 from tests.support.idle import probe_port_beside_idle
+from tests.support.ports import free_port
 
 PATIENCE_S = 0.4
 TOKEN = "a-driver-s-token"
@@ -46,11 +47,6 @@ def stopped_process() -> Iterator[int]:
     """A port on which the kernel accepts connections and nobody reads them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
+
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
 from elastic_driver.runtime.telemetry import (
@@ -20,7 +22,6 @@ from elastic_driver.runtime.telemetry import (
 from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.waiting import until
 from tests.support.collector import Collector, attributes, collector
-from tests.support.nodes import free_port
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 import pytest
+
+from tests.support.processes import descendants, select
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WITHIN_S = 60.0
@@ -100,12 +101,12 @@ class Tab:
     def main_thread_s(self) -> float:
         """Return the processor seconds of the page's main thread so far, as the kernel has them."""
         spent = 0
-        for child in psutil.Process(self._browser).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, OSError):  # it has ended since
-                if "--type=renderer" in child.cmdline():
-                    # Of the first thread; an unused renderer has next to nothing.
-                    times = Path(f"/proc/{child.pid}/task/{child.pid}/schedstat").read_text()
-                    spent += int(times.split()[0])
+        renderers = select(descendants(self._browser), lambda p: "--type=renderer" in p.cmdline())
+        for renderer in renderers:
+            with contextlib.suppress(OSError):  # it has ended since
+                # Of the first thread; an unused renderer has next to nothing.
+                times = Path(f"/proc/{renderer.pid}/task/{renderer.pid}/schedstat").read_text()
+                spent += int(times.split()[0])
         return spent / 1e9
 
     async def text(self, selector: str) -> str:

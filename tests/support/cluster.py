@@ -28,6 +28,7 @@ import psutil
 
 from tests.support.control_group import ControlGroup
 from tests.support.job import ROOT, eventually
+from tests.support.processes import select
 
 BOOT_S = 15.0
 SUBNET = "10.99.0."  # head is 1, node<i> is 10 + i; the networks of two clusters never meet
@@ -288,23 +289,17 @@ class Node:
         """Every process of the node but its sshd's."""
         if not self.is_up:
             return []
-        found = []
         mine = os.stat(f"/proc/{self.pid}/ns/pid").st_ino
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError, psutil.Error):
-                same = os.stat(f"/proc/{process.pid}/ns/pid").st_ino == mine
-                if same and process.name() != "sshd" and process.status() != "zombie":
-                    found.append(process)
-        return found
+
+        def is_of_node(process: psutil.Process) -> bool:
+            same = os.stat(f"/proc/{process.pid}/ns/pid").st_ino == mine
+            return same and process.name() != "sshd" and process.status() != "zombie"
+
+        return select(psutil.process_iter(), is_of_node)
 
     def running(self, words: str) -> list[psutil.Process]:
         """The node's processes that have these words in their command line."""
-        found = []
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):  # it may end meanwhile
-                if words in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+        return select(self.processes(), lambda process: words in " ".join(process.cmdline()))
 
     def files(self) -> list[str]:
         """Names in the node's own /tmp, but for the folders all nodes share."""

@@ -20,6 +20,7 @@ import psutil
 from elastic_driver.contract import host_of_worker
 from tests.support.cluster import Cluster
 from tests.support.job import ROOT, RunningJob, StepRecord, eventually
+from tests.support.processes import read_each, signal_each
 
 HEARTBEAT_S = 3.0
 BEGINS_S = 150.0  # for several machines that share two processors to import torch
@@ -103,11 +104,11 @@ class ClusterJob(RunningJob):
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to `elasticrun` itself, as a user on head would."""
         mark = str(self.run_dir.parent)
-        for process in self.cluster.node("head").processes():
-            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
-                words = process.cmdline()
-                if words[1:3] == ["-m", "launcher.cli"] and mark in words:
-                    process.send_signal(number)
+        for process, words in read_each(
+            self.cluster.node("head").processes(), psutil.Process.cmdline
+        ):
+            if words[1:3] == ["-m", "launcher.cli"] and mark in words:
+                signal_each([process], number)
 
     def kill_driver(self) -> None:
         """Kill `elasticrun` alone; agents and workers may live on."""
@@ -161,9 +162,7 @@ class ClusterJob(RunningJob):
 
     def close(self) -> None:
         """End `elasticrun`; what it started goes with the cluster."""
-        for process in self.cluster.node("head").processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        signal_each(self.cluster.node("head").processes(), signal.SIGKILL)
         self.process.wait(10)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +18,6 @@ def why_not() -> str | None:
     if shutil.which("etcd") is None:
         return "etcd is not installed (etcd-server)"
     return None
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody uses at this moment."""
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in found]
 
 
 class EtcdCluster:

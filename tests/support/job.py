@@ -23,6 +23,13 @@ from typing import Any, TypeVar
 import psutil
 
 from tests.support.json_lines import JsonLines
+from tests.support.processes import (
+    is_running,
+    kill_all,
+    processes_with,
+    read_each,
+    read_words,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "tests" / "e2e" / "jobs"
@@ -211,13 +218,13 @@ class RunningJob:
         return [
             pid
             for pid in (e["pid"] for e in self.events("agent_started"))
-            if "launcher.agent" in _read_words(pid, "cmdline") and self._is_ours(pid)
+            if "launcher.agent" in read_words(pid, "cmdline") and self._is_ours(pid)
         ]
 
     def _is_ours(self, pid: int) -> bool:
         """Whether a process of this job lives; a stranger may have the number of a dead one."""
         mark = f"TEST_RUN_ID={self.run_id}"
-        return mark in _read_words(pid, "environ") and is_running(pid)
+        return mark in read_words(pid, "environ") and is_running(pid)
 
     def assert_nothing_left(self, within: float = 10.0) -> None:
         """No process, file with a token, or endpoint file of this job is left."""
@@ -225,7 +232,7 @@ class RunningJob:
             lambda: not self.processes(),
             within=within,
             what="every process of the job is gone",
-            context=lambda: "\n".join(str(p.as_dict(["pid", "cmdline"])) for p in self.processes()),
+            context=lambda: str(read_each(self.processes(), psutil.Process.cmdline)),
         )
         left = [p.name for p in self.run_dir.glob("*") if p.name.startswith(("token", "endpoint"))]
         assert left == [], left
@@ -236,42 +243,6 @@ class RunningJob:
             self.process.kill()
             self.process.wait(10)
         kill_all(self.processes)
-
-
-def processes_with(*variables: str) -> list[psutil.Process]:
-    """Every process on this machine that has one of these variables, written `NAME=VALUE`."""
-    marks = set(variables)
-    return [
-        psutil.Process(pid)
-        for pid in psutil.pids()
-        if marks & set(_read_words(pid, "environ")) and is_running(pid)
-    ]
-
-
-def _read_words(pid: int, name: str) -> list[str]:
-    """The words of `environ` or `cmdline` of a process; none if it is gone, or not ours."""
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
-def kill_all(find: Callable[[], list[psutil.Process]]) -> None:
-    """Kill the processes that `find` returns, until there are none or 10 s are over."""
-    deadline = time.monotonic() + 10
-    while (left := find()) and time.monotonic() < deadline:
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process lives (a zombie does not)."""
-    try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import psutil
 
 from tests.support.job import eventually
+from tests.support.processes import signal_each
 
 SERVERS = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
 PASSWORD = "secret"
@@ -82,14 +83,10 @@ class Postgres:
         server.suspend()  # first: it starts no more processes
         halted = [server, *server.children(recursive=True)]
         try:
-            for each in halted[1:]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.suspend()
+            signal_each(halted[1:], signal.SIGSTOP)
             yield
         finally:
-            for each in halted:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.resume()
+            signal_each(halted, signal.SIGCONT)
 
     def url(self, database: str = "postgres", password: str = PASSWORD) -> str:
         """The URL of a database, as `--stats-db` takes it."""

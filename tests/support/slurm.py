@@ -25,6 +25,7 @@ import pytest
 from tests.support import cluster as namespaces
 from tests.support.cluster import Cluster
 from tests.support.job import eventually
+from tests.support.processes import read_each
 
 READY_S = 30.0
 PORTS = ("6817:6818", "60001:60063")  # of its daemons, and of srun
@@ -176,11 +177,10 @@ def left_behind(cluster: Cluster) -> list[str]:
         if not node.is_up:
             continue
         found += [f"{node.name}: {name}" for name in node.files() if name.startswith("elastic-")]
-        for process in node.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                words = " ".join(process.cmdline())
-                if "launcher." in words or "train.py" in words:
-                    found.append(f"{node.name}: {words}")
+        for _, argv in read_each(node.processes(), psutil.Process.cmdline):
+            words = " ".join(argv)
+            if "launcher." in words or "train.py" in words:
+                found.append(f"{node.name}: {words}")
     return found
 
 

@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.reachability import is_loopback
+from rendezvous.tls import TlsConnection
 from rendezvous.wire import UNREADABLE
 
 SCHEME = "etcd://"
@@ -365,6 +366,7 @@ def _tls(access: EtcdAccess) -> ssl.SSLContext | None:
         return None
     try:
         context = ssl.create_default_context(cafile=access.ca)
+        context.sslsocket_class = TlsConnection
         if access.cert:
             context.load_cert_chain(access.cert, access.key)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError

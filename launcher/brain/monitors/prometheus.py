@@ -20,6 +20,7 @@ from elastic_driver.brain.monitoring import MonitorOptions
 from elastic_driver.brain.store.records import Node
 from elastic_driver.errors import UsageError
 from rendezvous.client_connections import is_loopback
+from rendezvous.tls import TlsConnection
 
 PORT = 9100
 TIMEOUT_S = 3.0  # for a host to answer, and to go on with its answer
@@ -50,6 +51,7 @@ class Prometheus:
         self._options, self._port = options, options.port or PORT
         try:
             self._tls = ssl.create_default_context(cafile=options.ca or None)
+            self._tls.sslsocket_class = TlsConnection
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             why = error.strerror or error if isinstance(error, OSError) else error
             raise UsageError(f"--tls-ca {options.ca}: {why}; name a file of certificates") from None

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import psutil
 from aiohttp import web
 
 from elastic_driver import contract
@@ -85,14 +84,6 @@ def eventually(look: Callable[[], T], within: float = 10.0, what: str = "it") ->
         assert time.monotonic() < deadline, f"not within {within} s: {what}"
         time.sleep(0.01)
     return value
-
-
-def lives(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def place(rank: int = 0, size: int = 1, slot: int | None = None) -> SlotInfo:

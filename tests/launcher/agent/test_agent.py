@@ -25,9 +25,9 @@ from tests.launcher.agent.harness import (
     Driver,
     agent_of,
     eventually,
-    lives,
     place,
 )
+from tests.support.processes import is_running
 
 HELLO = "import os; print('hello from', os.environ['RANK'])"
 
@@ -86,7 +86,7 @@ def test_a_worker_runs_and_its_lines_carry_its_rank(driver: Driver) -> None:
         assert all("oops" in e.log_tail and not e.victim for e in exits)
         for worker in workers:
             started = driver.wait(WorkerStarted, worker)
-            assert not lives(started.pid)
+            assert not is_running(started.pid)
             assert driver.events.index(started) < driver.events.index(
                 driver.wait(WorkerExited, worker)
             )
@@ -202,7 +202,7 @@ def test_a_daemonised_grandchild_ends_with_its_worker(driver: Driver) -> None:
     with agent_of(driver):
         worker = driver.start_worker()
         assert driver.wait(WorkerExited, worker).exit_code == 0
-        assert not lives(int((driver.folder / "daemon").read_text()))
+        assert not is_running(int((driver.folder / "daemon").read_text()))
 
 
 def test_orders_for_unknown_workers_and_repeated_starts_are_harmless(driver: Driver) -> None:
@@ -349,10 +349,10 @@ def test_warm_workers_are_children_of_the_agent_and_nothing_outlives_it(driver: 
         assert set(pids) < set(below)  # and the warm parent with its spare
         driver.stop_worker(workers[0], 1.0)
         assert driver.wait(WorkerExited, workers[0]).exit_code == -signal.SIGTERM
-        assert lives(pids[1])
+        assert is_running(pids[1])
         agent.process.kill()
         agent.wait()
-        eventually(lambda: not any(map(lives, below)), within=3)
+        eventually(lambda: not any(map(is_running, below)), within=3)
 
 
 def test_a_worker_that_is_stopped_while_the_warm_parent_warms_up_is_never_started(

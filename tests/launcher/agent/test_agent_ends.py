@@ -18,8 +18,8 @@ from tests.launcher.agent.harness import (
     Driver,
     agent_of,
     eventually,
-    lives,
 )
+from tests.support.processes import is_running
 
 
 def test_shutdown_reports_every_end_and_leaves_nothing(driver: Driver) -> None:
@@ -30,7 +30,7 @@ def test_shutdown_reports_every_end_and_leaves_nothing(driver: Driver) -> None:
         driver.shutdown(grace=0.3)
         assert agent.wait() == 0
         assert all(driver.told(WorkerExited, worker) for worker in workers)
-        assert not any(lives(e.pid) for e in driver.told(WorkerStarted))
+        assert not any(is_running(e.pid) for e in driver.told(WorkerStarted))
 
 
 def test_sigterm_stops_the_workers_and_their_daemons_and_reports_them(driver: Driver) -> None:
@@ -41,7 +41,7 @@ def test_sigterm_stops_the_workers_and_their_daemons_and_reports_them(driver: Dr
         agent.process.terminate()
         assert agent.wait() == 143
         assert driver.told(WorkerExited, worker)[0].exit_code == -signal.SIGTERM
-        assert not lives(int((driver.folder / "daemon").read_text()))
+        assert not is_running(int((driver.folder / "daemon").read_text()))
         assert "got SIGTERM" in agent.err
 
 
@@ -65,7 +65,7 @@ def test_workers_die_with_an_agent_that_is_killed(driver: Driver) -> None:
         eventually(lambda: "up" in agent.out)
         agent.process.kill()
         agent.wait()
-        eventually(lambda: not lives(pid), within=3)
+        eventually(lambda: not is_running(pid), within=3)
 
 
 def test_an_agent_whose_driver_does_not_answer_stops_its_workers(driver: Driver) -> None:
@@ -75,7 +75,7 @@ def test_an_agent_whose_driver_does_not_answer_stops_its_workers(driver: Driver)
         eventually(lambda: "up" in agent.out)
         driver.server.stop()
         assert agent.wait(10) == 75
-        assert not lives(pid)
+        assert not is_running(pid)
         assert "the driver is gone" in agent.err
         assert driver.token_file.exists()  # not told to own it
 
@@ -95,7 +95,7 @@ def test_an_agent_notices_its_lifeline_closing_and_removes_the_drivers_files(
         eventually(lambda: "up" in agent.out)
         os.close(write)
         assert agent.wait(8) == 75
-        assert not lives(pid)
+        assert not is_running(pid)
         assert [Path(p).exists() for p in files] == [False, False, True]
 
 

@@ -33,9 +33,9 @@ from tests.launcher.agent.harness import (
     Driver,
     agent_of,
     eventually,
-    lives,
     place,
 )
+from tests.support.processes import is_running
 
 OURS = agent_token(TOKEN, HOST)
 
@@ -120,7 +120,7 @@ def test_the_next_driver_hears_what_ended_and_what_runs_and_gives_orders(driver:
         gone = driver.wait(WorkerStarted, ends).pid
         driver.close()
         say(driver, ends, "end")
-        eventually(lambda: not lives(gone))
+        eventually(lambda: not is_running(gone))
         away(agent)
         assert "wait up to 60 s" in agent.err
         with next_driver(driver) as following:
@@ -155,7 +155,7 @@ def test_a_worker_is_started_once_however_often_it_is_ordered(driver: Driver) ->
             assert again.exit_code == 0
             assert "earlier driver" in again.log_tail
             assert following.told(WorkerStarted) == []
-            assert lives(pid)
+            assert is_running(pid)
             following.shutdown()
             assert agent.wait() == 0
 
@@ -170,7 +170,7 @@ def test_orders_of_a_driver_that_was_replaced_are_not_obeyed(driver: Driver) -> 
                 second.shutdown()
                 away(agent)
                 assert agent.process.poll() is None
-                assert lives(pid)
+                assert is_running(pid)
                 with next_driver(second, term=4) as fourth:
                     assert fourth.wait(AgentReturned).term == 4
                     fourth.shutdown()
@@ -201,7 +201,7 @@ def test_an_agent_ends_with_its_keeper_however_long_it_waits_for_drivers(driver:
         pid = driver.wait(WorkerStarted, driver.start_worker()).pid
         os.close(write)
         assert agent.wait() == 75
-        assert not lives(pid)
+        assert not is_running(pid)
 
 
 def test_when_no_driver_comes_the_workers_are_told_to_leave_and_what_they_said_is_shown(
@@ -259,7 +259,7 @@ def test_an_agent_that_was_given_up_meanwhile_ends(driver: Driver) -> None:
             prefix = contract.agent_prefix(HOST, driver.incarnation)
             following.server.apply([DeletePrefix(prefix, seal=True)])
             assert agent.wait() == 75
-            assert not lives(pid)
+            assert not is_running(pid)
             assert "given this agent up" in agent.err
 
 
@@ -269,7 +269,7 @@ def test_an_agent_of_a_job_that_waits_for_no_driver_ends_with_it(driver: Driver)
         pid = driver.wait(WorkerStarted, driver.start_worker()).pid
         driver.close()
         assert agent.wait() == 75
-        assert not lives(pid)
+        assert not is_running(pid)
         assert AWAY not in agent.err
 
 
@@ -362,7 +362,7 @@ def test_a_program_that_took_the_driver_s_port_is_no_driver(driver: Driver) -> N
         pid = driver.wait(WorkerStarted, worker).pid
         driver.close()
         say(driver, worker, "end")
-        eventually(lambda: not lives(pid))
+        eventually(lambda: not is_running(pid))
         with http.server.HTTPServer(("127.0.0.1", driver.server.port), Stranger) as stranger:
             serving = threading.Thread(target=stranger.serve_forever)
             serving.start()

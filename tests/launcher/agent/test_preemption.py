@@ -11,7 +11,8 @@ import pytest
 
 from elastic_driver.core.events import HostLeaving, WorkerExited, WorkerStarted
 from launcher.agent.processes import ignore_notices
-from tests.launcher.agent.harness import Driver, agent_of, eventually, lives
+from tests.launcher.agent.harness import Driver, agent_of, eventually
+from tests.support.processes import is_running
 
 WAIT = "import time\nprint('up', flush=True)\ntime.sleep(600)"
 
@@ -29,7 +30,7 @@ def test_the_driver_is_told_and_the_agent_stays_until_it_is_let_go(
         notice = driver.wait(HostLeaving)
         assert (notice.incarnation, notice.deadline) == (driver.incarnation, 20.0)
         assert number.name in notice.reason
-        assert lives(pid)
+        assert is_running(pid)
         driver.stop_worker(worker, 2.0)
         driver.wait(WorkerExited, worker)
         assert agent.process.poll() is None
@@ -63,7 +64,7 @@ def test_repeated_announcements_are_about_the_same_leaving(driver: Driver) -> No
         driver.stop_worker(worker, 2.0)
         driver.wait(WorkerExited, worker)
         assert agent.process.poll() is None
-        assert not lives(pid)
+        assert not is_running(pid)
         driver.shutdown()
         assert agent.wait() == 0
         assert len(driver.told(HostLeaving)) == 1

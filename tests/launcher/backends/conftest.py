@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from launcher.agent.processes import children
-from tests.launcher.agent.harness import eventually, lives
+from tests.launcher.agent.harness import eventually
 from tests.launcher.backends.machine import Machine
+from tests.support.processes import is_running
 
 
 @pytest.fixture
@@ -19,4 +20,4 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     yield machine
     machine.backend.close(0)
     machine.close()
-    eventually(lambda: not [pid for pid in children() if pid not in before and lives(pid)])
+    eventually(lambda: not [pid for pid in children() if pid not in before and is_running(pid)])

@@ -21,7 +21,8 @@ from launcher.agent.processes import children
 from launcher.agent.spare import SPARE_FLAG
 from launcher.backends.local import LocalBackend
 from rendezvous.wire import Set
-from tests.launcher.agent.harness import WAIT, Driver, eventually, lives, place
+from tests.launcher.agent.harness import WAIT, Driver, eventually, place
+from tests.support.processes import is_running, read_words, select, session_of, signal_each
 
 HOSTS = ("localhost", "127.0.0.2", "127.0.0.3")
 IMPORTED = "import os\nopen({log!r}, 'a').write(f'{{os.getpid()}}\\n')\n"
@@ -104,7 +105,7 @@ class Machine(Driver):
         """The pid of an agent that waits to be told its host."""
 
         def look() -> int:
-            found = [pid for pid in children() if SPARE_FLAG in command(pid) and lives(pid)]
+            found = [pid for pid in children() if SPARE_FLAG in command(pid) and is_running(pid)]
             agents = {event.pid for event in self.told(AgentReady)}
             return next((pid for pid in found if pid not in agents), 0)
 
@@ -117,7 +118,7 @@ class Machine(Driver):
             found = [
                 p
                 for p in children()
-                if "script.py" in command(p) and os.getsid(p) == p and lives(p)
+                if "script.py" in command(p) and session_of(p) == p and is_running(p)
             ]
             return found[0] if found else 0
 
@@ -127,23 +128,19 @@ class Machine(Driver):
         """Kill the process that imports for all, and wait for its end; its spares stay."""
         shared = self.shared_parent()
         os.kill(shared, signal.SIGKILL)
-        eventually(lambda: not lives(shared))
+        eventually(lambda: not is_running(shared))
 
     def stop_shared_parent(self) -> int:
         """Stop the process that imports for all, and its spares; its pid."""
         shared = self.shared_parent()
-        family = [pid for pid in children() if "script.py" in command(pid)]
-        for pid in (shared, *family):
-            os.kill(pid, signal.SIGSTOP)
+        family = select(psutil.Process().children(), lambda p: "script.py" in command(p.pid))
+        signal_each((psutil.Process(shared), *family), signal.SIGSTOP)
         return shared
 
 
 def command(pid: int) -> str:
     """What a process runs, a word apart; empty where it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
-    except OSError:
-        return ""
+    return " ".join(read_words(pid, "cmdline"))
 
 
 def kinds_of_files(pid: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,13 +17,14 @@ import pytest
 from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerStarted
 from elastic_driver.runtime.run_dir import RunDir
-from launcher.agent.processes import children
+from launcher.agent.processes import become_subreaper, children
 from launcher.backends import local_agents
-from launcher.backends.adopted import AdoptedProcess, find_agent
+from launcher.backends.adopted import AdoptedProcess, end_marked, find_agent
 from launcher.backends.local import LocalBackend
 from launcher.launch.traces import agents_here
-from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually, lives
+from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually
 from tests.launcher.backends.machine import command
+from tests.support.processes import is_running, processes_with
 
 OTHER = "127.0.0.2"
 
@@ -60,15 +62,7 @@ def backend(driver: Orphans) -> Iterator[LocalBackend]:
 
 def with_mark(driver: Driver) -> list[psutil.Process]:
     """The live processes of this machine that were started with the job's variable."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            mark = process.environ().get(contract.JOB_MARK)
-        except (psutil.Error, OSError):
-            continue
-        if mark == str(driver.token_file) and lives(process.pid):
-            found.append(process)
-    return found
+    return processes_with(f"{contract.JOB_MARK}={driver.token_file}")
 
 
 def test_the_end_of_an_adopted_agent_is_told_once_and_nothing_of_it_is_left(
@@ -84,8 +78,8 @@ def test_the_end_of_an_adopted_agent_is_told_once_and_nothing_of_it_is_left(
     os.kill(agent, signal.SIGKILL)
     eventually(lambda: reasons, 5)
     assert reasons == ["the agent on localhost has ended"]
-    assert not lives(worker)
-    assert not lives(daemon)
+    assert not is_running(worker)
+    assert not is_running(daemon)
 
 
 def test_the_death_of_an_adopted_agent_leaves_other_hosts_alone(
@@ -99,8 +93,40 @@ def test_the_death_of_an_adopted_agent_leaves_other_hosts_alone(
     backend.adopt(OTHER, 1, agent, reasons.append)
     backend.kill(OTHER, 1)
     eventually(lambda: reasons, 5)
-    assert not lives(agent)
-    assert lives(worker)
+    assert not is_running(agent)
+    assert is_running(worker)
+
+
+def test_a_process_whose_parent_ends_during_the_look_is_still_below_its_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A helper of another host's worker, whose own parent has just ended, comes to its agent."""
+    marks = {contract.JOB_MARK: "a-job-of-this-test"}
+    script = "sleep 600 <&- >&- & echo $!; read end"
+    become_subreaper()
+    with subprocess.Popen(
+        ["sh", "-c", script], env=marks, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        helper = int(parent.stdout.readline())
+        look = psutil.Process.ppid
+
+        def ppid(process: psutil.Process) -> int:
+            found = look(process)
+            if process.pid == helper and parent.poll() is None:
+                parent.kill()
+                parent.wait()
+            return found
+
+        monkeypatch.setattr(psutil.Process, "ppid", ppid)
+        asyncio.run(end_marked(marks, lambda: {os.getpid()}, 0.0))
+        try:
+            assert parent.poll() is not None, "it has ended during the look"
+            assert is_running(helper)
+        finally:
+            become_subreaper(False)
+            os.kill(helper, signal.SIGKILL)
+            os.waitpid(helper, 0)
 
 
 def test_an_agent_that_does_not_answer_is_killed_also_if_it_was_never_adopted(
@@ -112,8 +138,8 @@ def test_an_agent_that_does_not_answer_is_killed_also_if_it_was_never_adopted(
     os.kill(agent, signal.SIGSTOP)
     backend.kill("localhost", 2)  # another one
     backend.kill("localhost", 1)
-    eventually(lambda: not lives(agent), 5)
-    eventually(lambda: not lives(worker), 5)
+    eventually(lambda: not is_running(agent), 5)
+    eventually(lambda: not is_running(worker), 5)
 
 
 def test_a_process_that_has_the_agents_number_by_chance_is_left_alone(
@@ -125,7 +151,7 @@ def test_a_process_that_has_the_agents_number_by_chance_is_left_alone(
         backend.adopt("localhost", 2, 2**22 + 1, reasons.append)  # beyond the kernel's numbers
         backend.kill("localhost", 1)
         backend.close(0)
-        assert lives(bystander.pid)
+        assert is_running(bystander.pid)
         bystander.kill()
     assert reasons == []
 
@@ -167,7 +193,7 @@ def test_with_agents_of_several_hosts_it_imports_before_one_of_them_is_lost(
         lambda: next((e.pid for e in driver.told(AgentReady) if e.incarnation == 2), 0), 30
     )
     assert "ELASTIC_BORN_WARM" in psutil.Process(newer).environ()
-    assert lives(warm[0])
+    assert is_running(warm[0])
 
 
 def test_a_host_of_an_adopted_agent_gets_a_new_one_that_stays(
@@ -183,8 +209,8 @@ def test_a_host_of_an_adopted_agent_gets_a_new_one_that_stays(
     )
     backend.kill("localhost", 1)
     eventually(lambda: reasons, 5)
-    assert not lives(agent)
-    assert lives(newer)
+    assert not is_running(agent)
+    assert is_running(newer)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process of another user needs root")

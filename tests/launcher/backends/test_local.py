@@ -20,7 +20,8 @@ from elastic_driver.errors import ClusterError
 from launcher.agent import processes
 from launcher.backends.local import LocalBackend
 from launcher.backends.local_agents import LocalAgents
-from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually, lives
+from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually
+from tests.support.processes import is_running
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_an_agent_that_a_bug_lets_nobody_follow_is_ended_and_told(
     eventually(lambda: reasons)
     assert "cannot follow the agent on localhost (a bug)" in reasons[0]
     assert "a file that nobody expected" in reasons[0]
-    eventually(lambda: not [pid for pid in set(processes.children()) - before if lives(pid)])
+    eventually(lambda: not [pid for pid in set(processes.children()) - before if is_running(pid)])
 
 
 def test_an_agent_that_cannot_join_is_told(driver: Driver, backend: LocalBackend) -> None:
@@ -141,9 +142,9 @@ def test_a_killed_agent_takes_workers_and_daemons_with_it_and_spares_other_child
         eventually(lambda: reasons)
         assert time.monotonic() - began < 2.0
         assert reasons == ["the agent on localhost was killed by SIGKILL"]
-        assert not lives(worker)
-        assert not lives(daemon)
-        assert lives(bystander.pid)
+        assert not is_running(worker)
+        assert not is_running(daemon)
+        assert is_running(bystander.pid)
         bystander.kill()
 
 
@@ -159,8 +160,8 @@ def test_one_agents_death_leaves_the_other_hosts_workers_alone(
     other = next(e.pid for e in driver.told(AgentReady) if e.host == "127.0.0.2")
     backend.kill("127.0.0.2", 1)
     eventually(lambda: reasons)
-    assert not lives(other)
-    assert lives(worker)
+    assert not is_running(other)
+    assert is_running(worker)
 
 
 def test_a_stopped_agent_can_be_killed_and_unknown_ones_are_no_mistake(
@@ -174,7 +175,7 @@ def test_a_stopped_agent_can_be_killed_and_unknown_ones_are_no_mistake(
     os.kill(driver.wait(AgentReady).pid, signal.SIGSTOP)
     backend.kill("localhost", 1)
     eventually(lambda: reasons, within=3)
-    assert not lives(worker)
+    assert not is_running(worker)
     backend.kill("localhost", 1)
 
 
@@ -204,7 +205,7 @@ def test_close_kills_what_does_not_end_and_leaves_no_thread_or_descriptor(
     backend.close(0.2)
     backend.close(0.2)
     assert time.monotonic() - began < 5
-    assert not any(lives(pid) for pid in (worker, daemon, driver.wait(AgentReady).pid))
+    assert not any(is_running(pid) for pid in (worker, daemon, driver.wait(AgentReady).pid))
     # The server may still be closing the agent's connections.
     eventually(lambda: me.num_fds() <= before[0])
     assert threading.active_count() == before[1]
@@ -226,7 +227,7 @@ def test_when_the_drivers_process_is_killed_everything_goes_with_it(driver: Driv
         daemon = grandchild(driver)
         process.kill()
     began = time.monotonic()
-    eventually(lambda: not any(map(lives, (agent, worker, daemon))), within=8)
+    eventually(lambda: not any(map(is_running, (agent, worker, daemon))), within=8)
     assert time.monotonic() - began < 5
     eventually(lambda: not driver.token_file.exists() and not driver.endpoint_file.exists())
 

@@ -7,7 +7,6 @@ tests/cluster, which needs root.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -35,8 +34,8 @@ from tests.launcher.agent.harness import (
     WAIT,
     Driver,
     eventually,
-    lives,
 )
+from tests.support.processes import is_running, read_words, select
 
 SSH = """#!/bin/sh
 TMPDIR={tmp}; export TMPDIR
@@ -84,12 +83,7 @@ def keeper_and_agent(driver: Driver) -> tuple[psutil.Process, psutil.Process]:
 
 
 def ssh_clients() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
-            if process.name() == "ssh":
-                found.append(process)
-    return found
+    return select(psutil.Process().children(), lambda process: process.name() == "ssh")
 
 
 def test_an_agent_comes_up_its_output_arrives_and_its_end_is_told_once(
@@ -132,7 +126,7 @@ def test_the_token_stands_in_a_private_file_and_in_no_argument_or_variable(
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
     assert read_token_file(folder / "token") == agent_token(TOKEN, HOST)
     for process in (keeper, agent, *ssh_clients()):
-        shown = " ".join((*process.cmdline(), *psutil.Process(process.pid).environ().values()))
+        shown = str([read_words(process.pid, name) for name in ("cmdline", "environ")])
         assert TOKEN not in shown
         assert "agent:" not in shown
 
@@ -148,11 +142,11 @@ def test_the_agent_survives_its_ssh_connection_and_its_end_is_told_all_the_same(
     (client,) = ssh_clients()
     os.kill(client.pid, signal.SIGHUP)
     eventually(lambda: client.pid not in {p.pid for p in ssh_clients()})
-    assert lives(agent.pid)
-    assert lives(worker)
+    assert is_running(agent.pid)
+    assert is_running(worker)
     driver.shutdown()
     eventually(lambda: reasons)
-    assert not lives(agent.pid)
+    assert not is_running(agent.pid)
     eventually(lambda: list(tmp.iterdir()) == [])
 
 
@@ -183,8 +177,8 @@ def test_a_killed_agent_takes_its_workers_and_their_daemons_along(
     agent.kill()
     eventually(lambda: reasons)
     assert reasons == [f"the agent on {HOST} was killed by SIGKILL"]
-    assert not lives(worker)
-    assert not lives(daemon)
+    assert not is_running(worker)
+    assert not is_running(daemon)
     assert list(tmp.iterdir()) == []
 
 
@@ -198,7 +192,7 @@ def test_an_agent_whose_keeper_is_killed_ends_and_leaves_no_token(
     keeper, agent = keeper_and_agent(driver)
     keeper.kill()
     eventually(lambda: reasons)
-    eventually(lambda: not lives(agent.pid) and not lives(worker))
+    eventually(lambda: not is_running(agent.pid) and not is_running(worker))
     assert not list(tmp.glob("*/token"))
 
 
@@ -216,7 +210,7 @@ def test_an_agent_that_hangs_can_be_killed(
     eventually(lambda: reasons)
     assert len(reasons) == 1
     assert reasons[0].startswith(f"the agent on {HOST} was killed")
-    assert not lives(worker)
+    assert not is_running(worker)
     assert list(tmp.iterdir()) == []
 
 
@@ -233,7 +227,7 @@ def test_a_host_that_cannot_be_reached_any_more_is_given_up_once(
     assert len(reasons) == 1
     assert "ends by itself" in reasons[0]
     driver.close()
-    eventually(lambda: not lives(agent.pid), within=15, what="the agent has ended by itself")
+    eventually(lambda: not is_running(agent.pid), within=15, what="the agent has ended by itself")
 
 
 def test_an_agent_that_a_bug_lets_nobody_kill_is_told_and_close_goes_on(
@@ -254,7 +248,7 @@ def test_an_agent_that_a_bug_lets_nobody_kill_is_told_and_close_goes_on(
     backend.kill("-oProxyCommand=x", 1)  # fails, too, and holds up nothing
     backend.close(0)
     driver.close()
-    eventually(lambda: not lives(agent.pid), within=15, what="the agent has ended by itself")
+    eventually(lambda: not is_running(agent.pid), within=15, what="the agent has ended by itself")
 
 
 def test_what_cannot_be_started_is_told_with_what_to_try(
@@ -280,7 +274,7 @@ def test_close_ends_what_runs_and_leaves_no_thread_or_descriptor(
     keeper, agent = keeper_and_agent(driver)
     backend.close(0.1)
     backend.close(0.1)
-    assert not any(lives(pid) for pid in (worker, keeper.pid, agent.pid))
+    assert not any(is_running(pid) for pid in (worker, keeper.pid, agent.pid))
     assert list(tmp.iterdir()) == []
     eventually(lambda: me.num_fds() <= before[0])
     eventually(lambda: {t.name for t in threading.enumerate()} == before[1])
@@ -341,7 +335,7 @@ def test_an_agent_kept_apart_outlives_the_rank_that_started_it(tmp: Path) -> Non
         assert not any(name.startswith(("OMPI_", "PMIX_")) for name in agent.environ())
         end = [*argv[:3], "end", "rank"]
         subprocess.run(end, cwd=ROOT, env=env, check=True)
-    assert not lives(agent.pid)
+    assert not is_running(agent.pid)
     assert not folder.exists()
 
 

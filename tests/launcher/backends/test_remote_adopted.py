@@ -19,8 +19,9 @@ from elastic_driver.core.events import AgentReady, WorkerStarted
 from elastic_driver.runtime.backend import BackendJob
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.ssh import SshShell
-from tests.launcher.agent.harness import HOST, ROOT, STUBBORN, WAIT, Driver, eventually, lives
+from tests.launcher.agent.harness import HOST, ROOT, STUBBORN, WAIT, Driver, eventually
 from tests.launcher.backends.test_remote import SSH
+from tests.support.processes import is_running, processes_with, select
 
 _FIRST = """
 import sys, time
@@ -75,29 +76,23 @@ class Host(Driver):
         with self.first_backend():
             agent = self.wait(AgentReady, within=30).pid
             worker = self.wait(WorkerStarted, self.start_worker()).pid
-        assert lives(agent)
-        assert lives(worker)
+        assert is_running(agent)
+        assert is_running(worker)
         return agent, worker
 
     def commands(self, word: str) -> list[psutil.Process]:
         """The commands of ours that run on the host."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                ours = process.environ().get("TMPDIR") == str(self.tmp)
-                if ours and process.cmdline()[1:4] == ["-m", "launcher.agent.remote", word]:
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return found
+        argv = ["-m", "launcher.agent.remote", word]
+        ours = processes_with(f"TMPDIR={self.tmp}")
+        return select(ours, lambda process: process.cmdline()[1:4] == argv)
 
     def waiting(self) -> list[psutil.Process]:
         """The commands that wait for the agent's end: each has opened the keeper's file."""
-        return [
-            process
-            for process in self.commands("wait")
-            if any(file.path.endswith("/keeper") for file in process.open_files())
-        ]
+
+        def waits(process: psutil.Process) -> bool:
+            return any(file.path.endswith("/keeper") for file in process.open_files())
+
+        return select(self.commands("wait"), waits)
 
 
 @pytest.fixture
@@ -115,7 +110,7 @@ def test_the_end_of_an_adopted_agent_is_told_and_nothing_is_left(host: Host) -> 
     psutil.Process(agent).kill()
     eventually(lambda: host.lost, what="the driver has heard of the end")
     assert host.lost == [f"the agent on {HOST} has ended"]
-    assert not lives(worker)
+    assert not is_running(worker)
     eventually(lambda: list(host.tmp.iterdir()) == [])
     eventually(lambda: host.commands("keep") == [], what="the process that kept the agent ends")
 
@@ -128,15 +123,15 @@ def test_an_adopted_agent_that_hangs_can_be_killed(host: Host) -> None:
     host.backend.kill(HOST, 1)
     eventually(lambda: host.lost)
     assert host.lost == [f"the agent on {HOST} was killed"]
-    assert not lives(agent)
-    assert not lives(worker)
+    assert not is_running(agent)
+    assert not is_running(worker)
     assert list(host.tmp.iterdir()) == []
 
 
 def test_an_agent_that_never_came_back_can_be_killed_and_started_anew(host: Host) -> None:
     agent, worker = host.orphan(WAIT)
     host.backend.kill(HOST, 1)
-    eventually(lambda: not lives(agent) and not lives(worker))
+    eventually(lambda: not is_running(agent) and not is_running(worker))
     host.backend.start(HOST, 2, host.lost.append)
     eventually(lambda: [e for e in host.told(AgentReady) if e.incarnation == 2], 20)
     assert host.lost == []
@@ -146,8 +141,8 @@ def test_a_new_agent_of_the_same_number_takes_the_place_of_the_old_one(host: Hos
     agent, worker = host.orphan(WAIT)
     host.backend.start(HOST, 1, host.lost.append)
     eventually(lambda: len(host.told(AgentReady)) == 2, 20)
-    assert not lives(agent)
-    assert not lives(worker)
+    assert not is_running(agent)
+    assert not is_running(worker)
     assert host.lost == []
 
 
@@ -155,8 +150,8 @@ def test_close_ends_adopted_agents(host: Host) -> None:
     agent, worker = host.orphan(STUBBORN)
     host.adopt(agent)
     host.backend.close(0.1)
-    assert not lives(agent)
-    assert not lives(worker)
+    assert not is_running(agent)
+    assert not is_running(worker)
     assert list(host.tmp.iterdir()) == []
     eventually(lambda: host.commands("wait") == [])
 
@@ -187,5 +182,5 @@ def test_a_backend_that_dies_leaves_nobody_waiting_on_the_host(host: Host) -> No
     with host.first_backend(adopts=agent):
         eventually(host.waiting)
     eventually(lambda: host.commands("wait") == [], what="nobody waits any more")
-    assert lives(agent)
+    assert is_running(agent)
     host.adopt(agent)

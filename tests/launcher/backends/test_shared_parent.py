@@ -16,8 +16,9 @@ from elastic_driver.core.events import AgentReady, WorkerStarted
 from launcher.agent.processes import children
 from launcher.agent.spare import SPARE_FLAG
 from launcher.backends.local import LocalBackend
-from tests.launcher.agent.harness import ROOT, eventually, lives
+from tests.launcher.agent.harness import ROOT, eventually
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine, command, kinds_of_files, signals
+from tests.support.processes import descendants, is_running
 
 
 def test_three_hosts_that_come_one_by_one_import_twice_and_all_their_workers_are_warm(
@@ -101,7 +102,7 @@ def test_an_agent_that_is_killed_takes_its_warm_parent_along_to_the_last_zombie(
     eventually(lambda: machine.lost)
     assert machine.lost == {HOSTS[1]: f"the agent on {HOSTS[1]} was killed by SIGKILL"}
     assert not {second, *family} & set(psutil.pids())
-    assert not lives(worker)
+    assert not is_running(worker)
 
 
 def test_one_that_is_no_longer_wanted_is_never_born(machine: Machine) -> None:
@@ -155,10 +156,9 @@ def test_when_the_drivers_process_is_killed_everything_goes_with_it(
         (machine.folder / "counted.py").write_text("import time\ntime.sleep(600)\n")
     argv = [sys.executable, "-c", SCRIPT, machine.server.url, str(machine.token_file), moment]
     with subprocess.Popen(argv, cwd=ROOT) as process:
-        driver = psutil.Process(process.pid)
 
         def everybody() -> list[int]:
-            pids = [child.pid for child in driver.children(recursive=True)]
+            pids = [child.pid for child in descendants(process.pid)]
             mine = [pid for pid in pids if "script.py" in command(pid)]
             waiting = [pid for pid in pids if SPARE_FLAG in command(pid)]
             ready = len(mine) >= 2 if moment == "imports" else len(mine) >= 5 and waiting
@@ -168,5 +168,5 @@ def test_when_the_drivers_process_is_killed_everything_goes_with_it(
             pids = eventually(everybody, 30.0)
         finally:
             process.kill()
-    eventually(lambda: not any(map(lives, pids)))
+    eventually(lambda: not any(map(is_running, pids)))
     eventually(lambda: not machine.token_file.exists() and not machine.endpoint_file.exists())

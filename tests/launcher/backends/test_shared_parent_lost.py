@@ -9,8 +9,8 @@ import pytest
 
 from launcher.agent.warm import starter
 from launcher.backends import local_agents
-from tests.launcher.agent.harness import lives
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine
+from tests.support.processes import is_running
 
 
 def test_when_the_shared_parent_is_killed_agents_go_on_and_the_next_but_one_is_forked(
@@ -123,5 +123,5 @@ def test_an_agent_with_another_plan_does_not_use_what_it_was_born_with(machine: 
     assert seen[:2] == (third, True)
     assert "EARLY" in seen.variables
     assert len(machine.importers) == 3
-    families = {psutil.Process(pid).ppid() for pid in machine.importers if lives(pid)}
+    families = {psutil.Process(pid).ppid() for pid in machine.importers if is_running(pid)}
     assert third in families

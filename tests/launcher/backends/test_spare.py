@@ -9,8 +9,9 @@ import pytest
 
 from elastic_driver.core.events import WorkerStarted
 from launcher.backends import local_agents
-from tests.launcher.agent.harness import eventually, lives
+from tests.launcher.agent.harness import eventually
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine, kinds_of_files, signals
+from tests.support.processes import is_running
 
 
 def test_where_hosts_may_come_the_next_is_the_spare_and_another_is_forked(
@@ -53,8 +54,8 @@ def test_a_spare_that_was_told_is_an_agent_like_any_other(
     os.kill(second, signal.SIGKILL)
     eventually(lambda: machine.lost)
     assert machine.lost == {HOSTS[1]: f"the agent on {HOSTS[1]} was killed by SIGKILL"}
-    assert not lives(worker)
-    assert lives(first)
+    assert not is_running(worker)
+    assert is_running(first)
 
 
 def test_a_spare_that_has_died_costs_no_host_anything(machine: Machine) -> None:
@@ -63,7 +64,7 @@ def test_a_spare_that_has_died_costs_no_host_anything(machine: Machine) -> None:
     machine.up(HOSTS[0])
     spare = machine.spare()
     os.kill(spare, signal.SIGKILL)
-    eventually(lambda: not lives(spare))
+    eventually(lambda: not is_running(spare))
     (second,) = machine.up(HOSTS[1])
     assert machine.seen(machine.work(HOSTS[1]))[:2] == (second, True)
     assert machine.lost == {}
@@ -79,4 +80,4 @@ def test_the_spare_outlives_an_agent_and_not_the_backend(machine: Machine) -> No
     assert machine.up(HOSTS[0], incarnation=2) == [spare]
     spare = machine.spare()
     machine.backend.close(0)
-    assert not lives(spare)
+    assert not is_running(spare)

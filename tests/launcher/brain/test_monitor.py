@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.ports import free_port
+
 pytest.importorskip("sqlalchemy")
 
 from elastic_driver import contract
@@ -41,11 +43,6 @@ EXPORTER = shutil.which("prometheus-node-exporter")
 needs_exporter = pytest.mark.skipif(
     EXPORTER is None, reason="node_exporter is not installed (prometheus-node-exporter)"
 )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

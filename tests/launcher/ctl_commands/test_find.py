@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +33,8 @@ from rendezvous.errors import TokenError
 from rendezvous.server import RendezvousServer
 from rendezvous.serving import ServerTls
 from rendezvous.tls import certificate_in, make_certificate
-from tests.support.etcd import EtcdCluster, free_ports, why_not
+from tests.support.etcd import EtcdCluster, why_not
+from tests.support.ports import free_ports
 
 
 @pytest.fixture
@@ -143,6 +147,29 @@ def test_another_program_at_the_port_of_a_driver_that_has_died_is_no_driver(
         assert "\n" not in str(error.value)
         with pytest.raises(ClusterError, match="no job of this user is running"):
             find(Where(tmp_path))
+
+
+def test_a_program_that_resets_a_connection_before_the_handshake_is_no_driver(
+    tmp_path: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = socket.create_connection
+
+    def connected_and_reset(*args: Any) -> socket.socket:
+        connection = connect(*args)
+        with server.accept()[0] as accepted:
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        poll = select.poll()
+        poll.register(connection, 0)
+        assert poll.poll(20_000), "the reset has arrived"
+        return connection
+
+    monkeypatch.setattr(socket, "create_connection", connected_and_reset)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        folder = make_run(tmp_path, "big", url, dead_pid)
+        write_token_file(folder / "token", "secret", "sha256:ab")
+        with pytest.raises(ClusterError, match="where another program listens now"):
+            find(Where(tmp_path, run_id="big"))
 
 
 def test_of_several_jobs_one_has_to_be_chosen_and_they_are_listed(

@@ -18,7 +18,8 @@ from elastic_driver.runtime.journal.etcd import (
     EtcdUnreachableError,
     read_access,
 )
-from tests.support.etcd import EtcdCluster, free_ports, why_not
+from tests.support.etcd import EtcdCluster, why_not
+from tests.support.ports import free_ports
 
 # ---- an address --------------------------------------------------------------------------
 

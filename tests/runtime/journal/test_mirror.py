@@ -25,7 +25,8 @@ from rendezvous.auth import write_token_file
 from rendezvous.tls import certificate_in, make_certificate
 from tests.runtime.jobs import StartJob
 from tests.runtime.waiting import until
-from tests.support.etcd import EtcdCluster, free_ports, why_not
+from tests.support.etcd import EtcdCluster, why_not
+from tests.support.ports import free_ports
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)

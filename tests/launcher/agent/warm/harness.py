@@ -154,12 +154,3 @@ def eventually(condition: Callable[[], bool], within: float = 10.0) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -19,7 +19,8 @@ import pytest
 from launcher.agent.processes import StartError, children, reap
 from launcher.agent.warm import starter
 from tests.launcher.agent.harness import ROOT
-from tests.launcher.agent.warm.harness import Agent, agent, alive, eventually, wait_for
+from tests.launcher.agent.warm.harness import Agent, agent, eventually, wait_for
+from tests.support.processes import is_running, session_of
 
 HELLO = "import sys; print('hello', 'preloaded' in sys.modules)"
 FORKED, FRESH = "hello True\n", "hello False\n"
@@ -224,9 +225,9 @@ def test_a_folder_that_is_gone_is_the_error_it_always_was(host: Agent) -> None:
 
 def test_a_warm_parent_that_dies_is_replaced(host: Agent) -> None:
     host.launch("job.py", preload=["preloaded"])
-    (parent,) = (pid for pid in host.starter.own_pids() if os.getsid(pid) == pid)
+    (parent,) = (pid for pid in host.starter.own_pids() if session_of(pid) == pid)
     os.kill(parent, signal.SIGKILL)
-    assert eventually(lambda: not alive(parent))
+    assert eventually(lambda: not is_running(parent))
     assert host.run("job.py").stdout == FRESH
     asyncio.run(host.starter.ready())
     assert host.run("job.py").stdout == FORKED
@@ -269,7 +270,9 @@ def test_a_spare_that_dies_is_replaced(host: Agent) -> None:
     host.launch("job.py", preload=["preloaded"])
 
     def spares() -> set[int]:
-        return {pid for pid in host.starter.own_pids() if os.getsid(pid) != pid and alive(pid)}
+        return {
+            pid for pid in host.starter.own_pids() if session_of(pid) != pid and is_running(pid)
+        }
 
     assert eventually(lambda: len(spares()) == 1)
     (first,) = spares()
@@ -349,7 +352,7 @@ def test_closing_frees_every_process_and_descriptor(host: Agent) -> None:
     own = host.starter.own_pids()
     assert len(own) >= 1
     host.starter.close()
-    assert [pid for pid in own if alive(pid)] == []
+    assert [pid for pid in own if is_running(pid)] == []
     assert descriptors() == before
     assert host.run("job.py").stdout == FRESH
 
@@ -364,7 +367,7 @@ def test_started_workers_outlive_the_starter(host: Agent) -> None:
         assert output.readline() == b"up\n"
         assert pid not in host.starter.own_pids()
         host.starter.close()
-        assert alive(pid)
+        assert is_running(pid)
         os.kill(pid, signal.SIGTERM)
         assert wait_for(pid) == -signal.SIGTERM
 
@@ -397,7 +400,7 @@ def test_when_the_agent_is_killed_nothing_stays(host: Agent) -> None:
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) >= 2
         process.kill()
-    assert eventually(lambda: not any(alive(pid) for pid in pids))
+    assert eventually(lambda: not any(is_running(pid) for pid in pids))
 
     def all_gone() -> bool:  # we are a subreaper in this test: they have come to us
         return all(reap(pid) is not None for pid in set(children()) - before)
