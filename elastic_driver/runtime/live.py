@@ -33,7 +33,7 @@ from elastic_driver.core.measured import History, Measured
 from elastic_driver.core.status import HostStatus, MemberStatus, SlowStatus
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.event_log import EventLog, LoggedEvent
-from elastic_driver.runtime.event_words import sentence
+from elastic_driver.words.log_sentences import sentence
 from rendezvous.auth import Caller
 from rendezvous.web import Problem, caller_of
 from rendezvous.wire import UNREADABLE
