@@ -4,13 +4,15 @@ All are frozen. `Job.handle(event, now)` returns them in the order in which they
 carried out; `runtime.executor` does so.
 """
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from elastic_driver.core.documents import Failure, Order, SaveRequest, World
-from elastic_driver.core.events import StateValue
+from elastic_driver.core.documents import Order, SaveRequest, World
 from elastic_driver.core.members import SlotInfo
+from elastic_driver.kernel.log import LogEvent
+from elastic_driver.words.findings import Failure
+from elastic_driver.words.log_lines import LogLine
 
 
 class CausedDecision(Struct, frozen=True, kw_only=True):
@@ -158,22 +160,10 @@ class AskStacks(CausedDecision, frozen=True, tag="ask_stacks"):
     reason: str
 
 
-class StackGroup(Struct, frozen=True):
-    """Ranks with their training threads at the same place."""
-
-    ranks: tuple[int, ...]
-    where: str  # "collective", "elsewhere", or in the words of the agent
-    stack: str  # innermost last; empty: unknown
-    odd: bool = False  # at another place than the others, which may wait for these ranks
-
-
-Detail = str | int | float | bool | None | tuple[StackGroup, ...] | tuple[StateValue, ...] | Failure
-
-
 class Announce(CausedDecision, frozen=True, tag="announce"):
-    """A line for the event log; `event` is its name, in the past tense."""
+    """A line for the event log: what has happened, why, and where."""
 
-    event: str
+    what: LogEvent
     reason: str
     round: int | None = None
     host: str | None = None
@@ -181,7 +171,24 @@ class Announce(CausedDecision, frozen=True, tag="announce"):
     rank: int | None = None
     pid: int | None = None
     worker: str | None = None
-    detail: dict[str, Detail] = {}
+
+    @property
+    def event(self) -> str:
+        """Return the event's name in the log."""
+        return self.what.name
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields of its line that are known, without number and time, in their order."""
+        places = ((name, getattr(self, name)) for name in _PLACES)
+        return {name: value for name, value in places if value is not None} | self.what.facts()
+
+    def line(self, t: float) -> LogLine:
+        """Return the line as its readers know it; `t`: unix seconds."""
+        place = (self.host, self.slot, self.rank, self.pid, self.worker)
+        return LogLine(t, self.event, self.reason, self.round, *place, self.what)
+
+
+_PLACES = ("round", "host", "slot", "rank", "pid", "worker", "reason")  # in the order of a line
 
 
 class EndJob(CausedDecision, frozen=True, tag="end_job"):

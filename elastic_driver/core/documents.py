@@ -208,18 +208,6 @@ class LoginCode(Struct, frozen=True):
     seconds: float
 
 
-class Failure(Struct, frozen=True):
-    """The failure that decides a job's exit status: the first of its round."""
-
-    worker: str
-    rank: int
-    host: str
-    pid: int
-    exit_code: int  # as subprocess gives it: negative for a signal
-    log_tail: str = ""
-    lost: str = ""  # what happened, where the worker did not end by itself
-
-
 T = TypeVar("T")
 # Return any document or order here as JSON.
 encode: Callable[[Struct | JobSpec], bytes] = msgspec.json.Encoder().encode

@@ -9,7 +9,8 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.events import AgentEvent, Event, Reason, StateValue, WorkerEvent
+from elastic_driver.core.events import AgentEvent, Event, Reason, WorkerEvent
+from elastic_driver.words.findings import StateValue
 
 # The observation that raises the suspicion that an agent is lost; "peers": a worker of another host
 # saw its connections to that host break.

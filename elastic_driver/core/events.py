@@ -286,13 +286,6 @@ class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unkno
     reason: Text
 
 
-class StateValue(Struct, frozen=True):
-    """What some ranks hold in one leaf of their states, in short."""
-
-    ranks: tuple[int, ...]
-    value: str
-
-
 class StateDescribed(Struct, frozen=True, tag="state_described", forbid_unknown_fields=True):
     """A worker's state after `step`, leaf by leaf: the answer to a `StateQuestion`.
 

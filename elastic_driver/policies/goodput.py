@@ -29,14 +29,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from elastic_driver.kernel.log import LogEvent
 from elastic_driver.kernel.tables import Snapshots, saved
-from elastic_driver.policies.log_lines import LogLine, read_line
+from elastic_driver.words import host_log_events as host_log
+from elastic_driver.words import log_events as log
+from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.log_lines import LogLine, read_line
 
 Class = Literal["training", "redone", "forming", "syncing", "starting", "waiting", "slow", "lost"]
 CLASSES: tuple[Class, ...] = get_args(Class)
 _State = Literal["starting", "ready", "syncing", "training", "lost"]  # of a slot with a worker
 _STATES: tuple[_State, ...] = get_args(_State)
-_ENDS = ("worker_left", "worker_exited", "worker_lost", "worker_hung")
 
 
 @dataclass(slots=True)
@@ -151,27 +154,34 @@ class Ledger(Snapshots):
         if self.began is None:
             self.began = self.at = line.t
         self._advance(line.t)
-        match line.event:
-            case "job_succeeded" | "job_failed":
-                self.ended, self.step = True, max(self.step, line.step or 0)
-            case "job_started":
-                self._least, self._wanted = line.min_np or 1, line.wanted or line.max_np
-            case "scale_requested" | "plan_applied" | "size_proposed":
-                self._wanted = line.wanted or self._wanted
-            case "processes_started":
-                self.processes, self.running_since = line.size or 0, line.t
-            case "round_completed":
-                self._round_completed(line)
-            case "state_synced":
-                self._synced(line)
-            case "round_closed":
-                self.step = max(self.step, line.step or 0)
-            case "steps_redone":
+        match line.what:
+            case log.JobEnd(step=step):
+                self.ended, self.step = True, max(self.step, step or 0)
+            case log.JobStarted(min_np=least, max_np=most, wanted=wanted):
+                self._least, self._wanted = least or 1, wanted or most
+            case log.ScaleRequested() | log.PlanApplied() | log.SizeProposed() as asked:
+                self._wanted = asked.wanted or self._wanted
+            case log.ProcessesStarted(size=size):
+                self.processes, self.running_since = size or 0, line.t
+            case log.RoundCompleted(size=size):
+                self._round_completed(size)
+            case log.StateSynced() as synced:
+                self._synced(synced)
+            case log.RoundClosed(step=step):
+                self.step = max(self.step, step or 0)
+            case log.StepsRedone():
                 self.redoing = False
-            case _ if line.host is not None and line.slot is not None and line.worker is not None:
-                self._of_worker((line.host, line.slot), line.worker, line)
-            case _ if line.host is not None and line.worker is None:
-                self._of_host(line.host, line)
+            case LogEvent() as what:
+                self._of_part(line, what)
+
+    def _of_part(self, line: LogLine, what: LogEvent) -> None:
+        """Take in an event of a worker or of a host."""
+        if line.host is None:
+            return
+        if line.slot is not None and line.worker is not None:
+            self._of_worker((line.host, line.slot), line.worker, what)
+        elif line.worker is None:
+            self._of_host(line.host, what)
 
     # ---- time ----------------------------------------------------------------------------
 
@@ -218,25 +228,26 @@ class Ledger(Snapshots):
 
     # ---- slots and workers ---------------------------------------------------------------
 
-    def _of_worker(self, where: tuple[str, int], worker: str, line: LogLine) -> None:
+    def _of_worker(self, where: tuple[str, int], worker: str, what: LogEvent) -> None:
         slot = self._slots.get(where)
-        match line.event:
-            case "worker_started" if slot is None or slot.worker != worker:  # READY may be sooner
-                self._put(where, worker, "starting")
-            case "spare_promoted":
+        match what:
+            case worker_log.WorkerStarted():
+                if slot is None or slot.worker != worker:  # READY may be sooner
+                    self._put(where, worker, "starting")
+            case worker_log.SparePromoted():
                 self._put(where, worker, "ready")
-            case "rank_slow":
-                share = 1 - 1 / max(line.ratio, 1.0) if line.share is None else line.share
+            case worker_log.RankSlow(ratio=ratio, share=known):
+                share = 1 - 1 / max(ratio, 1.0) if known is None else known
                 self._slow[worker] = min(max(share, 0.0), 1.0)
-            case "rank_recovered":
+            case worker_log.RankRecovered():
                 self._slow.pop(worker, None)
-            case "worker_ready":
+            case worker_log.WorkerReady(undone=undone):
                 self.elastic = True
                 if slot is not None and slot.state in ("training", "lost"):
-                    self._left(slot, line.undone)
+                    self._left(slot, undone or 0.0)
                 self._put(where, worker, "ready")
-            case event if event in _ENDS and slot is not None and slot.worker == worker:
-                self._ended(where, slot, line)
+            case _ if isinstance(what, worker_log.END) and slot and slot.worker == worker:
+                self._ended(where, slot, what)
 
     def _put(self, where: tuple[str, int], worker: str, state: _State) -> None:
         """Put a worker into a slot, in place of the one that was there."""
@@ -271,7 +282,7 @@ class Ledger(Snapshots):
             self._fallen.clear()
             self._committed = committed
 
-    def _ended(self, where: tuple[str, int], slot: _Slot, line: LogLine) -> None:
+    def _ended(self, where: tuple[str, int], slot: _Slot, what: LogEvent) -> None:
         """Record the end of a worker; if it breaks the round, the others train no more."""
         if slot.state == "starting" and self.processes and not self.elastic:
             self._was_plain()
@@ -282,11 +293,12 @@ class Ledger(Snapshots):
             else:
                 self._untrain(until - max(slot.since, self._committed))
         was_member = slot.state in ("syncing", "training", "lost")
-        finished = line.exit_code == 0 and line.event == "worker_exited" and not line.expected
         self._drop(where)
-        self._finishing = self._finishing or finished or line.job_over
-        if not line.expected and not finished:
-            self.failures += line.event != "worker_left" or line.failed
+        if isinstance(what, worker_log.WorkerExited):
+            finished = what.exit_code == 0 and not what.expected
+            self._finishing = self._finishing or finished or bool(what.job_over)
+        if what.is_loss:
+            self.failures += 1
             if was_member and not self._finishing:
                 self._break_round()
 
@@ -309,7 +321,7 @@ class Ledger(Snapshots):
                 self._enter(slot, "training", since)
         self.processes = 0
 
-    def _round_completed(self, line: LogLine) -> None:
+    def _round_completed(self, size: int | None) -> None:
         self._slow.clear()
         self._fallen.clear()
         self._committed, self.redoing = None, False
@@ -318,7 +330,7 @@ class Ledger(Snapshots):
             return
         self.processes, self.running_since = 0, self.at
         members: _State = "ready" if self.elastic else "starting"
-        whole = self._states[members] == line.size
+        whole = self._states[members] == size
         for where, slot in list(self._slots.items()):
             if slot.state == members or (
                 slot.state in ("training", "syncing", "lost") and not whole
@@ -327,16 +339,16 @@ class Ledger(Snapshots):
             elif slot.state in ("training", "syncing", "lost"):
                 self._drop(where)  # its end is not in the log, as a driver died before it wrote it
 
-    def _synced(self, line: LogLine) -> None:
+    def _synced(self, what: log.StateSynced) -> None:
         """Move the time since the state was the same on all ranks from `syncing` to `training`."""
-        first, before = line.first_step or 0, self.step
+        first, before = what.first_step or 0, self.step
         if 0 < first <= before:
             self.steps_redone += before - first + 1
             self.redoing = True
         self.step = max(before, first)
         for slot in self._slots.values():
             if slot.state == "syncing":
-                since = max(slot.since, self.at - line.seconds)
+                since = max(slot.since, self.at - (what.seconds or 0.0))
                 moved = min(self.at - since, self.seconds["syncing"])
                 self.seconds["syncing"] -= moved
                 for name, share in self._training():
@@ -346,21 +358,21 @@ class Ledger(Snapshots):
 
     # ---- hosts ---------------------------------------------------------------------------
 
-    def _of_host(self, name: str, line: LogLine) -> None:
-        match line.event:
-            case "host_discovered":
-                self._change(name, slots=line.slots or 0)
-            case "host_removed":
+    def _of_host(self, name: str, what: LogEvent) -> None:
+        match what:
+            case host_log.HostDiscovered(slots=slots):
+                self._change(name, slots=slots or 0)
+            case host_log.HostRemoved():
                 self._change(name, slots=0, unreachable=False, drained=False)
-            case "host_blacklisted":
+            case host_log.HostBlacklisted():
                 self._change(name, cooling=True)
-            case "host_unreachable" | "host_refused":
+            case host_log.HostUnreachable() | host_log.HostRefused():
                 self._change(name, unreachable=True)
-            case "host_resurrected" | "agent_started":
+            case host_log.HostResurrected() | host_log.AgentStarted():
                 self._change(name, cooling=False, unreachable=False)
-            case "host_drained":
+            case host_log.HostDrained():
                 self._change(name, drained=True)
-            case "drain_cancelled":
+            case host_log.DrainCancelled():
                 self._change(name, drained=False)
 
     def _change(self, name: str, *, taken: int = 0, **news: Any) -> None:
@@ -380,7 +392,7 @@ def read_ledger(lines: Iterable[bytes]) -> Ledger:
     ledger = Ledger()
     for line in lines:
         read = read_line(line)
-        if read is not None and read.event == "job_started":  # the run id was used again
+        if read is not None and isinstance(read.what, log.JobStarted):  # the run id was used again
             ledger = Ledger()
         ledger.feed(read)
     return ledger

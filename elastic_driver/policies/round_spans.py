@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from elastic_driver.policies.log_lines import LogLine
+from elastic_driver.kernel.log import LogEvent
+from elastic_driver.words import log_events as log
+from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.log_lines import LogLine
 
 MOST_EVENTS = 100  # of a span; a round of many workers counts the others
 Attributes = dict[str, str | int | float]
-_LOSSES = ("worker_left", "worker_exited", "worker_lost", "worker_hung")
-_READY = ("worker_ready", "spare_promoted")
 
 
 class SpanEvent(NamedTuple):
@@ -48,7 +49,7 @@ class _Change:
 
     def add(self, line: LogLine) -> None:
         """Note an event; many workers are counted only."""
-        if len(self.events) < MOST_EVENTS or line.event not in (*_LOSSES, *_READY):
+        if len(self.events) < MOST_EVENTS or not _is_of_worker(line):
             about = {"worker": line.worker, "host": line.host, "reason": line.reason}
             self.events.append(SpanEvent(line.t, line.event, _attributes(about)))
 
@@ -59,13 +60,15 @@ class _Change:
         self.add(complete)
         if first_step is not None:
             self.add(first_step)
+        size = complete.what.size if isinstance(complete.what, log.RoundCompleted) else None
+        synced = None if first_step is None else first_step.what
         facts = {
             "round": complete.round,
-            "size": complete.size,
+            "size": size,
             "reason": complete.reason,
             "losses": self.losses,
             "ready": self.ready,
-            "first_step": None if first_step is None else first_step.first_step,
+            "first_step": synced.first_step if isinstance(synced, log.StateSynced) else None,
         }
         events = sorted(self.events, key=lambda event: event.t)
         return Span("round", events[0].t, events[-1].t, _attributes(facts), tuple(events))
@@ -84,32 +87,34 @@ class RoundSpans:
 
     def feed(self, line: LogLine) -> list[Span]:
         """Take in a line; return the spans that are over now."""
-        match line.event:
-            case "round_opened":
+        match line.what:
+            case log.RoundOpened():
                 over = self._settle()
                 self._change.add(line)
                 return over
-            case name if name in _READY:
-                self._elastic = self._elastic or name == "worker_ready"
+            case worker_log.WorkerReady() | worker_log.SparePromoted() as what:
+                self._elastic = self._elastic or isinstance(what, worker_log.WorkerReady)
                 self._change.ready += 1
                 self._change.add(line)
-            case "worker_exited" if line.worker in self._left:
+            case worker_log.WorkerExited() if line.worker in self._left:
                 self._left.discard(line.worker)
-            case name if name in _LOSSES and (name != "worker_exited" or _is_failure(line)):
-                if name == "worker_left" and line.worker is not None:
+            case LogEvent(is_loss=True) as what:
+                if isinstance(what, worker_log.WorkerLeft) and line.worker is not None:
                     self._left.add(line.worker)
                 self._change.losses += 1
                 self._change.add(line)
-            case "round_completed":
+            case log.RoundCompleted():
                 over = self._settle()
                 self._change.complete = line
                 self._waiting, self._change = self._change, _Change()
                 return over if self._elastic else over + self._settle()
-            case "state_synced" if self._is_first_step(line):
+            case log.StateSynced() if self._is_first_step(line):
                 return self._settle(line)
-            case "job_succeeded" | "job_failed":
-                facts = {"run_id": self._run_id, "reason": line.reason, "exit_code": line.exit_code}
-                failed, about = line.event == "job_failed", _attributes(facts)
+            case log.JobEnd(exit_code=code) as what:
+                about = _attributes(
+                    {"run_id": self._run_id, "reason": line.reason, "exit_code": code}
+                )
+                failed = isinstance(what, log.JobFailed)
                 return [*self._settle(), Span("job", self._began, line.t, about, failed=failed)]
         return []
 
@@ -123,8 +128,9 @@ class RoundSpans:
         return [] if waiting.complete is None else [waiting.span(first_step)]
 
 
-def _is_failure(line: LogLine) -> bool:
-    return bool(line.exit_code) and not line.expected
+def _is_of_worker(line: LogLine) -> bool:
+    is_ready = isinstance(line.what, worker_log.WorkerReady | worker_log.SparePromoted)
+    return is_ready or line.is_loss
 
 
 def _attributes(facts: Mapping[str, str | int | None]) -> Attributes:

@@ -22,6 +22,7 @@ from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
 from elastic_driver.policies.shard_ledger import ShardLedger
 from elastic_driver.policies.shard_sources import RangeSource
+from elastic_driver.words import log_events as log
 
 LEASE_S = 60.0
 MAX_DATASETS = 1024
@@ -263,8 +264,7 @@ class DataSets(Snapshots):
         for entry in found:
             shard = entry.shard.name
             reason = f"data set {name}: {shard} is in quarantine: {entry.reason}"
-            detail: dict[str, str] = {"dataset": name, "shard": shard}
-            self._out.append(Announce("shard_quarantined", reason, detail={**detail}))
+            self._out.append(Announce(log.ShardQuarantined(dataset=name, shard=shard), reason))
 
     # ---- opening -------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from elastic_driver.core.events import MAX_LEAVES, LeafMark, StateValue
+from elastic_driver.core.events import MAX_LEAVES, LeafMark
+from elastic_driver.words.findings import StateValue
 
 MAX_RUNS = 6  # of ranks that are named in a sentence
 MISSING = "missing"

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from elastic_driver.policies.goodput import Ledger
-from elastic_driver.policies.log_lines import LogLine, read_line
+from elastic_driver.words import log_events as log
+from elastic_driver.words.log_lines import LogLine, read_line
 
 WIDTH = 60  # columns of the picture
 MOST_WORLDS = 10_000  # beyond that, every other one is left out
@@ -34,15 +35,21 @@ class Story:
     end: LogLine | None = None  # of the job; None: it runs, or its driver has died
     _counted: int | None = None  # the newest round in `rounds`
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit status of a job that is over."""
+        what = None if self.end is None else self.end.what
+        return what.exit_code if isinstance(what, log.JobEnd) else None
+
     def feed(self, line: LogLine) -> None:
         """Take in the next line of the log."""
         started = self.ledger.processes
         self.ledger.feed(line)
-        if line.event in ("processes_started", "round_completed"):
+        if isinstance(line.what, log.ProcessesStarted | log.RoundCompleted):
             self.rounds += line.round is None or line.round != self._counted
             self._counted = line.round
-        self.resumed += line.event == "driver_resumed"
-        if line.event in ("job_succeeded", "job_failed"):
+        self.resumed += isinstance(line.what, log.DriverResumed)
+        if isinstance(line.what, log.JobEnd):
             self.end = line
         size, since = 0 if self.end else self.ledger.workers, self.ledger.running_since
         plain = not (self.ledger.elastic or self.ledger.processes)
@@ -68,7 +75,7 @@ def read_story(lines: Iterable[bytes]) -> Story:
         read = read_line(line)
         if read is None:
             continue
-        if read.event == "job_started":  # the run id was used again
+        if isinstance(read.what, log.JobStarted):  # the run id was used again
             story = Story()
         story.feed(read)
     return story

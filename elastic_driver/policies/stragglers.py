@@ -11,14 +11,13 @@ make (`commit_watch`). A difference of states becomes an event for the job.
 A look takes at most a twentieth of the driver's time. Pure. Times are seconds.
 """
 
-from collections.abc import Mapping
 from statistics import median
 from typing import ClassVar
 
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import Announce, Detail
+from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import Allocation, StateQuestion, World, encode
 from elastic_driver.core.driver_events import (
     RankRecovered,
@@ -30,12 +29,15 @@ from elastic_driver.core.driver_events import (
 from elastic_driver.core.events import StateDescribed, WorkerEnding
 from elastic_driver.core.progress import Progress, decode_progress
 from elastic_driver.core.status import SlowStatus
+from elastic_driver.kernel.log import LogEvent
 from elastic_driver.policies.balance import Balancer, Cost
 from elastic_driver.policies.commit_watch import find_oddity
 from elastic_driver.policies.messages import KeysRead, MachineName, PublishKey, ReadKeys, SendEvent
 from elastic_driver.policies.slow_links import LinkWatch
 from elastic_driver.policies.slow_ranks import Change, Slowness, StragglerWatch
 from elastic_driver.policies.state_watch import Question, StateWatch, Told
+from elastic_driver.words import log_events as log
+from elastic_driver.words import worker_log_events as worker_log
 
 LOOK_S = 0.25  # seconds between looks; workers of a small world send heartbeats as often
 SHARE = 20.0  # the wait after a look is at least this many times as long as the look
@@ -222,11 +224,8 @@ class Stragglers:
         if found is None:
             return []
         self._told_oddity = True
-        detail: dict[str, Detail] = {
-            "kind": found.kind,
-            "ranks": " ".join(map(str, found.ranks)),
-        }
-        return [Announce("commits_differ", found.reason, self._world.round, detail=detail)]
+        what = log.CommitsDiffer(kind=found.kind, ranks=" ".join(map(str, found.ranks)))
+        return [Announce(what, found.reason, self._world.round)]
 
     # ---- decisions -----------------------------------------------------------------------
 
@@ -239,16 +238,14 @@ class Stragglers:
 
     def _announce(self, change: Change) -> Announce:
         slow = change.slow
-        detail: dict[str, str | float] = {
-            "kind": slow.kind.value,
-            "ratio": round(slow.ratio, 3),
-            "step": slow.step,
-        }
+        kind, ratio = slow.kind.value, round(slow.ratio, 3)
         if change.over:
             reason = f"rank {slow.rank} on {slow.host} is no longer slow"
-            return self._about_rank("rank_recovered", reason, slow.rank, detail)
-        detail["share"] = round(slow.share(self._watch.step_time), 3)
-        return self._about_rank("rank_slow", slow.describe(), slow.rank, detail)
+            over = worker_log.RankRecovered(kind=kind, ratio=ratio, step=slow.step)
+            return self._about_rank(over, reason, slow.rank)
+        share = round(slow.share(self._watch.step_time), 3)
+        what = worker_log.RankSlow(kind=kind, ratio=ratio, step=slow.step, share=share)
+        return self._about_rank(what, slow.describe(), slow.rank)
 
     def _balance(self) -> list[PublishKey | Announce]:
         """Publish new shares, if there are any, and announce them with the rank that came last."""
@@ -256,15 +253,13 @@ class Stragglers:
         if move is None:
             return []
         allocation = encode(Allocation(self._world.round, move.shares, move.reason))
-        shares = {"shares": " ".join(map(str, move.shares))}
+        moved = worker_log.WorkMoved(shares=" ".join(map(str, move.shares)))
         return [
             PublishKey(contract.JOB_ALLOCATION, allocation, move.reason),
-            self._about_rank("work_moved", move.reason, move.last, shares),
+            self._about_rank(moved, move.reason, move.last),
         ]
 
-    def _about_rank(
-        self, event: str, reason: str, rank: int, detail: Mapping[str, str | float]
-    ) -> Announce:
+    def _about_rank(self, what: LogEvent, reason: str, rank: int) -> Announce:
         member = self._world.members[rank]
         place = (member.place.host, member.place.slot, rank, None, member.worker)
-        return Announce(event, reason, self._world.round, *place, {**detail})
+        return Announce(what, reason, self._world.round, *place)

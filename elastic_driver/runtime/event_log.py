@@ -19,11 +19,11 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from elastic_driver.appended_file import AppendedFile
-from elastic_driver.core.decisions import Detail
 from elastic_driver.line_writer import PATIENCE_S, RETRY_S, LineWriter, write_whole
 from rendezvous.wire import UNREADABLE
 
@@ -91,7 +91,7 @@ class EventLog:
             on_broken=self._fail,
         )
 
-    def append(self, event: str, **facts: Detail) -> LoggedEvent:
+    def append(self, event: str, **facts: Any) -> LoggedEvent:
         """Log an event; facts that are None are left out. Never raises for a broken file."""
         known = {name: value for name, value in facts.items() if value is not None}
         with self._lock:

@@ -22,10 +22,10 @@ from elastic_driver.runtime.journal.replay import Step
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.reporter import Reporter
-from elastic_driver.runtime.results import JobResult, WorkerResults
+from elastic_driver.runtime.results import JobResult, WorkerResults, as_event
 from elastic_driver.runtime.run_ledger import RunLedger
-
-_FIELDS = ("round", "host", "slot", "rank", "pid", "worker", "reason")  # of every log line
+from elastic_driver.words import log_events as log
+from elastic_driver.words import worker_log_events as worker_log
 
 
 @dataclass(kw_only=True)
@@ -73,14 +73,18 @@ class JobRecord:
         """Log and show the job's end, as the last events and lines; return its result."""
         if end.exit_code == 0:
             self._show(self.tails.job_succeeded())
-        name = "job_succeeded" if end.exit_code == 0 else "job_failed"
         result = self._results.of_job(end, time.time())
         for worker in result.workers:
-            self.log.append("worker_result", **msgspec.structs.asdict(worker))
-        detail = {"exit_code": end.exit_code, "first_failure": result.failure}
-        detail["step"] = self.ledger.step
-        last = self._last_event or Announce(name, end.reason)
-        self._log_and_show(replace(last, detail=detail))
+            told = as_event(worker)
+            self.log.append(told.event, **told.facts())
+        last = self._last_event or Announce(log.job_end(end.exit_code)(), end.reason)
+        what = replace(
+            last.what,
+            exit_code=end.exit_code,
+            first_failure=result.failure,
+            step=self.ledger.step,
+        )
+        self._log_and_show(replace(last, what=what))
         self.reporter.summed_up(self.ledger.story)
         shown = end.failure is not None and self.tails.was_shown(end.failure)
         self.reporter.job_ended(end.reason, end.failure, end.exit_code, shown=shown)
@@ -91,26 +95,22 @@ class JobRecord:
         world, exited = self._world, self._exited
         self._results.note(event, exited, time.time())
         self.times.announced(event, world, self.clock())
-        match event.event:
-            case "job_succeeded" | "job_failed":
+        match event.what:
+            case log.JobEnd():
                 self._last_event = event
                 return
-            case "round_closed" | "state_lost":
-                known = event.detail.get(
-                    "step", 0
-                )  # workers tell it as they leave; heartbeats later
-                step = max(self.ledger.step, known if isinstance(known, int) else 0)
-                event = replace(event, detail={**event.detail, "step": step})
-            case "round_completed" if world is not None:
+            case log.RoundClosed(step=known) | log.StateLost(step=known):
+                step = max(self.ledger.step, known or 0)  # workers tell it before heartbeats do
+                event = replace(event, what=replace(event.what, step=step))
+            case log.RoundCompleted() if world is not None:
                 event = replace(event, reason=world.reason)
-            case "worker_exited" if exited is not None and not event.detail["expected"]:
+            case worker_log.WorkerExited(expected=False) if exited is not None:
                 # The traceback of a stopped worker explains no failure.
                 self.tails.add(exited, 1 if world is None else world.round, self.clock())
         self._log_and_show(event)
 
     def _log_and_show(self, event: Announce) -> None:
-        facts = {name: getattr(event, name) for name in _FIELDS}
-        logged = self.log.append(event.event, **facts, **event.detail)
+        logged = self.log.append(event.event, **event.facts())
         self.ledger.logged(logged.line)
         self.reporter.announced(event, logged.line)
 
@@ -152,5 +152,5 @@ class JobRecord:
                 self._results.world_published(decision.world)
             elif isinstance(decision, Announce):
                 self._results.note(decision, self._exited, step.at + unix_offset)
-                if decision.event in ("job_succeeded", "job_failed"):
+                if isinstance(decision.what, log.JobEnd):
                     self._last_event = decision

@@ -6,11 +6,11 @@ ones, which Prometheus takes for the restart of a counter.
 
 from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import World
+from elastic_driver.words import log_events as log
 from rendezvous.request_times import Histogram
 
 STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 CHANGE_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-_LOSSES = ("worker_left", "worker_exited", "worker_lost", "worker_hung")
 
 
 class JobTimes:
@@ -31,14 +31,14 @@ class JobTimes:
 
     def announced(self, event: Announce, world: World | None, now: float) -> None:
         """Record an event of the log; `world` is the newest that was published."""
-        match event.event:
-            case "round_opened":
+        match event.what:
+            case log.RoundOpened():
                 self._opened = now
-            case "round_completed" if self._opened is not None:
+            case log.RoundCompleted() if self._opened is not None:
                 self.rounds.observe(now - self._opened)
                 self._opened = None
-            case name if name in _LOSSES and world is not None and self._lost is None:
-                if _is_loss(event) and any(m.worker == event.worker for m in world.members):
+            case what if what.is_loss and world is not None and self._lost is None:
+                if any(member.worker == event.worker for member in world.members):
                     self._lost = now, world.round
 
     def stepped(self, round_id: int, now: float) -> None:
@@ -52,9 +52,3 @@ class JobTimes:
         if self._step is not None and step > self._step and step_time > 0:
             self.steps.observe(step_time, step - self._step)
         self._step = step if self._step is None else max(step, self._step)
-
-
-def _is_loss(event: Announce) -> bool:
-    """Return whether the end of a worker was not intended."""
-    detail = event.detail
-    return event.event != "worker_exited" or bool(detail["exit_code"] and not detail["expected"])

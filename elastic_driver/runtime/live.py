@@ -33,7 +33,8 @@ from elastic_driver.core.measured import History, Measured
 from elastic_driver.core.status import HostStatus, MemberStatus, SlowStatus
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.event_log import EventLog, LoggedEvent
-from elastic_driver.runtime.event_words import sentence
+from elastic_driver.words.log_lines import read_line
+from elastic_driver.words.log_sentences import sentence
 from rendezvous.auth import Caller
 from rendezvous.web import Problem, caller_of
 from rendezvous.wire import UNREADABLE
@@ -174,11 +175,16 @@ def _changed(
 
 
 def event_row(line: bytes) -> Row:
-    """Return a line of the event log with its sentence, without what is empty."""
+    """Return a line of the event log with its sentence, without what is empty.
+
+    `loss` is there, and true, if a worker was lost.
+    """
     facts: Row = msgspec.json.decode(line)
+    read = read_line(line)
     text = sentence(facts.get("event", ""), facts.get("reason", ""), facts)
     kept = {name: value for name, value in facts.items() if value not in (None, "", -1)}
-    return {**kept, "text": text}
+    loss = {"loss": True} if read is not None and read.is_loss else {}
+    return {**kept, **loss, "text": text}
 
 
 def _sse(event: str, data: Any) -> bytes:

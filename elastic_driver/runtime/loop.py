@@ -30,6 +30,7 @@ from elastic_driver.core.machine import Machine, stamped
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.rules.workers import OCCUPYING, RUNNING
 from elastic_driver.errors import ElasticError, ExitCode
+from elastic_driver.kernel.log import Level
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.policies.messages import KeysRead, MachineName, Reply
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
@@ -43,7 +44,6 @@ from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.checks import CheckAnswer, NodeChecks
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.collector import collector_paused
-from elastic_driver.runtime.event_words import Level
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.journal.codec import JOURNALLED
@@ -51,9 +51,10 @@ from elastic_driver.runtime.journal.replay import MEMORY
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
 from elastic_driver.runtime.measurements import Measurements
-from elastic_driver.runtime.run_ledger import sizes_of
+from elastic_driver.runtime.run_ledger import job_started
 from elastic_driver.runtime.speed import loads_seen, new_auto_scaler, sample_of, speed_seen
 from elastic_driver.words import counted
+from elastic_driver.words import host_log_events as host_log
 
 MAX_TOGETHER = 1000  # events that are handled together
 TELL_S = 2.0  # for workers to end, before the user is told of the wait
@@ -364,10 +365,10 @@ class DriverLoop:
         self._journal_states()
         if self.journal is not None:  # whoever sees that the job has begun can go on with it
             self._tell(self.journal.settle())
-        what, sizes = f"run {run_id}", sizes_of(job.settings)
-        self.executor.execute(Announce("job_started", what, detail=sizes))
+        what, started = f"run {run_id}", job_started(job.settings)
+        self.executor.execute(Announce(started, what))
         if self.checks is not None and self.checks.report is not None:
-            self.executor.execute(Announce("nodes_checked", self.checks.report.summary()))
+            self.executor.execute(Announce(host_log.NodesChecked(), self.checks.report.summary()))
 
     def _resume_job(self, run: ResumedRun) -> None:
         """Go on with the job of an earlier driver, after its last event."""

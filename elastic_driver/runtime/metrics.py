@@ -22,7 +22,11 @@ from prometheus_client.registry import Collector
 
 from elastic_driver.core.driver_events import Evidence
 from elastic_driver.core.rules.workers import WorkerState
+from elastic_driver.kernel.log import name_of
 from elastic_driver.runtime.job_times import JobTimes
+from elastic_driver.words import host_log_events as host_log
+from elastic_driver.words import log_events as log
+from elastic_driver.words import worker_log_events as worker_log
 from rendezvous.request_times import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,12 +53,12 @@ _COUNTERS = (  # name, key in the document's counters, help
     ("slow_rank_false_alarms", "false_alarms", "Alarms that were soon withdrawn."),
 )
 _COUNTED = (  # name, event in the log, help
-    ("hangs", "worker_hung", "Workers killed because they hung."),
-    ("slow_ranks", "rank_slow", "Alarms about slow ranks."),
-    ("state_differences", "state_differs", "How often ranks held different states."),
-    ("agents_cleared", "agent_cleared", "Agents that were suspected and live."),
-    ("agents_lost", "agent_lost", "Agents that were lost."),
-    ("work_moved", "work_moved", "How often work was moved."),
+    ("hangs", name_of(worker_log.WorkerHung), "Workers killed because they hung."),
+    ("slow_ranks", name_of(worker_log.RankSlow), "Alarms about slow ranks."),
+    ("state_differences", name_of(log.StateDiffers), "How often ranks held different states."),
+    ("agents_cleared", name_of(host_log.AgentCleared), "Agents that were suspected and live."),
+    ("agents_lost", name_of(host_log.AgentLost), "Agents that were lost."),
+    ("work_moved", name_of(worker_log.WorkMoved), "How often work was moved."),
 )
 _SPEEDS = (  # name, key in the document's `measured`, help
     ("steps_per_second", "steps_per_s", "Steps of the world in a second."),

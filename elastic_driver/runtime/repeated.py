@@ -6,7 +6,13 @@ these events. Times are monotonic seconds.
 
 from dataclasses import dataclass
 
-ENDS = {"rank_recovered": "rank_slow", "worker_resumed": "worker_stalled"}  # what ends what
+from elastic_driver.kernel.log import name_of
+from elastic_driver.words import worker_log_events as log
+
+ENDS = {  # what ends what, by name
+    name_of(log.RankRecovered): name_of(log.RankSlow),
+    name_of(log.WorkerResumed): name_of(log.WorkerStalled),
+}
 FIRST_S, LONGEST_S = 60.0, 3600.0  # between two lines about the same one; twice as long each time
 
 

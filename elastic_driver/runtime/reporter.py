@@ -15,18 +15,21 @@ from collections.abc import Callable
 from typing import NamedTuple, TextIO
 
 import msgspec
+from msgspec.structs import asdict
 
 from elastic_driver.console import Outlet, open_outlet
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.documents import Failure
 from elastic_driver.errors import ExitCode
+from elastic_driver.kernel.log import Level as Level  # noqa: PLC0414 - for importers
 from elastic_driver.line_writer import LineWriter
 from elastic_driver.policies.story import Story
-from elastic_driver.runtime.event_words import ALARMS, WORDS, describe_world
-from elastic_driver.runtime.event_words import Level as Level  # noqa: PLC0414 - for importers
 from elastic_driver.runtime.failures import advice_on, describe_failure, last_words
 from elastic_driver.runtime.repeated import Repeated
 from elastic_driver.words import counted
+from elastic_driver.words.findings import Failure
+from elastic_driver.words.log_events import JobEnd, RoundCompleted
+from elastic_driver.words.log_sentences import describe_world
+from elastic_driver.words.worker_log_events import WorkerExited
 
 NAME = "elasticrun"
 MAX_EXITS_SHOWN = 8  # of workers that failed in one round; the event log has them all
@@ -61,7 +64,7 @@ class Reporter:
     ) -> None:
         """Write nothing. The caller closes `stream`, after `close`.
 
-        `colors`: the stream is a terminal that shows them; `ALARMS` are red there.
+        `colors`: the stream is a terminal that shows them; alarms are red there.
         `sum_up` returns sentences about a job that is over at this time (unix seconds).
         """
         self._stream, self._level, self._json = stream, level, as_json
@@ -85,19 +88,17 @@ class Reporter:
 
     def announced(self, event: Announce, line: bytes) -> None:
         """Show an event; `line` is its line in the event log."""
-        level, words = WORDS.get(event.event, (Level.VERBOSE, event.event.replace("_", " ")))
-        failed = event.detail.get("exit_code", 0) != 0 and not event.detail.get("expected", False)
-        if event.event == "worker_exited" and failed:
+        what = event.what
+        level = what.level
+        if isinstance(what, WorkerExited) and what.is_loss:
             self._exits += 1
-            level = Level.NORMAL if self._exits <= MAX_EXITS_SHOWN else Level.VERBOSE
-        elif event.event == "round_completed":
+            level = level if self._exits <= MAX_EXITS_SHOWN else Level.VERBOSE
+        elif isinstance(what, RoundCompleted):
             self._exits = 0
-        if event.event in ("round_completed", "host_refused") and event.detail.get("told"):
-            level = Level.VERBOSE
         if level > max(self._level, Level.NORMAL):
             return
-        facts = {**event.detail, **{name: getattr(event, name) for name in event.__struct_fields__}}
-        text = words.format_map({**facts, "world": describe_world(event.detail)})
+        facts = {**asdict(what), **asdict(event), "world": describe_world(what.facts())}
+        text = what.sentence.format_map(facts)
         if level <= Level.NORMAL:
             self.last_change = Change(time.time(), text)
         if level > self._level:
@@ -111,9 +112,9 @@ class Reporter:
             if more is None:
                 return
             text += more
-        if event.event not in ("job_succeeded", "job_failed"):  # `job_ended` says it at the end
-            alarm = event.event in ALARMS
-            self._say(f"{text} ({event.reason})" if event.reason else text, alarm=alarm)
+        if not isinstance(what, JobEnd):  # `job_ended` says it at the end
+            said = f"{text} ({event.reason})" if event.reason else text
+            self._say(said, alarm=what.is_alarm)
 
     def note(self, text: str, *, level: Level = Level.QUIET) -> None:
         """Show a sentence."""

@@ -8,7 +8,7 @@ A job has one result for each slot that took part in its last round: of the work
 last. Times are unix seconds.
 """
 
-import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -16,14 +16,18 @@ from typing import TypeAlias
 import msgspec
 
 from elastic_driver.core.decisions import Announce, EndJob
-from elastic_driver.core.documents import Failure, World
+from elastic_driver.core.documents import World
 from elastic_driver.core.events import WorkerExited
 from elastic_driver.runtime.failures import last_words
+from elastic_driver.words import host_log_events as host_log
+from elastic_driver.words import log_events as log
+from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.findings import Failure
+from elastic_driver.words.log_lines import LogLine, read_line
 
 WORDS_CHARS = 2048  # kept of one worker's last words, from their end
 ALL_WORDS_CHARS = 1 << 20  # kept of all together; beyond that, the last line of each
 LINE_CHARS = 200
-_ENDS = ("worker_exited", "worker_lost", "worker_hung")
 
 
 class WorkerResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,17 +82,19 @@ class WorkerResults:
         worker, host, slot = event.worker, event.host, event.slot
         if worker is None or host is None:
             return
-        if event.event == "worker_started":
+        what = event.what
+        if isinstance(what, worker_log.WorkerStarted):
             self._started[worker] = now
-        if event.event not in _ENDS:
+        if not isinstance(what, worker_log.END_OF_PROCESS):
             return
-        hung, expected = event.event == "worker_hung", bool(event.detail.get("expected"))
+        hung = isinstance(what, worker_log.WorkerHung)
+        expected = isinstance(what, worker_log.WorkerExited) and what.expected
         began = self._started.get(worker) if hung else self._started.pop(worker, None)
         if slot is None:
             return  # a spare
         if expected and self._world is not None and self._world.member(worker) is None:
             return  # it was stopped before it took part, or after the others had gone on
-        report = exited if event.event == "worker_exited" else None
+        report = exited if isinstance(what, worker_log.WorkerExited) else None
         before, _ = self._of_slot.get((host, slot), (None, False))
         hung = hung or (before is not None and before.worker == worker and before.hung)
         self._drop((host, slot))
@@ -144,32 +150,52 @@ class WorkerResults:
         return "\n".join(lines)[-WORDS_CHARS:]
 
 
-class _Logged(msgspec.Struct):
-    event: str
-    host: str | None = None
+def as_event(result: WorkerResult) -> Announce:
+    """Return a worker's result as an event of the log."""
+    what = worker_log.WorkerResult(
+        exit_code=result.exit_code,
+        ended=result.ended,
+        seconds=result.seconds,
+        last_words=result.last_words,
+        hung=result.hung,
+    )
+    place = (result.host, result.slot, result.rank, result.pid, result.worker)
+    return Announce(what, result.reason, None, *place)
 
 
-_line = msgspec.json.Decoder(_Logged).decode
-_job_end = msgspec.json.Decoder(JobResult).decode
-_worker_end = msgspec.json.Decoder(WorkerResult).decode
+def _as_result(line: LogLine, what: worker_log.WorkerResult) -> WorkerResult | None:
+    """Return the result of a worker that `as_event` has written; None if a field is missing."""
+    if line.worker is None or line.host is None or line.slot is None:
+        return None
+    return WorkerResult(
+        worker=line.worker,
+        host=line.host,
+        slot=line.slot,
+        rank=line.rank,
+        pid=line.pid,
+        exit_code=what.exit_code,
+        reason=line.reason,
+        ended=what.ended,
+        seconds=what.seconds,
+        last_words=what.last_words,
+        hung=what.hung,
+    )
 
 
 def read_result(events_file: Path) -> JobResult | None:
     """Return the result of the last run in this event log; None without a log that has its end."""
     workers: list[WorkerResult] = []
     ended: JobResult | None = None
-    if not events_file.is_file():
-        return None
-    with events_file.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(msgspec.DecodeError):  # a line that was cut off
-                match _line(line).event:
-                    case "job_started":  # the run id was used again
-                        workers, ended = [], None
-                    case "worker_result":
-                        workers.append(_worker_end(line))
-                    case "job_succeeded" | "job_failed":
-                        ended = _job_end(line)
+    for line in _lines(events_file):
+        match line.what:
+            case log.JobStarted():  # the run id was used again
+                workers.clear()
+                ended = None
+            case worker_log.WorkerResult() as what:
+                result = _as_result(line, what)
+                workers += [] if result is None else [result]
+            case log.JobEnd(exit_code=int(code), first_failure=failure):
+                ended = JobResult(exit_code=code, reason=line.reason, ended=line.t, failure=failure)
     return None if ended is None else msgspec.structs.replace(ended, workers=tuple(workers))
 
 
@@ -179,14 +205,19 @@ def agents_started(events_file: Path) -> set[str]:
     None if the run has an end.
     """
     hosts: set[str] = set()
-    if not events_file.is_file():
-        return hosts
-    with events_file.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(msgspec.DecodeError):  # a line that was cut off
-                found = _line(line)
-                if found.event == "agent_started":
-                    hosts.add(found.host or "")
-                elif found.event in ("job_started", "job_succeeded", "job_failed"):
-                    hosts.clear()
+    for line in _lines(events_file):
+        match line.what:
+            case host_log.AgentStarted():
+                hosts.add(line.host or "")
+            case log.JobStarted() | log.JobEnd():
+                hosts.clear()
     return hosts
+
+
+def _lines(events_file: Path) -> Iterator[LogLine]:
+    """Yield the lines of an event log, without one that was cut off; none if there is no file."""
+    if events_file.is_file():
+        with events_file.open("rb") as file:
+            for line in file:
+                if (read := read_line(line)) is not None:
+                    yield read

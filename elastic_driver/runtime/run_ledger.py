@@ -11,12 +11,13 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from elastic_driver.core.decisions import Announce, Detail
+from elastic_driver.core.decisions import Announce
 from elastic_driver.policies.goodput import Class, Ledger
-from elastic_driver.policies.log_lines import line_of, read_line
 from elastic_driver.policies.story import Story, read_story
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.settings import Settings
+from elastic_driver.words import log_events as log
+from elastic_driver.words.log_lines import read_line
 
 MOST_BYTES = 16 << 20  # of a log that a driver reads before it goes on: half a second
 LOG_LATE_S = 1.0  # the journal may have an event that the log lacks, at a driver's death
@@ -57,7 +58,7 @@ class RunLedger:
         self.step = step
         if not self.ledger.redoing or round_step < self.ledger.step:
             return None
-        return Announce("steps_redone", f"the steps up to {self.ledger.step} were trained again")
+        return Announce(log.StepsRedone(), f"the steps up to {self.ledger.step} were trained again")
 
     # ---- from one driver to the next -----------------------------------------------------
 
@@ -72,19 +73,18 @@ class RunLedger:
         """
         ledger = Ledger.restored(snapshot)
         if ledger.began is None:  # the first snapshot is made before anything is announced
-            ledger.feed(line_of("job_started", run.began, sizes_of(run.settings)))
+            began = Announce(job_started(run.settings), "")
+            ledger.feed(began.line(run.began))
         for step in run.since:
             for told in step.decisions:
                 if isinstance(told, Announce):
-                    about = {"host": told.host, "slot": told.slot, "worker": told.worker}
-                    facts = {**about, "round": told.round, **told.detail}
-                    ledger.feed(line_of(told.event, step.at + run.unix_offset, facts))
+                    ledger.feed(told.line(step.at + run.unix_offset))
         if ledger.at > self.ledger.at + LOG_LATE_S:
             self.story = Story(ledger)
             self.step = ledger.step
 
 
-def sizes_of(settings: Settings) -> dict[str, Detail]:
-    """Return the sizes of a job that its log begins with."""
+def job_started(settings: Settings) -> log.JobStarted:
+    """Return the event that a log begins with: it has the sizes of the job."""
     wanted = settings.start_np if settings.auto_scale else settings.max_np
-    return {"min_np": settings.min_np, "max_np": settings.max_np, "wanted": wanted}
+    return log.JobStarted(min_np=settings.min_np, max_np=settings.max_np, wanted=wanted)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from elastic_driver.policies.log_lines import read_line
 from elastic_driver.policies.round_spans import RoundSpans
 from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.words.log_lines import read_line
 from rendezvous.client_connections import is_loopback
 
 if TYPE_CHECKING:

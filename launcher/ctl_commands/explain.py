@@ -14,9 +14,10 @@ from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder, Wor
 from elastic_driver.core.job_events import EventBatch
 from elastic_driver.core.rules.hangs import name_ranks
 from elastic_driver.policies.shard_messages import ShardBatch
-from elastic_driver.runtime.event_words import sentence
 from elastic_driver.runtime.journal.replay import Step
 from elastic_driver.words import counted
+from elastic_driver.words.log_events import RoundCompleted
+from elastic_driver.words.log_sentences import sentence
 from launcher.ctl_commands.show import printable
 
 MAX_CHARS = 300  # of a sentence
@@ -192,8 +193,8 @@ def of_event(event: Any) -> str:
 def of_decision(decision: Any) -> str:
     """Return a sentence that says what was decided, with the reason."""
     if isinstance(decision, do.Announce):
-        facts, reason = {**msgspec.structs.asdict(decision), **decision.detail}, decision.reason
-        if decision.event == "round_completed":  # its size is in the sentence already
+        facts, reason = decision.facts(), decision.reason
+        if isinstance(decision.what, RoundCompleted):  # its size is in the sentence already
             reason = reason.partition(": ")[2] or reason
         return _short(sentence(decision.event, reason, facts))
     order = getattr(decision, "order", None)

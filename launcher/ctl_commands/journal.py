@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
+from elastic_driver.core.decisions import Announce
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.journal.replay import NEWEST, Replay, Step
 from elastic_driver.runtime.run_dir import JOURNAL_FILE
@@ -24,6 +26,7 @@ _REPLAY = (
     "and why, and the job as it was at the end."
 )
 _EXPLAIN = "Say in sentences what happened to a rank or to a host, and because of which event."
+_APART = ("cause", "what")  # of an event of the log, in JSON
 
 
 def _parser(name: str, text: str, example: str) -> CommandParser:
@@ -108,8 +111,17 @@ def _text(step: Step, found: Replay) -> str:
 
 def _json(step: Step, found: Replay) -> str:
     facts = {"n": step.n, "t": found.unix(step.at), "machine": step.machine}
-    decided = {"event": step.event, "decisions": step.decisions}
+    decided = {"event": step.event, "decisions": [_published(each) for each in step.decisions]}
     return msgspec.json.encode({**facts, **decided}).decode()
+
+
+def _published(decision: Any) -> Any:
+    """Return a decision as it is shown as JSON: a line of the log with its fields apart."""
+    if not isinstance(decision, Announce):
+        return decision
+    told = {"type": "announce", "cause": decision.cause, "event": decision.event}
+    places = {name: value for name, value in asdict(decision).items() if name not in _APART}
+    return {**told, **places, "detail": decision.what.facts()}
 
 
 def _document(found: Replay) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def document(story: Story, path: Path, now: float) -> dict[str, Any]:
     state = "unfinished" if end is None else end.event.removeprefix("job_")
     return {
         "state": state,
-        "exit_code": None if end is None else end.exit_code,
+        "exit_code": story.exit_code,
         "reason": "" if end is None else end.reason,
         "started": ledger.began,
         "seconds": ledger.wall(now),
@@ -124,7 +124,7 @@ def text(story: Story, path: Path, now: float, silent: str = "") -> str:
     state = f"no end in the log: {show.printable(silent)}" if silent else "not over yet"
     if end is not None:
         result = read_result(path)
-        state = show.how_it_ended(end.exit_code, None if result is None else result.failure)
+        state = show.how_it_ended(story.exit_code, None if result is None else result.failure)
     why = "" if end is None else f": {show.printable(end.reason)}"
     most = max((world.size for world in story.worlds), default=0)
     redone = f", {count(ledger.steps_redone)} of them trained again" * bool(ledger.steps_redone)

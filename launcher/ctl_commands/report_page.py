@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.log_lines import read_line
 from elastic_driver.runtime.live import event_row
 from elastic_driver.runtime.page_routes import FOLDER
+from elastic_driver.words.log_lines import read_line
 from rendezvous.own_files import open_named
 
 MOST_EVENTS = 20_000  # the newest; a page with more is slow

@@ -10,16 +10,17 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import words
-from elastic_driver.core.decisions import StackGroup
-from elastic_driver.core.documents import Failure
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
+from elastic_driver.kernel.log import name_of
 from elastic_driver.policies.tf_messages import TfStatus
-from elastic_driver.runtime.event_words import sentence
 from elastic_driver.runtime.failures import describe_failure
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.words import counted
+from elastic_driver.words.findings import Failure, StackGroup
+from elastic_driver.words.log_sentences import sentence
+from elastic_driver.words.worker_log_events import StacksCollected
 from launcher import figures
 from launcher.figures import UNKNOWN, GoodputFigures, duration
 
@@ -49,7 +50,7 @@ class ShownEvent(Struct, frozen=True):
 
 MOST_ROWS = 50  # of hosts, and of workers; more are shown in groups
 MOST_ODD = 20  # of those in trouble that are shown beside the groups
-STACKS_COLLECTED = "stacks_collected"
+STACKS_COLLECTED = name_of(StacksCollected)
 _PLACES = {"collective": "in a collective", "elsewhere": "outside of collectives"}
 _decode_job = msgspec.json.Decoder(JobDocument).decode
 read_event = msgspec.json.Decoder(ShownEvent).decode

@@ -6,6 +6,7 @@ from elastic_driver.policies.story import Story, picture
 from elastic_driver.runtime.driver import JobNow
 from elastic_driver.runtime.reporter import Change
 from elastic_driver.words import counted
+from elastic_driver.words.log_events import JobSucceeded
 from launcher.figures import count, duration, rate
 
 APART = " | "
@@ -85,7 +86,7 @@ def summary(story: Story, now: float, more: str) -> list[str]:
     lines.append(f"workers, 0 to {most}: {drawn}".rstrip())
     told = []
     if failed:
-        survived = story.end is not None and story.end.event == "job_succeeded"
+        survived = story.end is not None and isinstance(story.end.what, JobSucceeded)
         workers = counted(failed, "worker failure")
         told.append(f"survived {workers}" if survived else workers)
     if story.resumed:

@@ -78,8 +78,7 @@ export class Model {
       }
     } else if (event.worker && event.event in STATE_AFTER) {
       this.#move(event.worker, STATE_AFTER[event.event], event.t, event.host, event.rank);
-      const failed = event.event === "worker_lost" || (event.event === "worker_exited" && event.exit_code && !event.expected);
-      if (failed) this.#fail(event.worker, event.t);
+      if (event.loss) this.#fail(event.worker, event.t);
     }
   }
 

@@ -77,7 +77,7 @@ def _words(decision: Decision) -> Iterator[str]:
             yield f"log {decision.event}"
             names = ("host", "worker", "rank")
             known = {name: getattr(decision, name) for name in names}
-            about = {**known, **msgspec.to_builtins(decision.detail)}
+            about = {**known, **msgspec.to_builtins(decision.what.facts())}
             yield from (f"{k}={_value(v)}" for k, v in about.items() if v is not None)
         case GiveOrder():
             yield f"order to {decision.host}.{decision.incarnation}"

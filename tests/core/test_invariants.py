@@ -12,6 +12,7 @@ from elastic_driver.core.rules.fleet import AgentNews
 from elastic_driver.core.rules.rounds import RoundState
 from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.settings import Settings
+from elastic_driver.words import host_log_events as host_log
 from tests.core.broken import BROKEN, Break
 from tests.core.scenario import Scenario
 
@@ -110,7 +111,7 @@ def test_a_broken_rule_is_named(break_it: Break, monkeypatch: pytest.MonkeyPatch
 
 def test_rules_that_do_not_come_to_rest_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def restless(self: Discovered, _now: float) -> tuple[()]:
-        self.effects.announce("host_discovered", "again and again")
+        self.effects.announce(host_log.HostDiscovered(), "again and again")
         return ()
 
     monkeypatch.setattr(Discovered, "advance", restless)

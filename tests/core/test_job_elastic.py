@@ -39,15 +39,15 @@ def test_whose_state_a_round_went_on_with_is_said_once_its_first_step_is_done(
 ) -> None:
     s = scenario(start_np=3, max_np=3).training(a=3)
     (first,) = s.announced("state_synced")
-    assert (first.round, first.worker, first.detail["receivers"]) == (1, "a.0.1", 2)
+    assert (first.round, first.worker, first.what.facts()["receivers"]) == (1, "a.0.1", 2)
     s.exit("a.0.1", -9)
     s.ready("a.1.1", version=7, clean=False)
     s.ready("a.2.1", version=7)
     assert len(s.announced("state_synced")) == 1
     s.step("a.1.1", "a.2.1", step=8)
     second = s.announced("state_synced")[1:]
-    assert [(e.round, e.worker, e.rank, e.detail) for e in second] == [
-        (2, "a.2.1", 1, {"step": 7, "receivers": 1, "first_step": 8, "seconds": None})
+    assert [(e.round, e.worker, e.rank, e.what.facts()) for e in second] == [
+        (2, "a.2.1", 1, {"step": 7, "receivers": 1, "first_step": 8})
     ]
     s.ready("a.0.2")
     s.ready("a.1.1", "a.2.1", version=9)

@@ -28,7 +28,7 @@ def test_a_script_that_has_raised_is_not_called_over(scenario: MakeScenario) -> 
     s.send(ev.WorkerEnding("a.1.1", 1, failed=True))
     s.ready("a.0.1", version=1)
     assert s.world.reason == "without a.1.1, whose script has failed"
-    assert [(a.worker, a.detail) for a in s.announced("worker_left")] == [
+    assert [(a.worker, a.what.facts()) for a in s.announced("worker_left")] == [
         ("a.1.1", {"failed": True})
     ]
 

@@ -44,12 +44,12 @@ def test_only_a_worker_that_was_told_to_stop_is_expected_to_fail(scenario: MakeS
     s.hosts(a=1)
     s.exit("b.0.1", 1)  # it was to leave, but has failed before it was told to stop
     (failed,) = s.announced("worker_exited")
-    assert failed.detail == {"exit_code": 1, "expected": False}
+    assert failed.what.facts() == {"exit_code": 1, "expected": False}
     assert failed.reason == "exit code 1, before it was told to stop (host b was removed)"
     s.ready("a.0.1", "b.1.1", version=5)
     s.obey_stops()
     stopped = s.announced("worker_exited")[-1]
-    assert (stopped.worker, stopped.detail["expected"]) == ("b.1.1", True)
+    assert (stopped.worker, stopped.what.facts()["expected"]) == ("b.1.1", True)
     assert stopped.reason.endswith("as it was told to")
     assert s.end is None
 
@@ -229,7 +229,7 @@ def test_a_worker_that_ends_after_the_job_is_logged_once(scenario: MakeScenario)
         s.exit("a.0.1", -15)
     (exited,) = s.announced("worker_exited")
     assert exited.reason == "exit code -15, stopped with the job"
-    assert exited.detail == {"exit_code": -15, "expected": True, "job_over": True}
+    assert exited.what.facts() == {"exit_code": -15, "expected": True, "job_over": True}
     assert s.send(LeaseExpired("agent", "a.1", 30.0)) == s.all(KillAgent)[:1]
 
 

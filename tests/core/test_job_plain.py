@@ -20,7 +20,7 @@ def test_a_script_that_says_nothing_is_a_plain_one_after_a_while(scenario: MakeS
     s = scenario(start_np=2, plain_after=5.0)
     s.hosts(a=2)
     (told,) = s.announced("processes_started")
-    assert told.detail == {"size": 2, "hosts": 1}
+    assert told.what.facts() == {"size": 2, "hosts": 1}
     assert s.job.status(s.now).kind == "undeclared"
     assert s.job.status(s.now).reason == "the script may still call elastic.init()"
     s.wait(4.9)
@@ -29,7 +29,7 @@ def test_a_script_that_says_nothing_is_a_plain_one_after_a_while(scenario: MakeS
     s.wait(0.1)
     assert s.job.status(s.now).kind == "plain"
     assert s.members == ["a.0.1", "a.1.1"]
-    assert s.announced("round_completed")[0].detail["told"], "people know it already"
+    assert s.announced("round_completed")[0].what.facts()["told"], "people know it already"
 
 
 def test_a_late_ready_still_makes_the_job_elastic_in_the_same_world(

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from elastic_driver.core.driver_events import StatesDiffer
-from elastic_driver.core.events import StateValue
 from elastic_driver.core.job import Job
 from elastic_driver.core.job_parts import PARTS
 from elastic_driver.kernel.tables import (
@@ -26,6 +25,7 @@ from elastic_driver.kernel.tables import (
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.settings import Settings
+from elastic_driver.words.findings import StateValue
 from tests.core.scenario import Scenario
 
 

@@ -14,8 +14,8 @@ from elastic_driver.policies.goodput import (
     Ledger,
     read_ledger,
 )
-from elastic_driver.policies.log_lines import LogLine, line_of, read_line
 from elastic_driver.policies.shards import DataSets
+from elastic_driver.words.log_lines import LogLine, line_of, read_line
 
 
 class Log:
@@ -31,7 +31,7 @@ class Log:
         if worker:
             host, slot, _ = worker.split(".")
             facts |= {"worker": worker, "host": host, "slot": int(slot)}
-        self.ledger.feed(LogLine(t, event, **facts))
+        self.ledger.feed(line_of(event, t, facts))
 
     def all(self, t: float, event: str, *workers: str, **facts: Any) -> None:
         for worker in workers:
@@ -319,14 +319,17 @@ def log_lines(draw: st.DrawFn) -> LogLine:
         "ratio": draw(_SECONDS),
     }
     times |= {"share": draw(st.none() | st.floats(-1.0, 2.0))}
-    return LogLine(draw(_SECONDS), event, expected=draw(st.booleans()), **facts, **times)
+    expected = draw(st.booleans())
+    line = line_of(event, draw(_SECONDS), {**facts, **times, "expected": expected})
+    assert line is not None
+    return line
 
 
 @settings(deadline=None)
 @given(st.lists(log_lines(), max_size=40), st.integers(1, 5), st.none() | st.integers(1, 5))
 def test_any_lines_in_any_order_sum_up(lines: list[LogLine], least: int, most: int | None) -> None:
     ledger, whole, before = Ledger(), 0.0, 0.0
-    ledger.feed(LogLine(0.0, "job_started", min_np=least, max_np=most))
+    ledger.feed(line_of("job_started", 0.0, {"min_np": least, "max_np": most}))
     for line in lines:
         # An independent count: as many slots as there are between two lines.
         slots = ledger.document(before + 1.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_driver.policies.log_lines import LogLine
 from elastic_driver.policies.round_spans import MOST_EVENTS, RoundSpans, Span
+from elastic_driver.words.log_lines import line_of
 
 
 class Log:
@@ -16,7 +16,9 @@ class Log:
         self.over: list[Span] = []
 
     def say(self, t: float, event: str, worker: str | None = None, **facts: Any) -> None:
-        self.over += self.spans.feed(LogLine(t, event, worker=worker, **facts))
+        line = line_of(event, t, {"worker": worker, **facts})
+        assert line is not None
+        self.over += self.spans.feed(line)
 
     def forms(self, t: float, number: int, *workers: str) -> None:
         """A round is opened, its members are ready after a second each, and it is complete."""

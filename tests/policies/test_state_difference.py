@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.events import MAX_LEAVES, LeafMark, StateValue
+from elastic_driver.core.events import MAX_LEAVES, LeafMark
 from elastic_driver.policies.state_difference import Described, first_difference, name_ranks
+from elastic_driver.words.findings import StateValue
 
 LR = "learning rate of group 0 of 'optimizer'"
 

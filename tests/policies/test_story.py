@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_driver.policies.log_lines import line_of
 from elastic_driver.policies.story import MOST_WORLDS, Story, World, picture
+from elastic_driver.words.log_lines import line_of
 
 
 def test_the_picture_shows_the_mean_of_each_part_and_leaves_empty_only_what_had_no_worker() -> None:

@@ -14,12 +14,13 @@ from elastic_driver.core.driver_events import (
     StatesEqual,
     Tick,
 )
-from elastic_driver.core.events import Event, LeafMark, StateDescribed, StateValue, WorkerEnding
+from elastic_driver.core.events import Event, LeafMark, StateDescribed, WorkerEnding
 from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.core.progress import Division, Progress, Sample, StateMark
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent
 from elastic_driver.policies.stragglers import LOOK_S, SHARE, RoundPublished, Stragglers
+from elastic_driver.words.findings import StateValue
 
 USUAL, SLOW = 0.1, 0.4
 
@@ -131,8 +132,8 @@ def test_the_share_of_a_slow_rank_is_that_of_a_stopwatch_beside_the_steps() -> N
     ]
     for _ in range(100):  # the stopwatch: every rank waits until the slow one has computed
         waited, trained = waited + SLOW - USUAL, trained + SLOW + rest
-    assert abs(event.detail["share"] - waited / trained) < 0.01
-    assert 1 - 1 / event.detail["ratio"] > 1.7 * waited / trained, "computing is not all"
+    assert abs(event.what.facts()["share"] - waited / trained) < 0.01
+    assert 1 - 1 / event.what.facts()["ratio"] > 1.7 * waited / trained, "computing is not all"
 
 
 def slowed_beat(bench: Bench, step: int, *, step_time: float) -> list[Announce]:
@@ -153,7 +154,7 @@ def test_a_slow_rank_is_announced_shown_and_announced_again_when_it_has_recovere
     (event,) = bench.look()
     assert (event.event, event.rank, event.host, event.worker) == ("rank_slow", 1, "b", "b.0.1")
     assert "rank 1 on b is slow (compute): 4.0 times the usual time" in event.reason
-    assert event.detail["step"] <= 110, "within 30 steps"
+    assert event.what.facts()["step"] <= 110, "within 30 steps"
     assert bench.machine.status() == (SlowStatus(1, "b", "b.0.1", "compute", 4.0, 94),)
     assert bench.sent == [RankSlow("b.0.1", 1, 4.0)]
     assert bench.train(111, 151, slow=None) == ["rank_recovered"]
@@ -250,7 +251,7 @@ def test_moved_work_is_published_under_its_round_and_announced() -> None:
     (given,) = bench.published
     assert (given.round, given.shares) == (1, (5, 2, 5))
     assert (event.event, event.rank, event.host, event.worker) == ("work_moved", 1, "b", "b.0.1")
-    assert event.detail == {"shares": "5 2 5"}
+    assert event.what.facts() == {"shares": "5 2 5"}
     assert event.reason == given.reason
     assert "rank 1 on b came last" in event.reason
     assert share(bench, 41, (5, 2, 5)) == []
@@ -353,6 +354,6 @@ def test_a_rank_that_never_commits_is_announced_once_a_round() -> None:
     bench.entries[contract.worker_progress("c.0.1")] = silent, bench.revision
     (announced,) = bench.look()
     assert (announced.event, announced.round) == ("commits_differ", 1)
-    assert announced.detail == {"kind": "no_commits", "ranks": "2"}
+    assert announced.what.facts() == {"kind": "no_commits", "ranks": "2"}
     assert announced.reason.startswith("rank 2 has trained at least 8 steps")
     assert bench.look() == []

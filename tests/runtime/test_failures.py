@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.documents import Failure
 from elastic_driver.core.events import WorkerExited
 from elastic_driver.runtime.failures import (
     HOLD_S,
@@ -15,6 +14,7 @@ from elastic_driver.runtime.failures import (
     last_words,
     traceback_in,
 )
+from elastic_driver.words.findings import Failure
 
 BOOM = "Traceback (most recent call last):\n  File 'x'\nValueError: boom"
 

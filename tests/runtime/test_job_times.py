@@ -6,6 +6,8 @@ from elastic_driver.core.decisions import Announce
 from elastic_driver.core.documents import World
 from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.runtime.job_times import JobTimes
+from elastic_driver.words import log_events as log
+from elastic_driver.words import worker_log_events as worker_log
 from rendezvous.request_times import Histogram, RequestTimes
 
 
@@ -19,9 +21,7 @@ def world(number: int, *workers: str) -> World:
 
 
 def exited(worker: str, code: int = -9, *, expected: bool = False) -> Announce:
-    return Announce(
-        "worker_exited", "", worker=worker, detail={"exit_code": code, "expected": expected}
-    )
+    return Announce(worker_log.WorkerExited(exit_code=code, expected=expected), "", worker=worker)
 
 
 def counted(histogram: Histogram) -> tuple[int, float]:
@@ -46,13 +46,13 @@ def test_routes_of_one_kind_share_a_histogram() -> None:
 def test_a_recovery_lasts_from_the_first_loss_to_the_first_step_of_a_later_round() -> None:
     times, three = JobTimes(), world(4, "a.0.1", "a.1.1", "a.2.1")
     times.announced(exited("a.0.1"), three, 10.0)
-    times.announced(Announce("worker_lost", "", worker="a.1.1"), three, 10.5)
+    times.announced(Announce(worker_log.WorkerLost(), "", worker="a.1.1"), three, 10.5)
     times.stepped(4, 10.6)  # a report of the world that is broken
     assert counted(times.recoveries) == (0, 0.0)
     times.stepped(5, 12.0)
     times.stepped(5, 12.1)
     assert counted(times.recoveries) == (1, 2.0)
-    times.announced(Announce("worker_hung", "", worker="a.2.1"), world(5, "a.2.1"), 20.0)
+    times.announced(Announce(worker_log.WorkerHung(), "", worker="a.2.1"), world(5, "a.2.1"), 20.0)
     times.stepped(6, 23.0)
     assert counted(times.recoveries) == (2, 5.0)
 
@@ -69,10 +69,10 @@ def test_only_the_unintended_end_of_a_member_is_a_loss() -> None:
 
 def test_a_round_lasts_from_opened_to_complete() -> None:
     times = JobTimes()
-    times.announced(Announce("round_opened", ""), None, 1.0)
-    times.announced(Announce("round_opened", ""), None, 3.0)  # the first one never was complete
-    times.announced(Announce("round_completed", ""), None, 3.25)
-    times.announced(Announce("round_completed", ""), None, 9.0)
+    times.announced(Announce(log.RoundOpened(), ""), None, 1.0)
+    times.announced(Announce(log.RoundOpened(), ""), None, 3.0)  # the first one never was complete
+    times.announced(Announce(log.RoundCompleted(), ""), None, 3.25)
+    times.announced(Announce(log.RoundCompleted(), ""), None, 9.0)
     assert counted(times.rounds) == (1, 0.25)
 
 

@@ -64,5 +64,6 @@ def test_an_event_has_its_sentence_and_no_empty_facts() -> None:
     line = {"n": 4, "t": 1.5, "event": "worker_lost", "worker": "a.0.1", "rank": -1, "reason": "x"}
     row = event_row(encoded({**line, "host": None}))
     assert row == {"n": 4, "t": 1.5, "event": "worker_lost", "worker": "a.0.1", "reason": "x"} | {
-        "text": "worker a.0.1 lost: x"
+        "loss": True,
+        "text": "worker a.0.1 lost: x",
     }

@@ -9,6 +9,7 @@ import pytest
 from elastic_driver.core.decisions import Announce
 from elastic_driver.runtime.repeated import FIRST_S, LONGEST_S, Repeated
 from elastic_driver.runtime.reporter import Level, Reporter
+from elastic_driver.words import worker_log_events as log
 
 WHO = (1, "a", "a.1.1")
 
@@ -55,6 +56,6 @@ def test_verbose_output_and_json_have_each_line(level: Level, as_json: bool, lin
     stream = io.StringIO()
     reporter = Reporter(stream, level=level, as_json=as_json)
     for _ in range(10):
-        for event in ("rank_slow", "rank_recovered"):
-            reporter.announced(Announce(event, "why", rank=1, host="a", worker="a.1.1"), b"{}")
+        for what in (log.RankSlow(), log.RankRecovered()):
+            reporter.announced(Announce(what, "why", rank=1, host="a", worker="a.1.1"), b"{}")
     assert len(stream.getvalue().splitlines()) == lines

@@ -14,19 +14,21 @@ from typing import TextIO
 import pytest
 
 from elastic_driver.core.decisions import Announce
-from elastic_driver.core.documents import Failure
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.runtime.reporter import MAX_EXITS_SHOWN, Level, Reporter
+from elastic_driver.words import host_log_events as host_log
+from elastic_driver.words import log_events as log
+from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.findings import Failure
 
 
 def completed(round_id: int, size: int, hosts: int, reason: str) -> Announce:
-    detail: dict[str, str | int | float | bool | None] = {"size": size, "hosts": hosts}
-    return Announce("round_completed", reason, round=round_id, detail=detail)
+    return Announce(log.RoundCompleted(size=size, hosts=hosts), reason, round=round_id)
 
 
 def exited(code: int, *, expected: bool = False, worker: str = "a.0.1") -> Announce:
-    detail: dict[str, str | int | float | bool | None] = {"exit_code": code, "expected": expected}
-    return Announce("worker_exited", f"exit code {code}", worker=worker, detail=detail)
+    what = worker_log.WorkerExited(exit_code=code, expected=expected)
+    return Announce(what, f"exit code {code}", worker=worker)
 
 
 def said(*events: Announce, level: Level = Level.NORMAL, as_json: bool = False) -> list[str]:
@@ -62,19 +64,12 @@ def test_a_thousand_failing_workers_are_a_few_lines_a_round() -> None:
 def test_quiet_still_says_what_needs_somebody_s_attention() -> None:
     events = [
         completed(1, 1, 1, ""),
-        Announce("host_blacklisted", "3 failures", host="a"),
-        Announce("discovery_failed", "script exited with status 1"),
+        Announce(host_log.HostBlacklisted(), "3 failures", host="a"),
+        Announce(host_log.DiscoveryFailed(), "script exited with status 1"),
     ]
     assert [line.split(" (")[0] for line in said(*events, level=Level.QUIET)] == [
         "elasticrun: host a in cool-down",
         "elasticrun: discovery failed, the last known hosts stay",
-    ]
-
-
-def test_an_event_without_words_of_its_own_is_shown_when_verbose() -> None:
-    assert said(Announce("something_new", "because")) == []
-    assert said(Announce("something_new", "because"), level=Level.VERBOSE) == [
-        "elasticrun: something new (because)"
     ]
 
 
@@ -127,7 +122,7 @@ def test_a_worker_s_words_cannot_control_the_terminal() -> None:
     assert "\r" not in stream.getvalue()
 
 
-DIFFER = Announce("state_differs", "lr is 1 on rank 0 and 2 on rank 1", detail={"step": 120})
+DIFFER = Announce(log.StateDiffers(step=120), "lr is 1 on rank 0 and 2 on rank 1")
 SAID = "elasticrun: the ranks hold different states after step 120 (lr is 1 on rank 0 and 2 on "
 SAID += "rank 1)"
 
@@ -230,10 +225,9 @@ def test_a_json_line_is_one_object_with_its_time_whatever_is_in_it() -> None:
 
 
 def test_a_plain_round_is_told_when_its_workers_run_and_not_again() -> None:
-    facts: dict[str, str | int | float | bool | None] = {"size": 2, "hosts": 1}
-    run = Announce("processes_started", "every process was started", round=1, detail=facts)
-    told = completed(1, 2, 1, "every process was started")
-    told.detail["told"] = True
+    run = Announce(log.ProcessesStarted(size=2, hosts=1), "every process was started", round=1)
+    completed = log.RoundCompleted(size=2, hosts=1, told=True)
+    told = Announce(completed, "every process was started", round=1)
     assert said(run, told) == [
         "elasticrun: round 1: 2 workers on 1 host (every process was started)"
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec.structs import asdict
 
 from elastic_driver.core.decisions import Announce, EndJob
-from elastic_driver.core.documents import Failure, World
+from elastic_driver.core.documents import World
 from elastic_driver.core.events import WorkerExited
 from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.runtime.event_log import EventLog
@@ -19,6 +19,8 @@ from elastic_driver.runtime.results import (
     WorkerResults,
     read_result,
 )
+from elastic_driver.words.findings import Failure
+from elastic_driver.words.log_lines import KINDS
 
 BOOM = "noise\nTraceback (most recent call last):\n  File 'x'\nValueError: boom"
 
@@ -31,7 +33,7 @@ def world_of(round_id: int, *workers: str) -> World:
 
 def announced(name: str, worker: str, rank: int = 0, **detail: bool) -> Announce:
     host, slot, _ = worker.rsplit(".", 2)
-    return Announce(name, "why", 1, host, int(slot), rank, 7, worker, dict(detail))
+    return Announce(KINDS[name](**detail), "why", 1, host, int(slot), rank, 7, worker)
 
 
 def run(

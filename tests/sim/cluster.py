@@ -436,7 +436,7 @@ class Cluster:
     def _check_lost(self, told: Announce) -> None:
         """By evidence, an agent is lost only if it is gone, or was cut off when it was probed."""
         agent = self.agent_named(str(told.host), self.job.fleet.given_up[str(told.host)])
-        if agent is None or "evidence" not in told.detail:
+        if agent is None or "evidence" not in told.what.facts():
             return
         if agent.reachable and agent.back_at <= agent.silent_at:
             raise Violation(f"the agent on {agent.host} lives, but is lost: {told.reason}")
@@ -445,7 +445,7 @@ class Cluster:
         """A slow worker goes only when its replacement is there, on a host that was never slow."""
         self.replaced += 1
         job = self.job
-        successor = job.workers.workers[str(told.detail["replacement"])]
+        successor = job.workers.workers[str(told.what.facts()["replacement"])]
         if successor.state.value not in ("ready", "running"):
             raise Violation(f"{told.worker} left before {successor.id} was ready")
         if successor.host in job.hosts.distrusted:

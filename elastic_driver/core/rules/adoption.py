@@ -49,6 +49,7 @@ from elastic_driver.core.rules.workers import (
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
+from elastic_driver.words import log_events as log
 
 AGAIN = "the driver was resumed"
 
@@ -146,7 +147,7 @@ class Adoption(Rule):
         self.workers.begin_term(first_number(event.term))
         for agent in self.fleet.agents.values():
             self.fleet.apply(agent, AgentNews.RESUMED)
-        self.effects.announce("driver_resumed", event.reason or AGAIN, term=event.term)
+        self.effects.announce(log.DriverResumed(term=event.term), event.reason or AGAIN)
 
     def _check_new(self, event: ev.AgentReturned) -> None:
         agent = event.host, event.incarnation

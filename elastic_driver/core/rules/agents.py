@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Announce, Detail, KillAgent
+from elastic_driver.core.decisions import Announce, KillAgent
 from elastic_driver.core.driver_events import AgentLost, LeaseExpired
 from elastic_driver.core.rules.fleet import AgentNews, HostAgent
 from elastic_driver.core.rules.hangs import Stacks
@@ -19,6 +19,10 @@ from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.unreachable import Unreachable
 from elastic_driver.core.rules.workers import ACTIVE, RUNNING, Worker, WorkerNews
 from elastic_driver.kernel.wait import Wait
+from elastic_driver.words import host_log_events as host_log
+from elastic_driver.words import worker_log_events as worker_log
+
+_LOST = host_log.AgentLost()  # nothing more is known
 
 
 @dataclass(slots=True)
@@ -32,20 +36,21 @@ class Agents(Rule):
 
     def on_ready(self, event: ev.AgentUp, now: float) -> None:
         """Record that an agent is up, or has returned, and its host's slots can be used."""
-        name = "agent_returned" if event.host in self.fleet.awaited else "agent_started"
+        has_returned = event.host in self.fleet.awaited
         self.fleet.ready(event)
         self.hosts.reached(event.host)
         self.capacity.note_change()
         number, at = self.rounds.current.number, f"at {event.address}"
-        self.effects.decide(Announce(name, at, number, event.host, pid=event.pid))
+        what = host_log.AgentReturned() if has_returned else host_log.AgentStarted()
+        self.effects.decide(Announce(what, at, number, event.host, pid=event.pid))
 
-    def on_lost(self, event: AgentLost, now: float, **detail: Detail) -> None:
+    def on_lost(self, event: AgentLost, now: float, what: host_log.AgentLost = _LOST) -> None:
         """Record that an agent has ended, or is silent, and its workers with it."""
         agent = self.fleet.current(event)
         reason, was_up = event.reason or "no reason was given", agent.is_up
         told = event.refused or (event.unreachable and self.hosts.is_lost(event.host))
         if was_up or not told:
-            self.effects.announce("agent_lost", reason, event.host, **detail)
+            self.effects.announce(what, reason, event.host)
         self.fleet.apply(agent, AgentNews.LOST)
         gone, workers = event.unreachable, self.workers.on_host(event.host)
         self.lose_workers(workers, "its agent was lost", now, silent=gone)
@@ -73,11 +78,13 @@ class Agents(Rule):
             else:
                 self.reports.give_up_worker(worker, event.reason, now)
 
-    def give_up(self, agent: HostAgent, reason: str, now: float, **detail: Detail) -> None:
+    def give_up(
+        self, agent: HostAgent, reason: str, now: float, what: host_log.AgentLost = _LOST
+    ) -> None:
         """Treat an agent as lost, and kill it: it may only be cut off, and must not go on."""
         self.effects.decide(KillAgent(agent.host, agent.incarnation, reason))
         lost = AgentLost(agent.host, agent.incarnation, reason, unreachable=True)
-        self.on_lost(lost, now, **detail)
+        self.on_lost(lost, now, what)
 
     def advance(self, now: float) -> Iterable[Wait]:
         """Give up an agent that takes longer than `start_timeout` to come up."""
@@ -104,7 +111,7 @@ class Agents(Rule):
         failed = not worker.leaving and worker.state in ACTIVE
         was_running = worker.state is RUNNING
         self.workers.ended(worker, KILLED, as_told=bool(worker.leaving))
-        self.effects.announce("worker_lost", reason, worker)
+        self.effects.announce(worker_log.WorkerLost(), reason, worker)
         if failed:
             self.reports.record_loss(worker, Cause.AGENT, now, silent=silent)
         elif worker.leaving:
@@ -115,7 +122,7 @@ class Agents(Rule):
         """Leave a host alone for a while that somebody has to mend; say so once."""
         self.capacity.note_change()
         if self.hosts.drained(host) is None and (news := self.hosts.refused(host, now, reason)):
-            self.effects.announce("host_refused", news, host)
+            self.effects.announce(host_log.HostRefused(), news, host)
 
     def _host_without_agent(
         self, host: str, reason: str, now: float, *, was_up: bool, unreachable: bool = False
@@ -130,6 +137,6 @@ class Agents(Rule):
         needed = self.is_needed(host)
         cooldown = self.hosts.agent_failed(host, now, reason, started=was_up, needed=needed)
         if cooldown is not None:
-            self.effects.announce("host_blacklisted", cooldown, host)
+            self.effects.announce(host_log.HostBlacklisted(), cooldown, host)
         elif self.hosts.usable(host) and not self.outcome.finishing:
             self.placement.start_agent(host, now, f"again in place: {reason}")

@@ -16,6 +16,7 @@ from elastic_driver.core.rules.effects import Effects
 from elastic_driver.kernel.tables import saved
 from elastic_driver.settings import Settings
 from elastic_driver.words import counted
+from elastic_driver.words import log_events as log
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class Capacity:
             if self.target != asked:
                 what += f", as {asked} is beyond the limits"
         self._request(before)
-        self.effects.announce("scale_requested", what, wanted=self.wanted)
+        self.effects.announce(log.ScaleRequested(wanted=self.wanted), what)
 
     def on_plan_applied(self, event: ev.PlanApplied, slots: int) -> None:
         """Aim at the numbers of a plan, which leaves so many slots.
@@ -117,7 +118,7 @@ class Capacity:
             return
         self._request(before)
         what = f"{in_words(self.proposed)}: {event.reason}"
-        self.effects.announce("size_proposed", what, wanted=self.proposed)
+        self.effects.announce(log.SizeProposed(wanted=self.proposed), what)
 
     def _request(self, before: int | None) -> None:
         self.changed = True

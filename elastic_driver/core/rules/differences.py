@@ -20,6 +20,7 @@ from elastic_driver.core.rules.workers import ENDING
 from elastic_driver.errors import ExitCode
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
+from elastic_driver.words import log_events as log
 
 VALUE = "state."  # begins the names of plain values; models and optimizers have their own
 HINT = "see docs/verify-state.md"
@@ -56,12 +57,8 @@ class Differences(Rule):
             "warn": f"the job goes on ({why or '--on-difference warn'})",
         }[mode]
         self.effects.announce(
-            "state_differs",
+            log.StateDiffers(step=event.step, leaf=event.leaf, values=event.values, action=mode),
             f"{event.reason}; {follows}",
-            step=event.step,
-            leaf=event.leaf,
-            values=event.values,
-            action=mode,
         )
         if mode == "stop":
             what = f"the ranks hold different states after step {event.step}"

@@ -37,6 +37,8 @@ from elastic_driver.errors import ExitCode
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
+from elastic_driver.words import host_log_events as host_log
+from elastic_driver.words import log_events as log
 
 TOO_SMALL = "it has too little memory for a worker"
 GATHER_S = 2.0  # for more hosts to join before the first check, once there are enough
@@ -76,7 +78,7 @@ class Rechecks(Rule):
         hosts = held if partner is None else (*held, partner)
         beside = "" if partner is None else f", beside {partner.name}"
         reason = f"{', '.join(f'{host.name}: {host.check}' for host in held)}{beside}"
-        self.effects.announce("host_check_started", reason)
+        self.effects.announce(host_log.HostCheckStarted(), reason)
         self._held_since = None
         self._checks += 1
         self._checking = {host.name: host.position for host in hosts}
@@ -115,9 +117,9 @@ class Rechecks(Rule):
             if not result.passed:
                 failed.append(f"{name} {result.reason}")
                 cooldown = self.hosts.check_failed(host, now, f"node check: {result.reason}")
-                self.effects.announce("host_blacklisted", cooldown, name)
+                self.effects.announce(host_log.HostBlacklisted(), cooldown, name)
             elif held:  # the others were its partners
-                self.effects.announce("host_checked", result.reason, name)
+                self.effects.announce(host_log.HostChecked(), result.reason, name)
         if self._starts_the_job(1):
             self.rounds.wait_again(now)
             self._end_if_too_few(failed)
@@ -166,14 +168,14 @@ class Discovered(Rule):
         self._take_in("discovery no longer reports it")
         for host, reason in new:
             if self.hosts.refused(host, now, reason):
-                self.effects.announce("host_refused", reason, host, told=True)
+                self.effects.announce(host_log.HostRefused(told=True), reason, host)
 
     def on_granted(self, event: HostsGranted) -> None:
         """Use the slots of a grant from now on; raises `StaleEvent` for one that is not newer."""
         self.limits.granted(event)
         slots = sum(slots for _, slots in event.hosts)
         what = f"{counted(slots, 'slot')}: {event.reason}"
-        self.effects.announce("hosts_granted", what, number=event.number, slots=slots)
+        self.effects.announce(host_log.HostsGranted(number=event.number, slots=slots), what)
         if self._take_in(f"grant {event.number} leaves it no slots"):
             self.capacity.hosts_limited()
 
@@ -215,7 +217,7 @@ class Discovered(Rule):
         """Leave hosts the slots for which they probably have the memory."""
         if self.limits.expected != event.need:
             self.limits.expect(event.need)
-            self.effects.announce("memory_expected", event.reason, need=event.need)
+            self.effects.announce(host_log.MemoryExpected(need=event.need), event.reason)
             if self._take_in(TOO_SMALL):
                 self.capacity.hosts_limited()
 
@@ -224,7 +226,7 @@ class Discovered(Rule):
         left = sum(slots for _, slots in self.limits.slots(event, self.capacity.least))
         self.capacity.on_plan_applied(event, left)
         wanted = self.capacity.wanted
-        self.effects.announce("plan_applied", str(event), number=event.number, wanted=wanted)
+        self.effects.announce(log.PlanApplied(number=event.number, wanted=wanted), str(event))
         self._limit(event)
 
     def on_scale_requested(self, event: ev.ScaleRequested) -> None:
@@ -254,7 +256,7 @@ class Discovered(Rule):
         if left < least and not has_brain:
             slots = counted(left, "slot")
             raise ev.StaleEvent(f"{slots} would be left, the job needs {least}")
-        self.effects.announce("host_starved", event.reason, event.host, slots=event.workers)
+        self.effects.announce(host_log.HostStarved(slots=event.workers), event.reason, event.host)
         self.limits.starved(event.host, event.workers)
         if has_brain:
             return
@@ -279,16 +281,18 @@ class Discovered(Rule):
             return False
         self.capacity.note_change()
         for host, slots in changes.added:
-            self.effects.announce("host_discovered", counted(slots, "slot"), host, slots=slots)
+            self.effects.announce(
+                host_log.HostDiscovered(slots=slots), counted(slots, "slot"), host
+            )
             if self.hosts.known[host].returned:
                 self.hold(host, "it has been away")
             elif host not in (self.settings.checked_hosts or ()):
                 self.hold(host, "it was not there before")
         for host in changes.removed:
-            self.effects.announce("host_removed", why_removed, host)
+            self.effects.announce(host_log.HostRemoved(), why_removed, host)
         for host, before, slots in changes.resized:
             what = f"{counted(slots, 'slot')}, it had {before}"
-            self.effects.announce("host_discovered", what, host, slots=slots)
+            self.effects.announce(host_log.HostDiscovered(slots=slots), what, host)
         return True
 
     def hold(self, host: str, reason: str) -> None:
@@ -300,21 +304,21 @@ class Discovered(Rule):
         """Announce that discovery failed; the known hosts stay."""
         stay = counted(len(self.hosts.known), "known host stays", "known hosts stay")
         kept = f"{event.reason}; the {stay}"
-        self.effects.announce("discovery_failed", kept)
+        self.effects.announce(host_log.DiscoveryFailed(), kept)
 
     def advance(self, now: float) -> Iterable[Wait]:
         """Let hosts be used again after their cool-down."""
         for host in self.hosts.resurrect(now):
             over = "its cool-down is over"
             if not self.hosts.known[host].refusals:  # else nothing has changed
-                self.effects.announce("host_resurrected", over, host)
+                self.effects.announce(host_log.HostResurrected(), over, host)
             self.hold(host, over)
             self.capacity.note_change()
         if self.hosts.end_pauses(now):
             self.capacity.note_change()
         while self.hosts.can_recall and self.is_needed("") and (recalled := self.hosts.recall()):
             needed = "its cool-down ends early: the hosts that are left are too few"
-            self.effects.announce("host_resurrected", needed, recalled)
+            self.effects.announce(host_log.HostResurrected(), needed, recalled)
             self.capacity.note_change()
         next_end = self.hosts.next_resurrection()
         if next_end is not None:

@@ -29,6 +29,8 @@ from elastic_driver.core.rules.rounds import CLOSING, COMPLETE, Rule
 from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, STOPPED, STOPPING, Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
+from elastic_driver.words import host_log_events as host_log
+from elastic_driver.words import worker_log_events as worker_log
 
 REPLACEMENT_SHARE = 0.5  # of a deadline; the rest is for the boundary and for ending processes
 NO_REASON = "no reason was given"
@@ -85,7 +87,7 @@ class Drains(Rule):
             self.notices[worker.id] = drain
             self.capacity.note_change()
             left = round(deadline, 3)
-            self.effects.announce("worker_leaving", drain.reason, worker, deadline=left)
+            self.effects.announce(worker_log.WorkerLeaving(deadline=left), drain.reason, worker)
 
     def on_cancelled(self, event: ev.DrainCancelled, now: float) -> None:
         """Let the host be used again; workers that have not left yet stay."""
@@ -93,7 +95,7 @@ class Drains(Rule):
             raise ev.StaleEvent(f"host {event.host} is not drained")
         self.hosts.trust(event.host)  # the user may have repaired it, too
         self.capacity.note_change()
-        self.effects.announce("drain_cancelled", event.reason or NO_REASON, event.host)
+        self.effects.announce(host_log.DrainCancelled(), event.reason or NO_REASON, event.host)
 
     def drain_for(
         self, event: ev.DrainRequested | ev.HostLeaving | ev.WorkerLeaving, now: float
@@ -112,9 +114,11 @@ class Drains(Rule):
         if not self.hosts.drain(host, drain):
             return False
         self.capacity.note_change()
-        self.effects.announce("drain_requested", drain.reason, host)
+        self.effects.announce(host_log.DrainRequested(), drain.reason, host)
         if host not in self.fleet.agents:
-            self.effects.announce("host_drained", f"nothing ran there: {drain.reason}", host)
+            self.effects.announce(
+                host_log.HostDrained(), f"nothing ran there: {drain.reason}", host
+            )
         return True
 
     # ---- questions -----------------------------------------------------------------------
@@ -187,7 +191,7 @@ class Drains(Rule):
         ready = successor is not None and successor.state in (READY, RUNNING)
         if worker and successor and ready and worker.state in (STOPPING, STOPPED):
             by = f"by {successor.id}: {replacement.drain.reason}"
-            self.effects.announce("worker_replaced", by, worker, replacement=successor.id)
+            self.effects.announce(worker_log.WorkerReplaced(replacement=successor.id), by, worker)
             if not self._active_on(worker.host):  # else the next one may follow at once
                 self._replace_after = now + self.settings.replace_pause
             self.replacement = None
@@ -232,7 +236,7 @@ class Drains(Rule):
     def _abandon(self, replacement: Replacement, why: str, now: float) -> None:
         """Let every worker stay; one that is too many then is stopped like any other."""
         worker = self.workers.workers.get(replacement.worker)
-        self.effects.announce("replacement_abandoned", why, worker)
+        self.effects.announce(worker_log.ReplacementAbandoned(), why, worker)
         if worker is not None:
             self.workers.mark_leaving(worker, "")
         self.replacement = None
@@ -263,13 +267,13 @@ class Drains(Rule):
             self.replacement = Replacement(name, target, number, started, drain)
             self.capacity.note_change()
             what = f"on {target}: {reason}"
-            self.effects.announce("replacement_started", what, worker, target=target)
+            self.effects.announce(worker_log.ReplacementStarted(target=target), what, worker)
         elif target is None and worker.host not in self._without_room:
             self._without_room.add(worker.host)
             why = "no host that is not slow has a free slot (is --max-np below all slots?)"
             if self._last_change():
                 why = "the reset limit leaves no change for that"
-            self.effects.announce("worker_not_replaced", f"it is slow, but {why}", worker)
+            self.effects.announce(worker_log.WorkerNotReplaced(), f"it is slow, but {why}", worker)
 
     def _room_elsewhere(self, worker: Worker, now: float) -> str | None:
         """Return the host that may take the worker's place."""

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from elastic_driver.core.decisions import Announce, Decision, Detail, GiveOrder
+from elastic_driver.core.decisions import Announce, Decision, GiveOrder
 from elastic_driver.core.documents import Order, StopWorkerOrder
 from elastic_driver.core.rules.fleet import Fleet
 from elastic_driver.core.rules.workers import Worker, WorkerNews, WorkerStateRegistry
+from elastic_driver.kernel.log import LogEvent
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait, earliest, reason
 from elastic_driver.settings import Settings
@@ -36,15 +37,15 @@ class Effects:
         """Add a decision."""
         self.decisions.append(decision)
 
-    def announce(self, event: str, reason: str, about: About = None, **detail: Detail) -> None:
+    def announce(self, what: LogEvent, reason: str, about: About = None) -> None:
         """Add a line for the event log."""
         if isinstance(about, Worker):
             slot = None if about.spare else about.slot
             rank = None if about.spare or not about.number else about.place.rank
             place = (about.host, slot, rank, about.pid or None, about.id)
-            self.decide(Announce(event, reason, self.round, *place, detail))
+            self.decide(Announce(what, reason, self.round, *place))
         else:
-            self.decide(Announce(event, reason, self.round, about, detail=detail))
+            self.decide(Announce(what, reason, self.round, about))
 
     def ignore(self, what: str) -> None:
         """Count an event that changes nothing: it is late, repeated or out of order."""

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import AskStacks, StackGroup
+from elastic_driver.core.decisions import AskStacks
 from elastic_driver.core.documents import StacksOrder
 from elastic_driver.core.rules.reports import Reports
 from elastic_driver.core.rules.rounds import COMPLETE, Rule
@@ -39,6 +39,8 @@ from elastic_driver.core.stack_location import SEEN_WAITING, shorten
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
+from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.findings import StackGroup
 
 LEAVE_S = 5.0  # to leave a round that was broken; a worker that can leave needs well under a second
 LONG_STALL = 8.0  # times the first report's duration: even an evaluation is then taken for a hang
@@ -122,7 +124,7 @@ class Stacks(Rule):
         groups = group({w.place.rank: self._answers.get(w.id, unknown) for w in asked})
         self._asked_at, self._answers = None, {}
         reason = f"{self._reason}: {describe(groups)}"
-        self.effects.announce("stacks_collected", reason, stacks=groups[:MAX_GROUPS])
+        self.effects.announce(worker_log.StacksCollected(stacks=groups[:MAX_GROUPS]), reason)
 
     def _asked_workers(self) -> Sequence[Worker]:
         """Return the round's members; if none trains yet, every worker that has a process."""
@@ -233,7 +235,9 @@ class Hangs(Rule):
         if earlier is None:
             where = "in a collective" if waits else "elsewhere"
             reason = f"no progress for {event.seconds:.1f} s, its training thread stands {where}"
-            self.effects.announce("worker_stalled", reason, worker, where=event.where, stack=stack)
+            self.effects.announce(
+                worker_log.WorkerStalled(where=event.where, stack=stack), reason, worker
+            )
             if len(stalls) == 1:
                 self.stacks.ask(now, f"{worker.id} makes no progress")
         elif worker.state is not RUNNING and event.seconds > earlier.seconds:
@@ -245,7 +249,7 @@ class Hangs(Rule):
         same_round = event.round == self.rounds.current.number
         if not same_round or self._stalls.pop(worker.id, None) is None:
             raise ev.StaleEvent(f"{worker.id} goes on, and was not known to stand still")
-        self.effects.announce("worker_resumed", "it makes progress again", worker)
+        self.effects.announce(worker_log.WorkerResumed(), "it makes progress again", worker)
 
     def advance(self, now: float) -> Iterable[Wait]:
         """Judge the members that stand still."""
@@ -295,7 +299,7 @@ class Hangs(Rule):
     def _give_up(self, worker: Worker, how: str, now: float) -> None:
         stall = self._stalls[worker.id]
         reason = f"no progress for {stall.seconds:.1f} s {how}: {stall.place}"
-        self.reports.give_up_worker(worker, reason, now, stack=stall.stack)
+        self.reports.give_up_worker(worker, reason, now, stall.stack)
 
     def _break_mismatch(self, workers: Sequence[Worker], now: float) -> None:
         """Break a round in which all wait for each other; the second time, end the job.
@@ -315,7 +319,7 @@ class Hangs(Rule):
         self.mismatched_at = self.outcome.steps_reported
         hint = "every rank has to call the same collectives, in the same order"
         follows = "the round is broken once, as a lost message heals in this way"
-        self.effects.announce("collectives_differ", f"{where}; {hint}; {follows}")
+        self.effects.announce(worker_log.CollectivesDiffer(), f"{where}; {hint}; {follows}")
         self.rounds.leave(now, f"no progress: collectives that do not match: {where}")
 
 

@@ -32,6 +32,8 @@ from elastic_driver.core.rules.workers import (
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
+from elastic_driver.words import log_events as log
+from elastic_driver.words import worker_log_events as worker_log
 
 TOGETHER_S = 1.0  # a newcomer that is ready waits no longer for others that boot
 TOLD_RANK_S = 30.0  # nor for those that are to have the ranks before its own
@@ -172,7 +174,7 @@ class Membership(Rule):
             # a worker that hangs loses its lease: so this only announces the wait.
             self.rounds.wait_again(now)
             overdue = f"no step boundary for {timeout:g} s; does the script call commit()?"
-            self.effects.announce("boundary_overdue", overdue)
+            self.effects.announce(log.BoundaryOverdue(), overdue)
             return
         for worker in still_in:
             late = f"did not leave the round within {timeout:g} s"
@@ -347,7 +349,7 @@ class Membership(Rule):
         self.ended_first = found._replace(told=True)
         others = "another worker trains" if found.others == 1 else f"{found.others} others train"
         self.effects.announce(
-            "finished_alone",
+            worker_log.FinishedAlone(),
             f"rank {found.rank} is done, {others} on from step {found.step}; every rank has to "
             "return from the training function after the same step",
             worker,
@@ -416,7 +418,7 @@ class Membership(Rule):
         for worker in self.workers.having(ENDING):
             if self.workers.leave_behind(worker):
                 why = "the others go on before its process has ended"
-                self.effects.announce("worker_left", why, worker, failed=worker.failed)
+                self.effects.announce(worker_log.WorkerLeft(failed=worker.failed), why, worker)
 
     # ---- workers that have to leave ------------------------------------------------------
 
@@ -471,7 +473,7 @@ class Membership(Rule):
             patience = self.settings.elastic_timeout
             what = f"it alone holds the state of step {holder.version}: it stays until another "
             what += f"worker has it, for {patience:g} s at most"
-            self.effects.announce("state_kept", what, holder)
+            self.effects.announce(log.StateKept(), what, holder)
 
 
 def _as_told(workers: list[Worker]) -> list[Worker]:

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.documents import Failure
 from elastic_driver.core.driver_events import HostsMeasured
 from elastic_driver.core.rules import units
 from elastic_driver.core.rules.discovered import Discovered
@@ -27,6 +26,8 @@ from elastic_driver.core.rules.workers import ACTIVE, STARTING, Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
+from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.findings import Failure
 
 FACTOR = 1.5  # of the largest peak, which has to be idle for one more worker
 
@@ -61,7 +62,7 @@ class Memory(Rule):
         peak = "not known" if found.peak is None else in_words(found.peak)
         if found.of_device:
             what = "the memory of its GPU was too small; give it a smaller batch or another GPU"
-            self.effects.announce("out_of_memory", what, worker, peak=found.peak)
+            self.effects.announce(worker_log.OutOfMemory(peak=found.peak), what, worker)
             return
         self.failure, self.peak, self._since = losses[-1].failure, found.peak, now
         self._round = self.rounds.current.number if losses[-1].member else 0
@@ -74,7 +75,7 @@ class Memory(Rule):
         self._ran_out.setdefault(worker.host, self.workers.started)
         most = self.limits.room[worker.host]
         what = f"its peak was {peak}; {worker.host} has the memory for {counted(most, 'worker')}"
-        self.effects.announce("out_of_memory", what, worker, peak=found.peak, room=most)
+        self.effects.announce(worker_log.OutOfMemory(peak=found.peak, room=most), what, worker)
         self.discovered.limit_memory()
 
     def _rooms(self, ran_out: Worker, need: int) -> dict[str, int]:

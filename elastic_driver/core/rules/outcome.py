@@ -10,13 +10,14 @@ from enum import Enum
 from typing import NamedTuple
 
 from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.documents import Failure
 from elastic_driver.core.driver_events import StopRequested
 from elastic_driver.core.rules.effects import Effects
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.kernel.tables import saved
 from elastic_driver.settings import Settings
 from elastic_driver.words import counted
+from elastic_driver.words import log_events as log
+from elastic_driver.words.findings import Failure
 
 TERMINATED = -15  # the status of a worker that has ended by SIGTERM
 KILLED = -9  # the status of a worker that ended with its agent, or is killed for hanging
@@ -227,7 +228,7 @@ class JobOutcome:
     def finish(self, exit_code: int, reason: str, failure: Failure | None = None) -> None:
         """End the job; only the first call has an effect."""
         if self.end is None:
-            self.effects.announce("job_succeeded" if exit_code == 0 else "job_failed", reason)
+            self.effects.announce(log.job_end(exit_code)(), reason)
             self.end = EndJob(int(exit_code), reason, failure)
             self.effects.decide(self.end)
 

@@ -24,6 +24,7 @@ from elastic_driver.core.tf_config import PortOffer, TfLayout, Where
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
+from elastic_driver.words import host_log_events as host_log
 
 
 @dataclass(slots=True)
@@ -170,7 +171,7 @@ class Placement(Rule):
             else:
                 self.stop_agent(agent, f"host {host} is drained: {drain.reason}")
                 nothing = f"nothing runs there any more: {drain.reason}"
-                self.effects.announce("host_drained", nothing, host)
+                self.effects.announce(host_log.HostDrained(), nothing, host)
 
     def _room(self, host: Host) -> int:
         """Return the slots that are free, or will be once the workers that leave are gone."""

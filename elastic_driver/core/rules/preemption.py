@@ -33,6 +33,7 @@ from elastic_driver.core.rules.workers import ACTIVE, READY, RUNNING, Worker
 from elastic_driver.errors import ExitCode
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
+from elastic_driver.words import log_events as log
 
 BOUNDARY_SHARE = 0.5  # of the time; the rest is for writing
 _NEWEST = "started again, the job goes on from the newest complete checkpoint, if there is one"
@@ -149,7 +150,7 @@ class FinalSaves(Rule):
         known.done, known.folder, known.problem = True, folder, problem
         if folder:
             self.outcome.saved(known.request.step)
-        self.effects.announce("state_saved" if folder else "state_not_saved", known.outcome)
+        self.effects.announce(log.StateSaved() if folder else log.StateNotSaved(), known.outcome)
 
 
 @dataclass(slots=True)
@@ -203,7 +204,7 @@ class Preemption(Rule):
         leave_by = now + (end_by - now) * BOUNDARY_SHARE
         self.outcome.depart(Departure(reason, leave_by, end_by))
         self.capacity.note_change()
-        self.effects.announce("job_leaving", f"{reason}; within {end_by - now:.3g} s")
+        self.effects.announce(log.JobLeaving(), f"{reason}; within {end_by - now:.3g} s")
 
     def _consider(self, now: float) -> None:
         """Begin to end the job if every host has a notice and no others can come."""

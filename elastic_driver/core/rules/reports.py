@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import KillAgent
-from elastic_driver.core.documents import Failure
 from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.rules.outcome import (
     KILLED,
@@ -37,6 +36,10 @@ from elastic_driver.core.tf_config import TfLayout
 from elastic_driver.errors import ExitCode
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
+from elastic_driver.words import host_log_events as host_log
+from elastic_driver.words import log_events as log
+from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.findings import Failure
 
 PLAIN_PROGRESS_S = 30.0  # a plain worker reports no steps: after this time it has made progress
 FIT_HINT = "run the same script on every worker"
@@ -69,7 +72,7 @@ class Reports(Rule):
             raise ev.StaleEvent(f"{worker.id} was started already")
         self.workers.process_started(worker, event.pid, event.cpus)
         bound = f", bound to CPUs {event.cpus}" if event.cpus else ""
-        self.effects.announce("worker_started", f"pid {event.pid}{bound}", worker)
+        self.effects.announce(worker_log.WorkerStarted(), f"pid {event.pid}{bound}", worker)
 
     def on_ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         """Record that a worker waits for the next round; the round that it left is broken."""
@@ -84,7 +87,7 @@ class Reports(Rule):
         self.workers.ready(worker, event)
         self.outcome.holds(event.version, event.phase)
         undone, why = round(event.undone, 6) or None, event.reason or "waits for a round"
-        self.effects.announce("worker_ready", why, worker, undone=undone)
+        self.effects.announce(worker_log.WorkerReady(undone=undone), why, worker)
         if running and current.state is COMPLETE:
             self.rounds.leave(now, f"{worker.id} left: {event.reason}")
 
@@ -115,8 +118,8 @@ class Reports(Rule):
             if receivers:
                 reason = f"{len(receivers)} of {len(members)} took over {worker.id}'s"
         seconds, many = round(event.seconds, 6) or None, len(receivers)
-        detail = {"step": step, "receivers": many, "first_step": event.step, "seconds": seconds}
-        self.effects.announce("state_synced", reason, worker, **detail)
+        synced = log.StateSynced(step=step, receivers=many, first_step=event.step, seconds=seconds)
+        self.effects.announce(synced, reason, worker)
 
     def on_ending(self, worker: Worker, event: ev.WorkerEnding, now: float) -> None:
         """Record that a worker has left for good; its exit status says later what that means."""
@@ -142,7 +145,7 @@ class Reports(Rule):
             return
         self.capacity.does_not_fit(worker.host, why)
         more = f"no more workers are started on {worker.host}, until another size is asked for"
-        self.effects.announce("worker_unfit", f"{why}; {more}", worker)
+        self.effects.announce(worker_log.WorkerUnfit(), f"{why}; {more}", worker)
 
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         """Record the end of a worker's process: a success, a failure, or a stop that was ordered.
@@ -173,7 +176,9 @@ class Reports(Rule):
         reason = f"exit code {code}, {how}"
         if code < 0 and how == "by itself":  # somebody may have sent it
             reason = f"killed by signal {-code}"
-        self.effects.announce("worker_exited", reason, worker, exit_code=code, expected=expected)
+        self.effects.announce(
+            worker_log.WorkerExited(exit_code=code, expected=expected), reason, worker
+        )
         if not active:
             return
         if as_told:
@@ -191,8 +196,8 @@ class Reports(Rule):
             worker, code = self.workers.workers.get(event.worker), event.exit_code
             if worker is not None and self.workers.ended(worker, code, as_told=True):
                 why = f"exit code {code}, stopped with the job"
-                facts = {"exit_code": code, "expected": True, "job_over": True}
-                self.effects.announce("worker_exited", why, worker, **facts)
+                exited = worker_log.WorkerExited(exit_code=code, expected=True, job_over=True)
+                self.effects.announce(exited, why, worker)
         elif isinstance(event, LeaseExpired) and event.kind == "agent":
             self.effects.decide(KillAgent(*event.agent, event.reason))
         else:
@@ -200,13 +205,16 @@ class Reports(Rule):
 
     # ---- losses --------------------------------------------------------------------------
 
-    def give_up_worker(self, worker: Worker, reason: str, now: float, **evidence: str) -> None:
-        """Have a worker that hangs killed, and go on without it."""
+    def give_up_worker(
+        self, worker: Worker, reason: str, now: float, stack: str | None = None
+    ) -> None:
+        """Have a worker that hangs killed, and go on without it; `stack`: its last one."""
         if not self.workers.apply(worker, WorkerNews.LOST):
             raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, it cannot be lost any more")
         self.effects.kill(worker, reason)
-        event = "worker_hung" if self.fleet.is_ready(worker.host) else "worker_lost"
-        self.effects.announce(event, reason, worker, **evidence)
+        has_agent = self.fleet.is_ready(worker.host)
+        kind = worker_log.WorkerHung if has_agent else worker_log.WorkerLost
+        self.effects.announce(kind(stack=stack), reason, worker)
         self.record_loss(worker, Cause.HUNG, now)
 
     def record_loss(
@@ -257,7 +265,7 @@ class Reports(Rule):
         why, needed = f"{worker.id} {reason}", self.is_needed(host)
         cooldown = self.hosts.worker_failed(host, now, why, needed=needed, leave=leave)
         if cooldown is not None:
-            self.effects.announce("host_blacklisted", cooldown, host)
+            self.effects.announce(host_log.HostBlacklisted(), cooldown, host)
 
     def _leaves_failed_hosts(self) -> bool:
         """Return whether a host is left at the failure of a worker; the only host never is."""
@@ -352,7 +360,7 @@ class Reports(Rule):
         else:
             if not self.grace_over:
                 self.grace_over = True
-                self.effects.announce("grace_period_passed", self._late(grace, limit))
+                self.effects.announce(log.GracePeriodPassed(), self._late(grace, limit))
             end = Wait(success + limit if limit else math.inf, why)
             yield end
             if end.is_over(now):

@@ -10,7 +10,6 @@ Times are monotonic seconds.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from elastic_driver.contract import host_of_worker
 from elastic_driver.core.decisions import PublishNotice, PublishWorld, SealRound
@@ -27,6 +26,7 @@ from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.settings import Settings
 from elastic_driver.words import counted
+from elastic_driver.words import log_events as log
 
 PUBLISHED_AGAIN = "published again by the driver that goes on"
 
@@ -124,7 +124,7 @@ class Rounds:
     def begin(self, now: float) -> None:
         """Open the first round, at `now`."""
         self.current.since = now
-        self.effects.announce("round_opened", "the job begins")
+        self.effects.announce(log.RoundOpened(), "the job begins")
 
     def found(self, workers: Iterable[Worker], need: int, now: float) -> None:
         """Record the workers that were started for the present round."""
@@ -139,7 +139,7 @@ class Rounds:
             current.told = True
             hosts = {self.workers.workers[worker].host for worker in current.founders}
             what, size = "every process was started", len(current.founders)
-            self.effects.announce("processes_started", what, size=size, hosts=len(hosts))
+            self.effects.announce(log.ProcessesStarted(size=size, hosts=len(hosts)), what)
 
     def complete(self, workers: Iterable[Worker], now: float, reason: str) -> None:
         """Make these workers the round's members, and publish its world."""
@@ -171,10 +171,8 @@ class Rounds:
         size, what = len(members), f"{counted(len(members), 'worker')}: {reason}"
         if self.capacity.wanted in (None, size):
             self.capacity.answered()
-        facts: dict[str, Any] = {"size": size, "hosts": len(ranks)}
-        if current.told and not self.outcome.elastic:
-            facts["told"] = True
-        self.effects.announce("round_completed", what, **facts)
+        told = True if current.told and not self.outcome.elastic else None
+        self.effects.announce(log.RoundCompleted(size=size, hosts=len(ranks), told=told), what)
 
     def _gone(self, members: Sequence[Member]) -> int:
         """Return the committed steps of a state that no member holds; 0: one does, or none was."""
@@ -187,7 +185,7 @@ class Rounds:
             if self.settings.restart_from_scratch:
                 then = "goes on from its newest checkpoint, or begins anew if it has none"
             why = f"every worker that held it is gone; the job {then}"
-            self.effects.announce("state_lost", why, step=steps)
+            self.effects.announce(log.StateLost(step=steps), why)
         return steps
 
     def _publish(self, members: Sequence[Member], reason: str) -> None:
@@ -319,14 +317,11 @@ class Rounds:
         """Seal the round that all members have left, and let the next one form."""
         self.current.enter(CLOSED, now)
         self.effects.decide(SealRound(self.current.number, reason))
-        steps: dict[str, Any] = {}
-        if self.outcome.committed:
-            steps["step"] = self.outcome.committed
-        self.effects.announce("round_closed", reason, **steps)
+        self.effects.announce(log.RoundClosed(step=self.outcome.committed or None), reason)
         self.current = Round(self.newest + 1, now)
         self.effects.enter_round(self.current.number)
         self.capacity.note_change()
-        self.effects.announce("round_opened", reason)
+        self.effects.announce(log.RoundOpened(), reason)
 
 
 @dataclass(slots=True)

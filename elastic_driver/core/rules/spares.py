@@ -34,6 +34,7 @@ from elastic_driver.core.rules.workers import (
 from elastic_driver.core.tf_config import Where
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
+from elastic_driver.words import worker_log_events as worker_log
 
 MAX_EARLY = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -70,7 +71,7 @@ class Spares(Rule):
         failures = self._failures.get(worker.host)
         if failures is not None and failures.early < MAX_EARLY:  # otherwise no more are started
             failures.early = 0
-        self.effects.announce("spare_ready", "it waits for a free slot", worker)
+        self.effects.announce(worker_log.SpareReady(), "it waits for a free slot", worker)
 
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         """Record the end of a spare, which is a failure of neither the job nor the host."""
@@ -87,7 +88,9 @@ class Spares(Rule):
             if host.early >= MAX_EARLY:
                 after = f"{MAX_EARLY} ended before they were ready: {worker.host} gets no more"
             reason = f"exit code {code}, a spare; {after}"
-        self.effects.announce("worker_exited", reason, worker, exit_code=code, expected=told)
+        self.effects.announce(
+            worker_log.WorkerExited(exit_code=code, expected=told), reason, worker
+        )
 
     # ---- slots ---------------------------------------------------------------------------
 
@@ -104,7 +107,7 @@ class Spares(Rule):
             ready.remove(spare)
             self.workers.promote(spare, slot, founder=founder)
             self._failures.pop(host, None)
-            self.effects.announce("spare_promoted", f"it takes slot {slot}", spare)
+            self.effects.announce(worker_log.SparePromoted(), f"it takes slot {slot}", spare)
         return left
 
     # ---- starting and stopping -----------------------------------------------------------
@@ -125,7 +128,7 @@ class Spares(Rule):
         if self.outcome.kind is not ScriptKind.UNDECLARED and not self._told:
             self._told = True
             why = "--spares is for scripts that use @elastic.run or elastic.init(), on torch"
-            self.effects.announce("spares_unused", why)
+            self.effects.announce(worker_log.SparesUnused(), why)
 
     def _keep(self, now: float) -> Iterator[Wait]:
         current = self.rounds.current

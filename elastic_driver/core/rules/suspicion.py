@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Detail, ProbeAgent
+from elastic_driver.core.decisions import ProbeAgent
 from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected, Evidence
 from elastic_driver.core.rules.agents import Agents
 from elastic_driver.core.rules.fleet import AgentState, HostAgent
@@ -26,6 +26,7 @@ from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.rules.workers import Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
+from elastic_driver.words import host_log_events as host_log
 
 PROBE_S = 0.6  # for an answer; several attempts are made in this time, as packets may be lost
 FIRST_PROBE_S = 2.0  # for the first answer of an agent that has just come up
@@ -184,7 +185,7 @@ class Suspicion(Rule):
     def _suspect(self, agent: HostAgent, kind: Evidence, reason: str, now: float) -> None:
         suspect = self.suspects.setdefault(agent.host, Suspect(now))
         if kind not in suspect.evidence and kind != "peers":  # which any worker's crash causes
-            self.effects.announce("agent_suspected", reason, agent.host, evidence=kind)
+            self.effects.announce(host_log.AgentSuspected(evidence=kind), reason, agent.host)
         self.found[kind] = self.found.get(kind, 0) + (kind not in suspect.evidence)
         suspect.evidence.setdefault(kind, reason)
         if not suspect.probe and suspect.confirmed_at is None:
@@ -219,7 +220,9 @@ class Suspicion(Rule):
         if suspect.evidence.keys() - {"peers"}:
             found, seconds = " ".join(suspect.evidence), round(now - suspect.since, 3)
             reason = f"{why}, {seconds:.2f} s after the first sign"
-            self.effects.announce("agent_cleared", reason, host, evidence=found, seconds=seconds)
+            self.effects.announce(
+                host_log.AgentCleared(evidence=found, seconds=seconds), reason, host
+            )
 
     def _look_if_unreached(self, agent: HostAgent, event: AgentProbed) -> None:
         """Say once for a host that its agents' first probes get no answer."""
@@ -231,7 +234,7 @@ class Suspicion(Rule):
                 f"{agent.probe_port}: let the firewall of {agent.host} pass it, or the loss of "
                 "the host may be seen only after --heartbeat-timeout (docs/firewalls.md)"
             )
-            self.effects.announce("probe_unanswered", reason, agent.host)
+            self.effects.announce(host_log.ProbeUnanswered(), reason, agent.host)
 
     def _agree(self, suspect: Suspect, now: float) -> None:
         """Let two kinds of evidence be enough for a host that no probe can reach."""
@@ -259,5 +262,5 @@ class Suspicion(Rule):
         del self.suspects[agent.host]
         found, seconds = "; ".join(suspect.evidence.values()), round(now - suspect.since, 3)
         reason = f"{found}; {verdict} ({seconds:.2f} s after the first sign)"
-        detail: dict[str, Detail] = {"evidence": " ".join(suspect.evidence), "seconds": seconds}
-        self.agents.give_up(agent, reason, now, **detail)
+        what = host_log.AgentLost(evidence=" ".join(suspect.evidence), seconds=seconds)
+        self.agents.give_up(agent, reason, now, what)

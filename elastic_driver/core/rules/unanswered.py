@@ -12,6 +12,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.errors import ExitCode
 from elastic_driver.kernel.tables import saved
+from elastic_driver.words import host_log_events as host_log
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Unanswered(Rule):
         if pair not in self.since:
             self.since[pair] = now
             worker = self.workers.workers.get(event.worker)
-            self.effects.announce("connection_unanswered", reason, worker or event.host)
+            self.effects.announce(host_log.ConnectionUnanswered(), reason, worker or event.host)
         waited = now - self.since[pair]
         starting = self.outcome.elastic and not self.outcome.has_progress
         if starting and waited >= self.settings.start_timeout:

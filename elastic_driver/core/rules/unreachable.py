@@ -19,6 +19,7 @@ from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
+from elastic_driver.words import host_log_events as host_log
 
 PATIENCE_S = 1.0  # for an answer; probes overlap, as the first packet of one may be lost
 _TOLD_STARTS = 1  # later starts that fail are not announced: there may be one every few seconds
@@ -35,7 +36,7 @@ class Unreachable(Rule):
         """Record that a host is not reachable; `started`: its agent was up."""
         if self.hosts.lose(host, now, reason, started=started, probes=self.probes):
             back = f"{reason}; it is used again as soon as it answers"
-            self.effects.announce("host_unreachable", back, host)
+            self.effects.announce(host_log.HostUnreachable(), back, host)
 
     def _tell_again(self, told: list[Host], now: float) -> None:
         """Say that hosts still do not answer: less and less often, one line for all of them."""
@@ -43,7 +44,7 @@ class Unreachable(Rule):
         gone = now - (first.lost_at or now)
         others = f"; so are {len(told) - 1} more" if len(told) > 1 else ""
         what = f"gone for {gone:.0f} s, {counted(first.probed, 'try', 'tries')}{others}"
-        self.effects.announce("host_still_away", f"{what}: {first.reason}", first.name)
+        self.effects.announce(host_log.HostStillAway(), f"{what}: {first.reason}", first.name)
 
     def on_probed(self, event: HostProbed, now: float) -> None:
         """Let a host be used that answers, or that cannot be probed."""
@@ -54,7 +55,9 @@ class Unreachable(Rule):
             self.discovered.hold(host.name, "it was not reachable")
             if host.failed_starts <= _TOLD_STARTS:
                 gone = now - (host.lost_at or now)
-                self.effects.announce("host_resurrected", f"answers after {gone:.1f} s", host.name)
+                self.effects.announce(
+                    host_log.HostResurrected(), f"answers after {gone:.1f} s", host.name
+                )
         self.capacity.note_change()
 
     def advance(self, now: float) -> Iterable[Wait]:

@@ -14,6 +14,7 @@ from elastic_driver.core.rules.workers import STARTING
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted
+from elastic_driver.words import log_events as log
 
 SILENT_S = 5.0  # without hosts or agents that are needed
 BOOT_S = 30.0  # without workers that import their modules, say
@@ -55,7 +56,7 @@ class Waits(Rule):
         late = what == "hosts" or (missing and after >= BOOT_S)
         if late and self.told != what:
             self.told = what
-            self.effects.announce("job_waits", self._describe(what, after, need, there, missing))
+            self.effects.announce(log.JobWaits(), self._describe(what, after, need, there, missing))
 
     def _describe(
         self, what: str, after: float, need: int, there: int, missing: tuple[str, ...]

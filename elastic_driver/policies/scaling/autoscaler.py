@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf
 from typing import TypeAlias
 
-from elastic_driver.core.decisions import Announce, Detail
+from elastic_driver.core.decisions import Announce
 from elastic_driver.core.driver_events import MemoryExpected, SizeProposed, Tick
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.gauge import DRIFT, Gauge
@@ -20,6 +20,7 @@ from elastic_driver.policies.scaling.messages import WRONG, PriorFound, SpeedSee
 from elastic_driver.policies.scaling.noise import efficiency
 from elastic_driver.policies.scaling.search import CLOSE, Proposal, Search
 from elastic_driver.policies.scaling.speed_model import Layout
+from elastic_driver.words import log_events as log
 
 REPAYS = 10  # a move has to save this many times what it costs
 HORIZON_S = 600.0  # how long a job goes on at least, if it does not say how many steps it has
@@ -166,7 +167,7 @@ class AutoScaler:
             self._unreachable.clear()
             self.search = search = Search(search.layout)
             reason = f"a step takes {self._gauge.mean:.3g} s, it was {was:.3g} s"
-            return [Announce("size_search_reopened", reason), *self._move(event, search, now)]
+            return [Announce(log.SizeSearchReopened(), reason), *self._move(event, search, now)]
         fastest = max(search.rates.values(), default=0.0)
         worst = search.layout.work(event.size) / (fastest * (2 * CLOSE - 1)) if fastest else inf
         if not self._gauge.is_known(worst):
@@ -188,10 +189,8 @@ class AutoScaler:
                 why = f"size {event.size} stays: a move would not repay itself"
                 proposal = Proposal(event.size, why, last=True)
             self.found = search.layout.work(proposal.size) / search.rates[proposal.size]
-            detail: dict[str, Detail] = {"size": proposal.size}
-            if search.layout.noise is not None:
-                detail["noise"] = search.layout.noise
-            said = [*said, Announce("size_found", proposal.reason, detail=detail)]
+            found = log.SizeFound(size=proposal.size, noise=search.layout.noise)
+            said = [*said, Announce(found, proposal.reason)]
         if proposal.size == event.size:
             return [*said]
         search.moves += 1
@@ -228,7 +227,7 @@ class AutoScaler:
         ratio, prior, self._prior = measured / theirs, self._of_layout(layout), {}
         if abs(ratio - 1) > WRONG:
             why = f"a step at size {event.size} takes {measured:.3g} s, it took {theirs:.3g} s"
-            return [Announce("prior_dropped", why), SendEvent(MemoryExpected(0, why), why)]
+            return [Announce(log.PriorDropped(), why), SendEvent(MemoryExpected(0, why), why)]
         for (size, _hosts), took in prior.items():
             search.rates.setdefault(size, layout.work(size) / (took * ratio))
         return []

@@ -26,6 +26,7 @@ from elastic_driver.runtime.journal.codec import AnyEvent, encode
 from elastic_driver.runtime.journal.file_system import network_file_system
 from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row, SqliteStore
 from elastic_driver.runtime.library_logs import described
+from elastic_driver.words import host_log_events as host_log
 
 WAIT_S = 0.25  # for a write; a page cache takes far less than a millisecond
 # The same, for an answer that hands out data: if it is lost, the next driver hands them out again.
@@ -186,7 +187,7 @@ class Journal:
         if not lost:
             return []
         limit = f"the limit for keys that outlive the driver is {MAX_KEPT_KEYS >> 20} MiB"
-        return [Announce("key_not_kept", f"{lost[:200]!r}: {limit}")]
+        return [Announce(host_log.KeyNotKept(), f"{lost[:200]!r}: {limit}")]
 
     def job_ended(self, exit_code: int, reason: str) -> None:
         """Note that the job is over, and nobody has to go on with it."""
@@ -246,9 +247,9 @@ class Journal:
             slow = (
                 f"{self._where}: the disk has not answered for {WAIT_S:g} s; the job does not wait"
             )
-            return [Announce("journal_late", slow)]
+            return [Announce(host_log.JournalLate(), slow)]
         self._tried = False
-        return [Announce("journal_caught_up", f"{self.path}: every event is written again")]
+        return [Announce(host_log.JournalCaughtUp(), f"{self.path}: every event is written again")]
 
     def _give_up(self, why: str) -> list[Announce]:
         """Go on without a journal until it can begin anew; return what the user has to know."""
@@ -259,7 +260,7 @@ class Journal:
         self._again_at = None if lasts else self.clock() + AGAIN_S
         hint = "" if lasts else " until it can be written (make room, or mend the disk)"
         text = f"{self._where}: {why}; the job goes on without a journal{hint}"
-        return [] if known else [Announce("journal_failed", text)]
+        return [] if known else [Announce(host_log.JournalFailed(), text)]
 
     def then(self, act: Callable[[], None], wait: float | None = None) -> list[Announce]:
         """Have `act` called, by any thread, once everything noted is written; do not wait for it.
@@ -336,7 +337,7 @@ class Journal:
         if done:
             was, self._late, self._held_since = self._late, False, None
             back = f"{self.path}: the journal takes events again; membership changes go on"
-            return [Announce("journal_reachable", back)] if was else []
+            return [Announce(host_log.JournalReachable(), back)] if was else []
         if self._held_since is None:
             self._held_since = self.clock()
         if self._late or self.clock() < self._held_since + UNREACHABLE_S:
@@ -344,7 +345,7 @@ class Journal:
         self._late = True
         why = self._place.trouble or f"no answer for {UNREACHABLE_S:g} s"
         waits = "training goes on, and membership changes wait for it"
-        return [Announce("journal_unreachable", f"{why}; {waits}")]
+        return [Announce(host_log.JournalUnreachable(), f"{why}; {waits}")]
 
     @property
     def _is_settled(self) -> bool:

@@ -9,8 +9,8 @@ import pytest
 from elastic_driver.core import documents as msg
 from elastic_driver.core import driver_events as seen
 from elastic_driver.core import events as ev
-from elastic_driver.core.events import StateValue
 from elastic_driver.errors import ExitCode
+from elastic_driver.words.findings import StateValue
 from tests.core.scenario import MakeScenario, Scenario
 
 LR = "learning rate of group 0 of 'optimizer'"
@@ -51,7 +51,7 @@ def leave(s: Scenario, version: int) -> None:
 
 
 def actions(s: Scenario) -> list[object]:
-    return [told.detail["action"] for told in s.announced("state_differs")]
+    return [told.what.facts()["action"] for told in s.announced("state_differs")]
 
 
 def test_a_difference_that_began_at_a_change_of_the_world_is_repaired_from_rank_0(
@@ -62,7 +62,7 @@ def test_a_difference_that_began_at_a_change_of_the_world_is_repaired_from_rank_
     differ(s, 120)
     (told,) = s.announced("state_differs")
     assert told.reason == f"{REASON}; all ranks take over the state of rank 0"
-    assert told.detail == {"step": 120, "leaf": LR, "values": VALUES, "action": "repair"}
+    assert told.what.facts() == {"step": 120, "leaf": LR, "values": VALUES, "action": "repair"}
     assert told.round == 3
     assert s.round == (3, "closing")
     leave(s, version=130)
@@ -70,7 +70,7 @@ def test_a_difference_that_began_at_a_change_of_the_world_is_repaired_from_rank_
     assert s.world.repair
     assert s.world.reason == "the ranks held different states after step 120"
     synced = s.announced("state_synced")[-1]
-    assert (synced.worker, synced.detail["receivers"]) == (before[0], 2)
+    assert (synced.worker, synced.what.facts()["receivers"]) == (before[0], 2)
     assert s.end is None
 
 

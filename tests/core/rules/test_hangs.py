@@ -51,7 +51,7 @@ def test_one_that_stands_elsewhere_while_the_others_wait_for_it_is_killed(three:
     (hung,) = three.announced("worker_hung")
     assert hung.worker == "a.1.1"
     assert "line 41, in step" in hung.reason
-    assert "line 41" in str(hung.detail["stack"])
+    assert "line 41" in str(hung.what.facts()["stack"])
     assert (three.notice.round, three.notice.after_step) == (1, None)
 
 
@@ -258,7 +258,7 @@ def test_late_and_foreign_words_change_nothing(three: Scenario) -> None:
 
 def test_a_stack_in_the_log_is_bounded(three: Scenario) -> None:
     three.send(ev.WorkerStalled("a.1.1", 1, 60.0, "elsewhere", "x" * 60_000))
-    detail: dict[str, Any] = dict(three.announced("worker_stalled")[0].detail)
+    detail: dict[str, Any] = dict(three.announced("worker_stalled")[0].what.facts())
     assert len(detail["stack"]) == hangs.MAX_STACK_CHARS
     assert detail["stack"].startswith("  (more than 52000 characters of outer frames were cut)\nxx")
 

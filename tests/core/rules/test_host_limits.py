@@ -29,7 +29,7 @@ def test_a_starved_host_gets_a_worker_less_and_the_job_a_smaller_size(
     s = trained(scenario)
     s.send(HostStarved("a", 1, WHY))
     (told,) = s.announced("host_starved")
-    assert (told.host, told.reason, told.detail) == ("a", WHY, {"slots": 1})
+    assert (told.host, told.reason, told.what.facts()) == ("a", WHY, {"slots": 1})
     meet(s)
     assert sorted(member.place.host for member in s.world.members) == ["a", "b", "b"]
     assert s.job.capacity.wanted == 3
@@ -146,7 +146,7 @@ def test_a_host_gets_the_workers_for_which_it_has_the_memory_that_similar_jobs_t
     s.send(MemoryExpected(1000, WHY))
     assert {name: host.slots for name, host in s.job.hosts.known.items()} == {"a": 2, "b": 4}
     (told,) = s.announced("memory_expected")
-    assert (told.reason, told.detail) == (WHY, {"need": 1000})
+    assert (told.reason, told.what.facts()) == (WHY, {"need": 1000})
     s.send(MemoryExpected(0, "their speeds differ"))
     assert s.job.hosts.known["a"].slots == 4
 

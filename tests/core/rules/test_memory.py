@@ -56,7 +56,7 @@ def test_a_worker_goes_to_a_host_where_half_as_much_again_as_its_peak_is_idle(
     assert s.end is None
     (told,) = s.announced("out_of_memory")
     assert told.reason == "its peak was 1000 MiB; a has the memory for 0 workers"
-    assert told.detail == {"peak": 1000 * MIB, "room": 0}
+    assert told.what.facts() == {"peak": 1000 * MIB, "room": 0}
 
 
 def test_the_host_is_not_blamed(scenario: MakeScenario) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.documents import Failure
 from elastic_driver.core.rules.outcome import (
     Budget,
     Cause,
@@ -15,6 +14,7 @@ from elastic_driver.core.rules.outcome import (
     first_failure,
 )
 from elastic_driver.settings import Settings
+from elastic_driver.words.findings import Failure
 
 
 def loss(cause: Cause, code: int = 1, *, member: bool = True) -> Loss:

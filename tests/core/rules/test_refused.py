@@ -76,7 +76,7 @@ def test_what_was_said_before_the_job_is_not_said_again(scenario: MakeScenario) 
     wait_through_all_tries(job)
     assert starts(job) == MOST_REFUSALS - 1
     before, last = job.announced("host_refused")
-    assert before.detail == {"told": True}, "for the log alone"
+    assert before.what.facts() == {"told": True}, "for the log alone"
     assert "left alone" in last.reason
 
 

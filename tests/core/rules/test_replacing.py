@@ -45,7 +45,7 @@ def test_the_replacement_is_ready_before_the_slow_worker_leaves(scenario: MakeSc
     s.wait(0.1)
     assert s.starting == ["c.0.1"]
     (begun,) = s.announced("replacement_started")
-    assert (begun.worker, begun.detail) == ("b.0.1", {"target": "c"})
+    assert (begun.worker, begun.what.facts()) == ("b.0.1", {"target": "c"})
     assert begun.reason == "on c: it took 3.0 times the usual time on b"
     s.wait(30.0)
     assert s.round == (1, "complete")
@@ -56,7 +56,7 @@ def test_the_replacement_is_ready_before_the_slow_worker_leaves(scenario: MakeSc
     assert [member.version for member in s.world.members] == [9, -1]
     assert stopped(s) == ["b.0.1"]
     (done,) = s.announced("worker_replaced")
-    assert (done.worker, done.detail) == ("b.0.1", {"replacement": "c.0.1"})
+    assert (done.worker, done.what.facts()) == ("b.0.1", {"replacement": "c.0.1"})
     assert s.job.outcome.budget.failures == 0
     s.wait(1000.0)
     assert s.round == (2, "complete")

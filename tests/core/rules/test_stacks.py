@@ -6,10 +6,11 @@ import pytest
 
 from elastic_driver.core import documents as msg
 from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Announce, AskStacks, StackGroup
+from elastic_driver.core.decisions import Announce, AskStacks
 from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.rules.hangs import ANSWER_S, StackAnswer, describe, group
 from elastic_driver.core.stack_location import SEEN_ELSEWHERE, SEEN_WAITING
+from elastic_driver.words.findings import StackGroup
 from tests.core.scenario import MakeScenario, Scenario
 
 
@@ -23,7 +24,7 @@ def answer(s: Scenario, worker: str, where: str, stack: str = "", *, own: bool =
 
 
 def collected(s: Scenario) -> tuple[StackGroup, ...]:
-    detail = s.announced("stacks_collected")[-1].detail["stacks"]
+    detail = s.announced("stacks_collected")[-1].what.facts()["stacks"]
     assert isinstance(detail, tuple)
     return detail
 

@@ -17,6 +17,7 @@ from elastic_driver.core.driver_events import (
     HostsGranted,
 )
 from elastic_driver.core.job_events import JobEvent
+from elastic_driver.words import worker_log_events as worker_log
 from launcher.ctl_commands import explain
 
 IN_A_FUNCTION = {
@@ -37,7 +38,7 @@ def test_sentences_say_what_has_happened_and_not_which_fields_there_are() -> Non
     assert explain.of_event(probed) == "a probe of agent a.1: answered in 0.001 s"
     checked = HostsChecked((HostResult("a", True, ""), HostResult("b", False, "slow")), 1)
     assert explain.of_event(checked) == "the check of 2 hosts is over; 1 may be used"
-    line = do.Announce("worker_started", "pid 7", rank=0, pid=7, worker="a.0.1", cause=1)
+    line = do.Announce(worker_log.WorkerStarted(), "pid 7", rank=0, pid=7, worker="a.0.1", cause=1)
     assert explain.of_decision(line) == "worker a.0.1 (rank 0) started: pid 7"
     assert {StartWorkerOrder, StopWorkerOrder} <= explain._DECISIONS.keys()
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from elastic_driver.core import events as ev
-from elastic_driver.core.documents import Failure
 from elastic_driver.core.driver_events import AgentHeard, AgentSuspected
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.results import JobResult, WorkerResult
+from elastic_driver.words.findings import Failure
 from launcher import figures
 from launcher.ctl_commands import show
 from tests.core.scenario import Scenario
