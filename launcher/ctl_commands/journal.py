@@ -119,9 +119,9 @@ def _published(decision: Any) -> Any:
     """Return a decision as it is shown as JSON: a line of the log with its fields apart."""
     if not isinstance(decision, Announce):
         return decision
-    told = {"type": "announce", "cause": decision.cause, "event": decision.event}
+    told = {"type": "announce", "event": decision.event}
     places = {name: value for name, value in asdict(decision).items() if name not in _APART}
-    return {**told, **places, "detail": decision.what.facts()}
+    return {**told, **places, "detail": decision.what.facts(), "cause": decision.cause}
 
 
 def _document(found: Replay) -> dict[str, Any]:
