@@ -25,9 +25,9 @@ def test_some_agents_go_on_after_a_partition_and_some_were_given_up() -> None:
 def test_an_agent_that_is_given_up_and_not_refused_is_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def give_up(self: Agents, agent: HostAgent, reason: str, now: float, **detail: Any) -> None:
+    def give_up(self: Agents, agent: HostAgent, reason: str, now: float, *what: Any) -> None:
         lost = AgentLost(agent.host, agent.incarnation, reason, unreachable=True)
-        self.on_lost(lost, now, **detail)  # nobody seals its keys
+        self.on_lost(lost, now, *what)  # nobody seals its keys
 
     monkeypatch.setattr(Agents, "give_up", give_up)
     with pytest.raises(SeedFailed, match="is started beside"):
