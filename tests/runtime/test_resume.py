@@ -302,10 +302,12 @@ def world_of(driver: DriverProcess, round_id: int) -> list[str]:
 def test_no_shard_is_handed_out_by_a_driver_that_does_not_know_its_job_yet(tmp_path: Path) -> None:
     dataset = {"type": "range", "records": 30, "shard_records": 10, "shuffle": False}
     asked = msgspec.json.encode({"worker": "a.0.1", "dataset": dataset, "wait": 0.0})
-    first = DriverProcess(tmp_path)
-    granted = [json.loads(first.client.post_json("/v1/shards/d:next", asked))]
-    token = read_token_file(first.run_dir.token_file)
-    first.kill()
+    with drivers(tmp_path) as them:
+        them.append(first := DriverProcess(tmp_path))
+        first.until_said("start a 1")  # so the job has begun, and its journal
+        granted = [json.loads(first.client.post_json("/v1/shards/d:next", asked))]
+        token = read_token_file(first.run_dir.token_file)
+        first.kill()
     driver = ElasticDriver(setup(tmp_path, "a:1,b:1", resume=True))
     driver.open()
     try:

@@ -75,6 +75,12 @@ def server(ended: list[int]) -> Iterator[RendezvousServer]:
     server.stop()
 
 
+def assign(server: RendezvousServer, number: int, task: int) -> None:
+    """Give the worker its next task."""
+    given = Assignment(task=task, rank=0, size=1, node=0)
+    server.apply([Set(assignment_key(WORKER, number), msgspec.json.encode(given))])
+
+
 @pytest.mark.slow
 def test_one_process_does_several_tasks_and_ends_like_the_child_that_fails(
     server: RendezvousServer, ended: list[int], tmp_path: Path
@@ -99,16 +105,15 @@ def test_one_process_does_several_tasks_and_ends_like_the_child_that_fails(
         process = stack.enter_context(subprocess.Popen(command, env=env))
         stack.callback(process.kill)
         eventually(lambda: ended == [1], within=LIMIT_S, what="the first task has ended")
-        for number, task in enumerate((2, 3), start=1):
-            given = Assignment(task=task, rank=0, size=1, node=0)
-            server.apply([Set(assignment_key(WORKER, number), msgspec.json.encode(given))])
+        assign(server, 1, task=2)
         eventually(lambda: ended == [1, 2], within=LIMIT_S, what="the second task has ended")
         for task in (1, 2):
             entry = client.get(result_key(task, WORKER))
             assert entry is not None
             assert msgspec.json.decode(entry.value, type=TaskResult).compute > 0
         parent = psutil.Process(process.pid)
-        # Nobody lets the third one begin.
-        eventually(parent.children, within=LIMIT_S, what="the third task has begun")
-        parent.children()[0].kill()
+        eventually(lambda: not parent.children(), within=LIMIT_S, what="its process has ended")
+        assign(server, 2, task=3)  # nobody lets it begin
+        (child,) = eventually(parent.children, within=LIMIT_S, what="it has a process")
+        child.kill()
         assert process.wait(LIMIT_S) == -signal.SIGKILL
