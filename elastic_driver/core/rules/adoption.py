@@ -114,7 +114,7 @@ class Adoption(Rule):
             if trains:
                 unknown = f"the driver that began round {number} has died, and kept no record of it"
                 self.effects.decide(PublishNotice(number, None, unknown))
-            self.rounds.outrun(number)
+            self.rounds.continue_after(number)
 
     def after_the_end(self, event: DriverResumed | ev.AgentReturned) -> None:
         """Repeat that the job is over; returning agents shut down."""

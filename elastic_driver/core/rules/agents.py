@@ -37,8 +37,8 @@ class Agents(Rule):
     def on_ready(self, event: ev.AgentUp, now: float) -> None:
         """Record that an agent is up, or has returned, and its host's slots can be used."""
         has_returned = event.host in self.fleet.awaited
-        self.fleet.ready(event)
-        self.hosts.reached(event.host)
+        self.fleet.record_up(event)
+        self.hosts.record_reached(event.host)
         self.capacity.note_change()
         number, at = self.rounds.current.number, f"at {event.address}"
         what = host_log.AgentReturned() if has_returned else host_log.AgentStarted()
@@ -56,7 +56,7 @@ class Agents(Rule):
         self.lose_workers(workers, "its agent was lost", now, silent=gone)
         if self.outcome.end is None:
             if event.refused and not was_up:
-                self._refused(event.host, reason, now)
+                self._leave_alone(event.host, reason, now)
                 return
             self._host_without_agent(event.host, reason, now, was_up=was_up, unreachable=gone)
 
@@ -74,7 +74,7 @@ class Agents(Rule):
             going = worker.leaving or worker.spare
             if going and self.workers.apply(worker, WorkerNews.TOLD_TO_STOP):
                 self.effects.kill(worker, event.reason)
-                self.rounds.left_early(worker, now, running=not worker.spare)
+                self.rounds.break_for_early_end(worker, now, running=not worker.spare)
             else:
                 self.reports.give_up_worker(worker, event.reason, now)
 
@@ -110,18 +110,20 @@ class Agents(Rule):
         """Record that a worker is gone; return whether that is a failure."""
         failed = not worker.leaving and worker.state in ACTIVE
         was_running = worker.state is RUNNING
-        self.workers.ended(worker, KILLED, as_told=bool(worker.leaving))
+        self.workers.record_end(worker, KILLED, as_told=bool(worker.leaving))
         self.effects.announce(worker_log.WorkerLost(), reason, worker)
         if failed:
             self.reports.record_loss(worker, Cause.AGENT, now, silent=silent)
         elif worker.leaving:
-            self.rounds.left_early(worker, now, running=was_running)
+            self.rounds.break_for_early_end(worker, now, running=was_running)
         return failed
 
-    def _refused(self, host: str, reason: str, now: float) -> None:
+    def _leave_alone(self, host: str, reason: str, now: float) -> None:
         """Leave a host alone for a while that somebody has to mend; say so once."""
         self.capacity.note_change()
-        if self.hosts.drained(host) is None and (news := self.hosts.refused(host, now, reason)):
+        if self.hosts.drain_of(host) is None and (
+            news := self.hosts.count_refusal(host, now, reason)
+        ):
             self.effects.announce(host_log.HostRefused(), news, host)
 
     def _host_without_agent(
@@ -129,7 +131,7 @@ class Agents(Rule):
     ) -> None:
         """Start the agent again in place, have its host probed, or put the host in cool-down."""
         self.capacity.note_change()
-        if self.hosts.drained(host) is not None:
+        if self.hosts.drain_of(host) is not None:
             return  # the host was drained and its agent ended early: that is no failure
         if unreachable:
             self.unreachable.lose(host, reason, now, started=was_up)

@@ -129,7 +129,7 @@ class Capacity:
         """Record that a plan has changed the slots of hosts."""
         self.changed = self.requested = True
 
-    def answered(self) -> None:
+    def mark_request_settled(self) -> None:
         """Record that the job has the number of workers that was asked for, or cannot now."""
         self.requested = False
 
@@ -147,23 +147,23 @@ class Capacity:
         """Start no more workers on a host: one there could not take over the state."""
         self.unfit[host], self.changed = why, True
 
-    def begins_anew(self) -> None:
+    def begin_anew(self) -> None:
         """Record that no worker lives: new ones have no state to take over."""
         self.unfit.clear()
 
-    def settled(self, *, placing: bool) -> None:
+    def mark_settled(self, *, placing: bool) -> None:
         """Record that leavers and agents are up to date; `placing`: workers may be started."""
         self.changed, self.placement_due, self.spares_due = False, placing, True
 
-    def placing_begins(self) -> None:
+    def begin_placing(self) -> None:
         """Record that the free slots are filled now."""
         self.placement_due = False
 
-    def spares_settled(self) -> None:
+    def mark_spares_settled(self) -> None:
         """Record that the spares are as they have to be."""
         self.spares_due = False
 
-    def placed(self) -> None:
+    def mark_placed(self) -> None:
         """Record that workers were started in the free slots."""
         self.slots_to_refill.clear()
 

@@ -163,16 +163,16 @@ class Discovered(Rule):
 
     def on_hosts(self, event: HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
-        self.limits.discovered(event.hosts)
+        self.limits.record_discovered(event.hosts)
         new = [host for host in self.settings.refused_hosts if not self.hosts.has_had(host[0])]
         self._take_in("discovery no longer reports it")
         for host, reason in new:
-            if self.hosts.refused(host, now, reason):
+            if self.hosts.count_refusal(host, now, reason):
                 self.effects.announce(host_log.HostRefused(told=True), reason, host)
 
     def on_granted(self, event: HostsGranted) -> None:
         """Use the slots of a grant from now on; raises `StaleEvent` for one that is not newer."""
-        self.limits.granted(event)
+        self.limits.record_granted(event)
         slots = sum(slots for _, slots in event.hosts)
         what = f"{counted(slots, 'slot')}: {event.reason}"
         self.effects.announce(host_log.HostsGranted(number=event.number, slots=slots), what)
@@ -181,7 +181,7 @@ class Discovered(Rule):
 
     def on_agent_up(self, event: ev.AgentUp) -> None:
         """Record what a host has; a plan may leave it fewer slots for that."""
-        self.limits.equipped(event.host, event.cpus, event.memory)
+        self.limits.record_equipment(event.host, event.cpus, event.memory)
         if self.settings.one_host_per_machine:
             self._note_machine(event.host, event.machine_id)
         if self.limits.memory_need:
@@ -257,7 +257,7 @@ class Discovered(Rule):
             slots = counted(left, "slot")
             raise ev.StaleEvent(f"{slots} would be left, the job needs {least}")
         self.effects.announce(host_log.HostStarved(slots=event.workers), event.reason, event.host)
-        self.limits.starved(event.host, event.workers)
+        self.limits.limit_starved(event.host, event.workers)
         if has_brain:
             return
         wanted = self.capacity.wanted
@@ -276,7 +276,7 @@ class Discovered(Rule):
     def _take_in(self, why_removed: str) -> bool:
         """Record the slots there are now, announce changes, and return whether there are any."""
         least = max(self.capacity.least, self.capacity.target or 0)
-        changes = self.hosts.discovered(self.limits.slots(self.limits.plan, least))
+        changes = self.hosts.record_discovered(self.limits.slots(self.limits.plan, least))
         if not any(changes):
             return False
         self.capacity.note_change()

@@ -125,7 +125,7 @@ class Drains(Rule):
 
     def of(self, worker: Worker) -> Drain | None:
         """Return the drain for which a worker has to leave: its host's, or its own."""
-        drain = self.hosts.drained(worker.host) or self.notices.get(worker.id)
+        drain = self.hosts.drain_of(worker.host) or self.notices.get(worker.id)
         if drain is None and self.replacement and self.replacement.worker == worker.id:
             return self.replacement.drain
         return drain
@@ -135,7 +135,7 @@ class Drains(Rule):
         drain = self.of(worker)
         if drain is None:
             return ""
-        if self.hosts.drained(worker.host) is not None:
+        if self.hosts.drain_of(worker.host) is not None:
             return f"host {worker.host} is drained: {drain.reason}"
         how = "has to go" if worker.id in self.notices else "is replaced"
         return f"{worker.id} {how}: {drain.reason}"

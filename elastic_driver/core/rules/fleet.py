@@ -110,7 +110,7 @@ class Fleet:
             self.given_up[agent.host] = agent.incarnation
         return True
 
-    def ready(self, event: ev.AgentUp) -> None:
+    def record_up(self, event: ev.AgentUp) -> None:
         """Record that an agent is up, or back; raise `ev.StaleEvent` if that is not new."""
         agent = self.current(event)
         back = isinstance(event, ev.AgentReturned)

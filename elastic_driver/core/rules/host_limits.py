@@ -34,13 +34,13 @@ class HostLimits:
     machines: dict[str, str] = saved(factory=dict)  # host → machine, as agents say
     same: dict[str, str] = saved(factory=dict)  # another name of a host → the host
 
-    def discovered(self, hosts: tuple[tuple[str, int], ...]) -> None:
+    def record_discovered(self, hosts: tuple[tuple[str, int], ...]) -> None:
         """Record the hosts there are; raises `StaleEvent` if the Brain says that."""
         if self.newest_grant:
             raise ev.StaleEvent("hosts were discovered, but the Brain grants those of this job")
         self.found = hosts
 
-    def granted(self, grant: HostsGranted) -> None:
+    def record_granted(self, grant: HostsGranted) -> None:
         """Record the slots of a grant; raises `StaleEvent` if a newer one was carried out."""
         if grant.number <= self.newest_grant:
             raise ev.StaleEvent(
@@ -49,7 +49,7 @@ class HostLimits:
         self.newest_grant, self.found, self.began = grant.number, grant.hosts, grant.began
         self.too_small, self.receipt = grant.too_small, grant.receipt
 
-    def equipped(self, host: str, cpus: int, memory: int) -> None:
+    def record_equipment(self, host: str, cpus: int, memory: int) -> None:
         """Record what an agent has said of its host; 0: it does not know."""
         if self.equipment.get(host, (cpus, memory)) != (cpus, memory):
             self.room.pop(host, None)  # it is another machine now
@@ -95,7 +95,7 @@ class HostLimits:
         equipped = {host: memory for host, (_, memory) in self.equipment.items() if memory}
         return {host: memory // need for host, memory in equipped.items()} | self.room
 
-    def starved(self, host: str, most: int) -> None:
+    def limit_starved(self, host: str, most: int) -> None:
         """Let a host have at most so many workers, because they wait for its processors."""
         self.fewer[host] = most
 

@@ -97,7 +97,7 @@ class HostManager:
     # A host that is removed and added again keeps its record: a short absence heals nothing.
     _records: dict[str, Host] = saved(factory=dict, name="records")
 
-    def discovered(self, hosts: tuple[tuple[str, int], ...]) -> HostChanges:
+    def record_discovered(self, hosts: tuple[tuple[str, int], ...]) -> HostChanges:
         """Record the hosts that discovery found; hosts without slots count as absent.
 
         Known hosts keep their place, new ones follow in the order of the source.
@@ -161,7 +161,7 @@ class HostManager:
 
         If there are several drains, the shortest wait for replacements counts.
         """
-        host, known = self.known.get(name), self.drained(name)
+        host, known = self.known.get(name), self.drain_of(name)
         if host is None:
             return False
         if known is not None and known.replace_until <= drain.replace_until:
@@ -181,7 +181,7 @@ class HostManager:
             self._learn(host, HostNews.UNDRAINED)
         return host is not None
 
-    def drained(self, name: str) -> Drain | None:
+    def drain_of(self, name: str) -> Drain | None:
         """Return the host's drain, if it is drained."""
         host = self._hindered[Hindrance.DRAINED].get(name)
         return None if host is None else host.drain
@@ -267,7 +267,7 @@ class HostManager:
             return None
         return self._cool_down(host, now, reason)
 
-    def refused(self, name: str, now: float, reason: str) -> str | None:
+    def count_refusal(self, name: str, now: float, reason: str) -> str | None:
         """Count an agent that a host refused to start; return what is new about that, in words.
 
         It is tried a few times more, as a machine may be new and not ready yet; then it is left
@@ -360,7 +360,7 @@ class HostManager:
         self.next_probe = min(self.next_probe, host.probe_at)
         return new
 
-    def answered(self, name: str, probe: int) -> Host | None:
+    def record_answer(self, name: str, probe: int) -> Host | None:
         """Let a host that is not reachable be used; None if the probe is not about that."""
         host = self._hindered[Hindrance.UNREACHABLE].get(name)
         if host is None or probe < host.probes_from:
@@ -372,7 +372,7 @@ class HostManager:
         """Return whether the host was not reachable, and no agent has been up since."""
         return name in self.known and self.known[name].lost_at is not None
 
-    def reached(self, name: str) -> None:
+    def record_reached(self, name: str) -> None:
         """Record that an agent is up on a host."""
         if name in self.known:
             self.known[name].lost_at = None

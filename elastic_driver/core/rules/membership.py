@@ -234,7 +234,7 @@ class Membership(Rule):
             if not wait.is_over(now):
                 yield wait
                 return
-        self.capacity.placing_begins()
+        self.capacity.begin_placing()
         trained = any(worker.admitted is not None for worker in self.workers.having(READY))
         founders = current.state is FORMING and not trained
         reason = "the first round" if founders and current.number == 1 else "a free slot"

@@ -73,7 +73,7 @@ class Notices(Rule):
         if not self._hosts and not self._workers:
             return
         wait = Wait(self._until, "a notice may be one of many")
-        told = all(name in self._hosts or self.hosts.drained(name) for name in self.hosts.known)
+        told = all(name in self._hosts or self.hosts.drain_of(name) for name in self.hosts.known)
         if told or not self.gathering or self.outcome.finishing or wait.is_over(now):
             self._hand_on(now)
         else:
@@ -90,5 +90,5 @@ class Notices(Rule):
     def end_by(self, latest: float) -> float:
         """Return when the first host or worker with a notice is stopped, at the latest `latest`."""
         drains = [*self._hosts.values(), *self._workers.values()]
-        drains += filter(None, map(self.hosts.drained, self.hosts.known))
+        drains += filter(None, map(self.hosts.drain_of, self.hosts.known))
         return min([latest, *(drain.leave_by for drain in drains if drain.leave_by is not None)])

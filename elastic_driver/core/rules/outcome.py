@@ -185,11 +185,11 @@ class JobOutcome:
             self.committed = max(self.committed, steps)
             self.committed_in = max(self.committed_in, phase)
 
-    def saved(self, steps: int) -> None:
+    def record_saved(self, steps: int) -> None:
         """Record that the state of so many steps was written as all workers had to leave."""
         self.on_disk = steps
 
-    def succeeded(self, now: float) -> None:
+    def record_success(self, now: float) -> None:
         """Record that a member has finished its script: nothing is started any more."""
         if self.first_success is None:
             self.first_success = now
@@ -198,7 +198,7 @@ class JobOutcome:
         """Record that the whole job has to go."""
         self.departure = departure
 
-    def restarted(self, *, all_workers: bool = False) -> None:
+    def count_restart(self, *, all_workers: bool = False) -> None:
         """Count a restart of workers; `all_workers`: those that had finished, too."""
         self.restart_count += 1
         if all_workers:

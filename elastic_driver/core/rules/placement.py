@@ -44,7 +44,7 @@ class Placement(Rule):
         """Mark the workers that have to leave; stop and start agents."""
         if not self.unsettled:
             return ()
-        self.capacity.settled(placing=not self.outcome.finishing)
+        self.capacity.mark_settled(placing=not self.outcome.finishing)
         self._mark_leavers()
         if not self.outcome.finishing:
             self._release_hosts()
@@ -163,7 +163,7 @@ class Placement(Rule):
     def _release_hosts(self) -> None:
         """Stop the agents of hosts that go away, once they have no workers."""
         for host, agent in list(self.fleet.agents.items()):
-            drain = self.hosts.drained(host)
+            drain = self.hosts.drain_of(host)
             if self.workers.on_host(host) or (host in self.hosts.known and drain is None):
                 continue
             if drain is None:
@@ -270,7 +270,7 @@ class Placement(Rule):
 
     def place(self, slots: list[Where], why: str, *, founder: bool, awaited: bool) -> list[Worker]:
         """Start workers in these slots, all of them free; return the workers."""
-        self.capacity.placed()
+        self.capacity.mark_placed()
         if not slots:
             return []
         staying = [worker for worker in self.workers.having(*ACTIVE) if not worker.leaving]
@@ -313,7 +313,7 @@ class Placement(Rule):
         order = StartWorkerOrder(
             worker.id, place, number, restarts, *meeting, tf_config, elastic, slots
         )
-        self.workers.ordered(worker, order)
+        self.workers.record_order(worker, order)
         self.effects.give(worker.host, order, why)
 
     def _tf_configs(self, members: list[Where]) -> dict[Where, str]:

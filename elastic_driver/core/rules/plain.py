@@ -59,7 +59,7 @@ class Plain(Rule):
         current = self.rounds.current
         if not current.founders:
             if self.outcome.first_success is None and not self.fleet.awaited:
-                yield from self._found(now)
+                yield from self._start_founders(now)
             return
         missing = sum(1 for worker in self.workers.having(STARTING) if not worker.pid)
         if missing:
@@ -85,7 +85,7 @@ class Plain(Rule):
         self.rounds.complete(founded, now, "every process was started")
         self.capacity.note_change()  # the job trains: further hosts may stand by
 
-    def _found(self, now: float) -> Iterator[Wait]:
+    def _start_founders(self, now: float) -> Iterator[Wait]:
         """Start the round's workers once enough slots have agents."""
         settings, current = self.settings, self.rounds.current
         first = current.number == 1
@@ -115,7 +115,7 @@ class Plain(Rule):
             return
         reason = f"round {current.number} starts on {counted(len(where), 'slot')}"
         started = self.placement.place(where, reason, founder=True, awaited=True)
-        self.rounds.found(started, need, now)
+        self.rounds.record_founders(started, need, now)
 
     # ---- a round that breaks or changes ------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Plain(Rule):
     def _restart(self, now: float, reason: str) -> None:
         """Stop every worker; the next round is placed when the last one is gone."""
         if self.rounds.close(now, reason, at_boundary=False):
-            self.outcome.restarted(all_workers=True)
+            self.outcome.count_restart(all_workers=True)
             for worker in self.workers.having(*ACTIVE):
                 self.effects.stop(worker, f"restart: {reason}")
             self.reports.settle_losses()

@@ -149,7 +149,7 @@ class FinalSaves(Rule):
     def _finish(self, known: FinalSave, *, folder: str = "", problem: str = "") -> None:
         known.done, known.folder, known.problem = True, folder, problem
         if folder:
-            self.outcome.saved(known.request.step)
+            self.outcome.record_saved(known.request.step)
         self.effects.announce(log.StateSaved() if folder else log.StateNotSaved(), known.outcome)
 
 
@@ -211,7 +211,7 @@ class Preemption(Rule):
         hosts = self.hosts.known
         if not self.settings.fixed_hosts or not hosts or self.outcome.first_success is not None:
             return
-        drains = [drain for drain in map(self.hosts.drained, hosts) if drain is not None]
+        drains = [drain for drain in map(self.hosts.drain_of, hosts) if drain is not None]
         notices = [(drain.leave_by, drain) for drain in drains if drain.leave_by is not None]
         if len(notices) == len(hosts):
             end_by, _ = min(notices, key=lambda notice: notice[0])

@@ -84,7 +84,7 @@ class Reports(Rule):
         running, current = worker.state is RUNNING, self.rounds.current
         if running and (event.round < current.number or event.round == worker.left):
             raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
-        self.workers.ready(worker, event)
+        self.workers.record_ready(worker, event)
         self.outcome.holds(event.version, event.phase)
         undone, why = round(event.undone, 6) or None, event.reason or "waits for a round"
         self.effects.announce(worker_log.WorkerReady(undone=undone), why, worker)
@@ -96,7 +96,7 @@ class Reports(Rule):
         in_round = worker.state is RUNNING and event.round == self.rounds.current.number
         if not in_round and (worker.state is not READY or event.round != worker.left):
             raise ev.StaleEvent(f"step of {worker.id} in round {event.round}, which is over")
-        self.workers.stepped(worker, event.round)
+        self.workers.record_step(worker, event.round)
         self.outcome.step_finished(event.step)
         self.hosts.step_finished(worker.host)
         if in_round and self.rounds.note_step():
@@ -164,7 +164,7 @@ class Reports(Rule):
         if leaving and finished:  # if all members leave, one that finishes has done its work
             leaving = not all(member.leaving for member in self.rounds.members())
         as_told = leaving or not active
-        self.workers.ended(worker, 0 if finished else code, as_told=as_told)
+        self.workers.record_end(worker, 0 if finished else code, as_told=as_told)
         expected = not active or (leaving and code == 0) or done or self._finds_no_state(code)
         how = "as it was told to"
         if done:
@@ -182,9 +182,9 @@ class Reports(Rule):
         if not active:
             return
         if as_told:
-            self.rounds.left_early(worker, now, running=running and code != 0)
+            self.rounds.break_for_early_end(worker, now, running=running and code != 0)
         elif finished:
-            self.outcome.succeeded(now)
+            self.outcome.record_success(now)
         else:  # a newcomer that exits 0 before it ever took part has not done its work either
             short = event.out_of_memory is not None
             cause = Cause.of(code, victim=event.victim, short=short)
@@ -194,7 +194,7 @@ class Reports(Rule):
         """Record the events that still come while the agents of an ended job shut down."""
         if isinstance(event, ev.WorkerExited):
             worker, code = self.workers.workers.get(event.worker), event.exit_code
-            if worker is not None and self.workers.ended(worker, code, as_told=True):
+            if worker is not None and self.workers.record_end(worker, code, as_told=True):
                 why = f"exit code {code}, stopped with the job"
                 exited = worker_log.WorkerExited(exit_code=code, expected=True, job_over=True)
                 self.effects.announce(exited, why, worker)
@@ -232,7 +232,7 @@ class Reports(Rule):
         `silent`: its host answers no more, so its peers see no end of their connections.
         """
         if worker.over and worker.is_member and cause is Cause.AGENT:
-            self.outcome.succeeded(now)
+            self.outcome.record_success(now)
             return
         rank, member = worker.place.rank, worker.is_member and not worker.left_behind
         lost = _LOST.get(cause, "")
@@ -280,7 +280,7 @@ class Reports(Rule):
         current = self.rounds.current
         if self.outcome.elastic:
             stands = current.state is COMPLETE and current.stepped and not member
-            self.outcome.restarted()
+            self.outcome.count_restart()
             self.outcome.count_failure(now, fruitless=not stands)
 
     # ---- the end of the job --------------------------------------------------------------
@@ -325,7 +325,7 @@ class Reports(Rule):
         self.outcome.forget_losses()
         self.workers.forget_ended()
         if not self.workers.count(*ACTIVE):
-            self.capacity.begins_anew()
+            self.capacity.begin_anew()
 
     def _judge_finish(self, now: float) -> Iterator[Wait]:
         self._stop_newcomers()

@@ -126,7 +126,7 @@ class Rounds:
         self.current.since = now
         self.effects.announce(log.RoundOpened(), "the job begins")
 
-    def found(self, workers: Iterable[Worker], need: int, now: float) -> None:
+    def record_founders(self, workers: Iterable[Worker], need: int, now: float) -> None:
         """Record the workers that were started for the present round."""
         by_rank = sorted(workers, key=lambda worker: worker.place.rank)
         self.current.founders = tuple(worker.id for worker in by_rank)
@@ -170,7 +170,7 @@ class Rounds:
             self.effects.give(host, order, reason)
         size, what = len(members), f"{counted(len(members), 'worker')}: {reason}"
         if self.capacity.wanted in (None, size):
-            self.capacity.answered()
+            self.capacity.mark_request_settled()
         told = True if current.told and not self.outcome.elastic else None
         self.effects.announce(log.RoundCompleted(size=size, hosts=len(ranks), told=told), what)
 
@@ -228,7 +228,7 @@ class Rounds:
             ranks = {worker.id: worker.place.rank for worker in there}
             self.effects.give(host, RanksOrder(self.current.number, ranks, peers), reason)
 
-    def outrun(self, number: int) -> None:
+    def continue_after(self, number: int) -> None:
         """Continue after a round that workers have been in, although the journal lacks it."""
         self._outrun_by = max(self._outrun_by, number)
         if self.current.state is FORMING and self.current.number <= number:
@@ -266,7 +266,7 @@ class Rounds:
         self.current.at_boundary = at_boundary
         self._requested += requested
         if not at_boundary:
-            self.capacity.answered()
+            self.capacity.mark_request_settled()
         return True
 
     def leave(self, now: float, reason: str, *, silent: bool = False) -> None:
@@ -284,7 +284,7 @@ class Rounds:
         self.current.notice = PublishNotice(self.current.number, None, reason, silent)
         self.effects.decide(self.current.notice)
 
-    def left_early(self, worker: Worker, now: float, *, running: bool) -> None:
+    def break_for_early_end(self, worker: Worker, now: float, *, running: bool) -> None:
         """Break the round of a worker that was to leave and ended early; this is no failure.
 
         `running`: it was in the round's process group, which is broken now.

@@ -67,7 +67,7 @@ class Spares(Rule):
 
     def on_ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         """Record that a spare waits for a slot."""
-        self.workers.ready(worker, event)
+        self.workers.record_ready(worker, event)
         failures = self._failures.get(worker.host)
         if failures is not None and failures.early < MAX_EARLY:  # otherwise no more are started
             failures.early = 0
@@ -76,7 +76,7 @@ class Spares(Rule):
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         """Record the end of a spare, which is a failure of neither the job nor the host."""
         code, told, early = event.exit_code, worker.state is STOPPING, worker.state is WARMING
-        self.workers.ended(worker, code, as_told=told)
+        self.workers.record_end(worker, code, as_told=told)
         self.capacity.note_change()
         reason = f"exit code {code}, a spare that was told to stop"
         if not told:
@@ -144,7 +144,7 @@ class Spares(Rule):
             self._filled = 0  # a host may need new ones in this round, when no worker boots
         elif not over and (not trains or self._filled == current.number):
             return
-        self.capacity.spares_settled()
+        self.capacity.mark_spares_settled()
         if trains and not self.workers.count(STARTING):
             self._filled, self._retry_at = current.number, None
             yield from self._start_missing(now)

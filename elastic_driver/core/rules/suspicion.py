@@ -119,7 +119,7 @@ class Suspicion(Rule):
         suspect.probe = 0
         took = f"after {event.seconds:.3f} s"
         if event.result == "answered":
-            self._answered(agent, suspect, now)
+            self._clear_answering(agent, suspect, now)
         elif not self._reachable(agent):
             self._agree(suspect, now)
         elif event.result == "refused":
@@ -206,7 +206,7 @@ class Suspicion(Rule):
         self.effects.decide(ProbeAgent(*where, patience, self.probes, reason))
         return self.probes
 
-    def _answered(self, agent: HostAgent, suspect: Suspect, now: float) -> None:
+    def _clear_answering(self, agent: HostAgent, suspect: Suspect, now: float) -> None:
         """Clear an agent that answers; if it was silent, probe it until its next heartbeat."""
         suspect.confirmed_at, suspect.verdict = None, ""
         if "silent" in suspect.evidence:

@@ -48,7 +48,7 @@ class Unreachable(Rule):
 
     def on_probed(self, event: HostProbed, now: float) -> None:
         """Let a host be used that answers, or that cannot be probed."""
-        host = self.hosts.answered(event.host, event.number)
+        host = self.hosts.record_answer(event.host, event.number)
         if host is None:
             raise ev.StaleEvent(f"{event.host} was probed before, or is not waited for")
         if event.answered:

@@ -205,7 +205,7 @@ class WorkerStateRegistry:
         self.started += 1
         spare.number, spare.slot, spare.spare, spare.founder = self.started, slot, False, founder
 
-    def ordered(self, worker: Worker, order: StartWorkerOrder) -> None:
+    def record_order(self, worker: Worker, order: StartWorkerOrder) -> None:
         """Record the order that starts the worker, and the place that it gets."""
         worker.place, worker.order = order.place, order
 
@@ -226,7 +226,7 @@ class WorkerStateRegistry:
                 del self._by_host[worker.host][worker.id]
         return True
 
-    def ended(self, worker: Worker, exit_code: int, *, as_told: bool) -> bool:
+    def record_end(self, worker: Worker, exit_code: int, *, as_told: bool) -> bool:
         """Record that the worker's process is gone; return False if that was known."""
         if as_told:
             self.apply(worker, WorkerNews.TOLD_TO_STOP)
@@ -272,7 +272,7 @@ class WorkerStateRegistry:
         """Record the worker's process, and the processors that it is bound to."""
         worker.pid, worker.order, worker.cpus = pid, None, cpus
 
-    def ready(self, worker: Worker, event: ev.WorkerReady) -> None:
+    def record_ready(self, worker: Worker, event: ev.WorkerReady) -> None:
         """Record that the worker waits for a round; raise `ev.StaleEvent` if it cannot."""
         if not self.apply(worker, WorkerNews.READY):
             raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, not awaited as READY")
@@ -300,7 +300,7 @@ class WorkerStateRegistry:
         known, worker.left_behind = worker.left_behind, True
         return not known
 
-    def stepped(self, worker: Worker, round_id: int) -> None:
+    def record_step(self, worker: Worker, round_id: int) -> None:
         """Record that the worker has finished a step in a round; `ev.StaleEvent` if not new."""
         if round_id <= worker.stepped_in:
             raise ev.StaleEvent(f"{worker.id} has said before that it stepped in round {round_id}")

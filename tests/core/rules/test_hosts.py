@@ -14,7 +14,7 @@ from elastic_driver.settings import Settings
 
 def manager(*hosts: tuple[str, int], **settings: Any) -> HostManager:
     made = HostManager(Settings(**settings))
-    made.discovered(hosts)
+    made.record_discovered(hosts)
     return made
 
 
@@ -24,18 +24,18 @@ def names(hosts: HostManager) -> list[str]:
 
 def test_known_hosts_keep_their_place_and_new_ones_are_appended() -> None:
     hosts = manager(("c", 1), ("a", 1))
-    changes = hosts.discovered((("a", 1), ("b", 2), ("c", 1)))
+    changes = hosts.record_discovered((("a", 1), ("b", 2), ("c", 1)))
     assert names(hosts) == ["c", "a", "b"]
     assert (changes.added, changes.removed, changes.resized) == ((("b", 2),), (), ())
 
 
 def test_the_same_hosts_in_another_order_are_no_change() -> None:
-    assert not any(manager(("a", 1), ("b", 2)).discovered((("b", 2), ("a", 1))))
+    assert not any(manager(("a", 1), ("b", 2)).record_discovered((("b", 2), ("a", 1))))
 
 
 def test_removal_and_resizing_are_named() -> None:
     hosts = manager(("a", 1), ("b", 2), ("c", 3))
-    changes = hosts.discovered((("b", 4), ("c", 0)))
+    changes = hosts.record_discovered((("b", 4), ("c", 0)))
     assert (changes.added, changes.removed, changes.resized) == ((), ("a", "c"), (("b", 2, 4),))
     assert "c" not in hosts.known
     assert len(hosts.known) == 1
@@ -43,8 +43,8 @@ def test_removal_and_resizing_are_named() -> None:
 
 def test_a_host_that_comes_back_goes_to_the_end() -> None:
     hosts = manager(("a", 1), ("b", 1))
-    hosts.discovered((("b", 1),))
-    hosts.discovered((("a", 1), ("b", 1)))
+    hosts.record_discovered((("b", 1),))
+    hosts.record_discovered((("a", 1), ("b", 1)))
     assert names(hosts) == ["b", "a"]
 
 
@@ -109,8 +109,8 @@ def test_quiet_without_a_finished_step_wipes_nothing() -> None:
 def test_flapping_heals_nothing() -> None:
     hosts = manager(("a", 1), host_failures=1, blacklist_cooldown=(10.0, 600.0))
     hosts.worker_failed("a", 0.0, "x")
-    hosts.discovered(())
-    hosts.discovered((("a", 1),))
+    hosts.record_discovered(())
+    hosts.record_discovered((("a", 1),))
     assert not hosts.usable("a")
     assert hosts.hindrance("a") is Hindrance.COOL_DOWN
 
