@@ -12,7 +12,9 @@ from elastic_driver.runtime.run_dir import read_endpoint
 from rendezvous.tls import certificate_in, make_certificate
 from tests.e2e.test_control import ctl
 from tests.e2e.test_driver_loss import newest_steps
+from tests.support.etcd import EtcdCluster, why_not
 from tests.support.job import JOBS, assert_no_step_lost_or_repeated, elasticrun
+from tests.support.ports import free_ports
 from tests.support.squatter import squatting
 
 SLOW_START_S = 120.0
@@ -56,3 +58,28 @@ def test_a_program_at_the_port_of_a_driver_that_has_died_is_told_nothing(
         job.process.send_signal(signal.SIGTERM)
         job.wait()
         assert_no_step_lost_or_repeated(job, min(record.step for record in after.values()))
+
+
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+def test_a_standby_takes_over_though_another_program_has_the_port(tmp_path: Path) -> None:
+    with EtcdCluster(tmp_path, free_ports(6)) as etcd:
+        args = ("-H", "localhost:2", "-np", "2", "--journal", etcd.url, "--")
+        with elasticrun(*args, str(JOBS / "train.py"), env={"STEPS": "100000"}) as job:
+            before = job.until_size(2, within=SLOW_START_S)
+            endpoint, former = read_endpoint(job.run_dir), job.process
+            assert endpoint is not None
+            job.state_dir = job.folder / "elsewhere"
+            job.start("--standby", "--journal", etcd.url)
+            former.kill()
+            former.wait()
+            with squatting(int(urlsplit(endpoint.url).port or 0), None) as squatter:
+                job.until(lambda: job.events("driver_resumed"), "the standby", SLOW_START_S)
+                step = max(newest_steps(job))
+                job.until(lambda: min(newest_steps(job)) > step + 20, "steps with the standby")
+                heard = b"".join(squatter.heard)
+            for word in (b"Bearer", b"HTTP", b"localhost"):
+                assert word not in heard
+            job.process.send_signal(signal.SIGTERM)
+            job.wait()
+            assert {record.pid for record in job.steps()} == before.keys(), "nobody was stopped"
+            assert_no_step_lost_or_repeated(job, step + 20)
