@@ -197,7 +197,10 @@ def test_a_driver_that_died_before_the_job_began_leaves_nothing_to_go_on_with(
     assert journal.read_bytes() == b""
 
 
-STARTED = '{"event": "job_started"}\n{"event": "agent_started"}\n{"event": "worker_started"}\n'
+STARTED = "".join(
+    f'{{"n": {n}, "t": {n}.0, "event": "{name}"}}\n'
+    for n, name in enumerate(("job_started", "agent_started", "worker_started"), 1)
+)
 
 
 @pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b""), lambda path: path.unlink()])
@@ -220,7 +223,10 @@ def test_a_journal_that_is_gone_begins_no_job_anew_whose_agents_were_started(
             assert take_unfinished(resolve(START, {}), again, str(state_dir.parent)) is None
 
 
-STARTED_ON_A = '{"event": "job_started"}\n{"event": "agent_started", "host": "a"}\n'
+STARTED_ON_A = (
+    '{"n": 1, "t": 1.0, "event": "job_started"}\n'
+    '{"n": 2, "t": 2.0, "event": "agent_started", "host": "a"}\n'
+)
 
 
 def test_a_run_whose_lock_is_gone_is_not_over(state_dir: Path) -> None:

@@ -26,7 +26,7 @@ def test_the_job_of_an_earlier_version_is_known_and_goes_on(
     found = versions.known(tmp_path / versions.NAME, from_newest=from_newest)
     expected = json.loads((folder / "known.json").read_text())
     expected["decided"] = expected["decided"][-len(found["decided"]) :]
-    assert found == expected
+    assert _of_then(found, expected) == expected
     assert len(found["decided"]) > 3
     assert {each["type"] for each in found["resumed"]} > {"announce", "publish_world"}
 
@@ -49,6 +49,15 @@ def test_a_snapshot_without_a_field_of_this_version_is_the_same_state(tmp_path: 
     with_other, _ = _changed(path, lambda tables: tables["rounds"]["current"].update(number=77))
     with pytest.raises(JournalError, match="job is another one after event"):
         versions.known(with_other)
+
+
+def _of_then(found: Any, expected: Any) -> Any:
+    """Return what was found without the fields that the earlier version did not have."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return {name: _of_then(found[name], expected[name]) for name in expected if name in found}
+    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        return [_of_then(*pair) for pair in zip(found, expected, strict=True)]
+    return found
 
 
 def _changed(path: Path, change: Any) -> tuple[Path, bool]:

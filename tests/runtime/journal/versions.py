@@ -16,6 +16,7 @@ import msgspec
 from elastic_driver.contract import FIRST_OF_CHECKS
 from elastic_driver.core import driver_events as seen
 from elastic_driver.core import events as ev
+from elastic_driver.core.decisions import Announce, Decision
 from elastic_driver.core.driver_events import Tick
 from elastic_driver.core.job import Job
 from elastic_driver.policies import shard_messages as shards
@@ -126,10 +127,22 @@ def known(path: Path, *, from_newest: bool = False) -> dict[str, Any]:
         "deadlines": machines,
         "decided": [[type(each).__name__ for each in some] for some in decided],
         "shards": replay.machines["shards"].handle(READ, now),
-        "resumed": job.handle(seen.DriverResumed(job.adoption.term + 1, "it died"), now),
+        "resumed": [
+            shown(each)
+            for each in job.handle(seen.DriverResumed(job.adoption.term + 1, "it died"), now)
+        ],
         "violated": [said for machine in replay.machines.values() for said in machine.check()],
     }
     return json.loads(msgspec.json.encode(found))  # type: ignore[no-any-return]
+
+
+def shown(decision: Decision) -> Any:
+    """Return a decision as the kept journals have it: an announcement is a name with details."""
+    if not isinstance(decision, Announce):
+        return decision
+    about = {name: getattr(decision, name) for name in decision.__struct_fields__ if name != "what"}
+    what = decision.what
+    return {"type": "announce", "event": what.name, "detail": what.facts(), **about}
 
 
 READ = shards.ShardBatch((shards.ShardRequest(1, "d", shards.ReadStatus()),))
