@@ -218,7 +218,7 @@ def test_a_journal_that_is_gone_begins_no_job_anew_whose_agents_were_started(
             take_unfinished(resolve(argv, {}), again, str(state_dir.parent))
     assert run_dir.events_file.read_text() == END + STARTED
     for over in ("job_started", "job_failed"):
-        run_dir.events_file.write_text(STARTED + f'{{"event": "{over}"}}\n')
+        run_dir.events_file.write_text(STARTED + f'{{"t": 4.0, "event": "{over}"}}\n')
         with folder(state_dir) as again:
             assert take_unfinished(resolve(START, {}), again, str(state_dir.parent)) is None
 
