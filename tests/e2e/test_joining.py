@@ -12,7 +12,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from launcher.join.identity import derive, own_name
 from rendezvous.auth import write_token_file
 from rendezvous.proof import make_nonce
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, eventually
-from tests.support.nodes import Nodes
+from tests.support.nodes import Node, Nodes
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -180,6 +180,11 @@ def test_the_server_restarts_and_its_nodes_join_the_new_run(tmp_path: Path) -> N
         job.assert_nothing_left()
 
 
+def have_returned(nodes: Sequence[Node], times: int) -> bool:
+    """Whether the agents of all nodes have come back to a next driver so many times."""
+    return all(node.stderr.count("goes on with the job") == times for node in nodes)
+
+
 def test_the_server_dies_and_the_next_one_has_its_nodes_again(tmp_path: Path) -> None:
     at = f"127.0.0.1:{free_port()}"
     secret = ("--token-file", str(write_token_file(tmp_path / "secret", SECRET)))
@@ -189,12 +194,12 @@ def test_the_server_dies_and_the_next_one_has_its_nodes_again(tmp_path: Path) ->
         both = [nodes.start("--join", at, *secret) for _ in range(2)]
         workers = job.until_size(2, 90)
         began = max(r.round for r in job.steps())
-        for _ in range(2):
+        for number in (1, 2):
             job.kill_driver()
             before = max(r.step for r in job.steps())
             job.until_without_driver(partial(all_beyond, job, before + 20), "they train on")
             job = nodes.serve(*serve)  # the same command again
-            job.until(partial(job.events, "driver_resumed"), "the next driver has begun")
+            job.until(partial(have_returned, both, number), "the nodes know the next driver", 90)
             job.until_size(2, 90)
         assert set(job.live()) == set(workers), "the same workers"
         assert max(r.round for r in job.steps()) == began, "in the same world"
