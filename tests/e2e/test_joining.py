@@ -12,7 +12,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from launcher.join.identity import derive, own_name
 from rendezvous.auth import write_token_file
 from rendezvous.proof import make_nonce
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, eventually
-from tests.support.nodes import Node, Nodes
+from tests.support.nodes import Nodes
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -180,9 +180,9 @@ def test_the_server_restarts_and_its_nodes_join_the_new_run(tmp_path: Path) -> N
         job.assert_nothing_left()
 
 
-def have_returned(nodes: Sequence[Node], times: int) -> bool:
-    """Whether the agents of all nodes have come back to a next driver so many times."""
-    return all(node.stderr.count("goes on with the job") == times for node in nodes)
+def have_returned(job: RunningJob, agents: int, times: int) -> bool:
+    """Whether so many agents have come back to a next driver so many times."""
+    return len(job.events("agent_returned")) == agents * times
 
 
 def test_the_server_dies_and_the_next_one_has_its_nodes_again(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_the_server_dies_and_the_next_one_has_its_nodes_again(tmp_path: Path) ->
             before = max(r.step for r in job.steps())
             job.until_without_driver(partial(all_beyond, job, before + 20), "they train on")
             job = nodes.serve(*serve)  # the same command again
-            job.until(partial(have_returned, both, number), "the nodes know the next driver", 90)
+            job.until(partial(have_returned, job, 2, number), "both nodes have returned", 90)
             job.until_size(2, 90)
         assert set(job.live()) == set(workers), "the same workers"
         assert max(r.round for r in job.steps()) == began, "in the same world"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,12 +20,14 @@ import torch
 import torch.distributed as dist
 
 _LIMIT_S = 90.0
+_WORDS_S = 5.0  # for the other ranks to say what is wrong, once one has failed
 
 
 def run_ranks(size: int, function: Callable[..., Any], directory: Path, *args: Any) -> list[Any]:
     """`function(rank, size, *args)` on `size` ranks of one group; their results by rank.
 
-    Raises `AssertionError` with the first traceback where a rank failed or took too long.
+    Raises `AssertionError` with what each of them says where a rank failed or took too long: the
+    first one often says only that another has gone.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
@@ -41,7 +44,14 @@ def run_ranks(size: int, function: Callable[..., Any], directory: Path, *args: A
         pipes.append(ours)
         processes.append(process)
     try:
-        return [_receive(pipe, rank) for rank, pipe in enumerate(pipes)]
+        began, patience, answers = time.monotonic(), _LIMIT_S, []
+        for pipe, process in zip(pipes, processes, strict=True):
+            answers.append(_receive(pipe, process, began, patience))
+            if answers[-1][1]:  # the others end soon, or wait for this one
+                patience = min(patience, time.monotonic() - began + _WORDS_S)
+        troubles = [f"rank {rank} {said}" for rank, (_, said) in enumerate(answers) if said]
+        assert not troubles, "\n".join(troubles)
+        return [result for result, _ in answers]
     finally:
         for pipe, process in zip(pipes, processes, strict=True):
             pipe.close()
@@ -51,12 +61,20 @@ def run_ranks(size: int, function: Callable[..., Any], directory: Path, *args: A
                 process.join()
 
 
-def _receive(pipe: multiprocessing.connection.Connection, rank: int) -> Any:
-    if not pipe.poll(_LIMIT_S):
-        raise AssertionError(f"rank {rank} has not returned after {_LIMIT_S} s")
-    result, trouble = pipe.recv()
-    assert not trouble, f"rank {rank} failed:\n{trouble}"
-    return result
+def _receive(
+    pipe: multiprocessing.connection.Connection,
+    process: multiprocessing.process.BaseProcess,
+    began: float,
+    patience: float,
+) -> tuple[Any, str]:
+    """What a rank has returned, and what is wrong with it."""
+    if not pipe.poll(max(0.0, began + patience - time.monotonic())):
+        return None, f"had not returned after {time.monotonic() - began:.1f} s"
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join(_WORDS_S)
+        return None, f"has ended with exit code {process.exitcode} and no word"
 
 
 def _main(
@@ -83,4 +101,4 @@ def _main(
         dist.destroy_process_group()
         pipe.send((result, ""))
     except BaseException:
-        pipe.send((None, traceback.format_exc()))
+        pipe.send((None, f"failed:\n{traceback.format_exc()}"))

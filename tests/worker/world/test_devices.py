@@ -197,6 +197,7 @@ def test_a_group_lingers_for_its_peers_but_not_for_long(
 
 def carries(rank: int, size: int) -> list[object]:
     torch.accelerator.current_accelerator = lambda: torch.device("cuda")  # nothing touches it
+    dist.barrier()  # else the other rank may find us gone while it still connects
     dist.destroy_process_group()
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     network = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
