@@ -8,7 +8,7 @@ Times are seconds.
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -22,7 +22,7 @@ from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
 from launcher.agent.driver_link import term_in
 from rendezvous import errors
 from rendezvous.client import RendezvousClient
-from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Get, Set, Watch, Written, expect
+from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Get, Result, Set, Watch, Written, expect
 
 SPEC_S = 2.0  # for the job's specification, which is there already
 REPORT_S = 3.0  # for one attempt to deliver a report, if another driver may come
@@ -33,11 +33,17 @@ _decode_joined = msgspec.json.Decoder(Joined).decode
 
 
 def send_report(
-    client: RendezvousClient, report: NodeReport, deadline: float | None = None
+    client: RendezvousClient,
+    report: NodeReport,
+    deadline: float | None = None,
+    wake: int | None = None,
 ) -> Joined:
-    """Send a report to the driver; return its answer. Raises RendezvousError, DecodeError."""
+    """Send a report to the driver; return its answer. Raises RendezvousError, DecodeError.
+
+    Raises WokenError if `wake` becomes readable before.
+    """
     body = msgspec.json.encode(report)
-    return _decode_joined(client.post_json(messages.NODES_PATH, body, deadline=deadline))
+    return _decode_joined(client.post_json(messages.NODES_PATH, body, deadline, wake))
 
 
 class Membership:
@@ -87,22 +93,25 @@ class Membership:
         asked = lease, watch, Get((contract.JOB_DRIVER,)), Get((key,))
         try:
             results = self._client.batch(*asked, deadline=self._deadline, wake=wake)
+            self._take_in(results, key, wake)
         except errors.WokenError:
             self._check_silence()
-            return self.order
+        return self.order
+
+    def _take_in(self, results: Sequence[Result], key: str, wake: int) -> None:
+        """Take the newest order under a key, or the same place with a driver of a higher term."""
         expect(results[0], Written)
         driver, found = expect(results[2], Entries), expect(results[3], Entries)
         term = term_in(driver, self._reader, self._term)
         if term < self._term:
             time.sleep(STRANGER_PAUSE_S)
         elif term > self._term:
-            self._return_to(term)
+            self._return_to(term, wake)
         else:
             self._seen_driver = driver.entries[contract.JOB_DRIVER].revision if term else 0
             if (entry := found.entries.get(key)) is not None:
                 self._seen = entry.revision
                 self.order = self._reader.read(_decode_order, key, entry.value) or self.order
-        return self.order
 
     def report_end(self, incarnation: int, reason: str) -> None:
         """Report that an agent has ended; to the next driver, if this one is away."""
@@ -137,10 +146,10 @@ class Membership:
                 return  # another driver, to which this node has not said yet who it is
             del self._reports[0]
 
-    def _return_to(self, term: int) -> None:
-        """Take the same place with a driver of a higher term."""
+    def _return_to(self, term: int, wake: int) -> None:
+        """Take the same place with a driver of a higher term, which may die meanwhile, too."""
         back = replace(self._offer, joined_as=self.joined.name)
-        answer = send_report(self._client, back, self._deadline)
+        answer = send_report(self._client, back, self._deadline, wake)
         if answer.name != self.joined.name:
             raise errors.RendezvousError(f"this node has another name there, {answer.name}")
         self._term, self._seen, self._seen_driver = term, 0, 0
