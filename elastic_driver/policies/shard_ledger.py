@@ -11,7 +11,7 @@ with the shards that are handed out, returned or in quarantine, not with the dat
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,6 +96,8 @@ class ShardLedger:
     _next_token: int = saved(1, name="next_token")
     # Holders that lost a member and were not heard since.
     _blamed: set[str] = saved(factory=set, name="blamed")
+    # The shard that was blamed for the newest loss of a holder, and why, until it tells of it.
+    _suspects: dict[str, tuple[Shard, str]] = saved(factory=dict, name="suspects")
     # Where a world begins whose model knows nothing.
     _base: m.LedgerState | None = saved(None, name="base")
     _agreed: dict[str, m.Agreed] = saved(factory=dict, name="agreed")  # newest answers, by request
@@ -279,7 +281,28 @@ class ShardLedger:
         if held is None or worker in self._blamed:
             return []
         self._blamed.add(worker)
-        return self._blame(next(iter(held.tokens)), f"a member of {worker}: {reason}")
+        oldest, last = next(iter(held.tokens)), f"a member of {worker}: {reason}"
+        self._suspects[worker] = oldest, last
+        return self._blame(oldest, last)
+
+    def settle_blame(self, worker: str, claims: Sequence[m.Claim]) -> list[Quarantined]:
+        """Count a holder's newest loss against the shard that it was training, as it now tells.
+
+        Its oldest shard was blamed. If that was trained to its end and only not reported yet, the
+        loss is that of the next one. Returns the shard if it is now in quarantine; to be called
+        before `agree`, which takes the other one out of it.
+        """
+        shard, last = self._suspects.pop(worker, (None, ""))
+        trained = {claim.shard: claim.trained for claim in claims}
+        if shard is None or trained.get(shard, 0) < shard.records:
+            return []
+        if (past := self._past.get(shard)) is not None:
+            past.losses = max(0, past.losses - 1)
+        unfinished = (claim.shard for claim in claims if claim.trained < claim.shard.records)
+        guilty = next(unfinished, None)
+        if guilty is None or self._doing.get(guilty) != worker:
+            return []
+        return self._blame(guilty, last)
 
     def resume(self, worker: str, held: Mapping[int, int], now: float) -> list[int]:
         """Agree with `worker` on what it holds (token → records trained); return tokens it lost.

@@ -133,6 +133,7 @@ class DataSets(Snapshots):
         else:
             if isinstance(request, m.AgreeRequest):
                 self._end_waits_of(name, request.worker)
+                self._announce(name, ledger.settle_blame(request.worker, request.held))
             self._out.append(Reply(ticket, self._answer(ledger, request, now)))
             if not isinstance(request, m.ReadStatus | m.ReadCheckpoint):
                 self._changed(name, now)

@@ -431,6 +431,63 @@ def test_a_world_of_which_many_members_are_lost_at_once_is_one_loss() -> None:
     assert len(ledger.blame(WORLD, "killed")) == 1
 
 
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_loss_counts_against_the_shard_in_training_and_not_one_that_was_trained_before_it(
+    reported: bool,
+) -> None:
+    """A world reports a shard some steps after its last record."""
+    ledger = ShardLedger(in_order(40, max_losses=2))
+    begun = ledger.agree(agreement(in_order(40)), 0.0)
+    trained, deadly = grant(ledger, WORLD), grant(ledger, WORLD)
+    standing = ShardStanding(ShardCheckpoint(in_order(40), begun.state))
+    standing.granted(trained.shard, trained.token)
+    standing.granted(deadly.shard, deadly.token)
+    held = (claim(trained, 10), claim(deadly, 4))
+    asked = agreement(in_order(40), held, state=standing.state)
+    assert ledger.blame(WORLD, "the first was killed") == []
+    assert ledger.settle_blame(WORLD, held) == []
+    ledger.agree(asked, 0.0)
+    if reported:
+        finish(ledger, WORLD, trained)
+    found = ledger.blame(WORLD, "the second was killed")
+    if not reported:
+        assert found == []
+        found = ledger.settle_blame(WORLD, held)
+    assert [(entry.shard, entry.losses) for entry in found] == [(deadly.shard, 2)]
+    assert found[0].reason.endswith("the second was killed")
+    if not reported:
+        assert [each.shard for each in ledger.agree(asked, 0.0).held] == [trained.shard]
+        finish(ledger, WORLD, trained)
+    assert [shard.start for shard in rest(ledger, WORLD)] == [20, 30]
+    assert ledger.check() == []
+
+
+def test_a_shard_that_was_trained_is_not_in_quarantine_for_what_came_after_it() -> None:
+    ledger = ShardLedger(in_order(40, max_losses=1))
+    begun = ledger.agree(agreement(in_order(40)), 0.0)
+    trained, deadly = grant(ledger, WORLD), grant(ledger, WORLD)
+    standing = ShardStanding(ShardCheckpoint(in_order(40), begun.state))
+    standing.granted(trained.shard, trained.token)
+    standing.granted(deadly.shard, deadly.token)
+    held = (claim(trained, 10), claim(deadly, 4))
+    assert [entry.shard for entry in ledger.blame(WORLD, "killed")] == [trained.shard]
+    assert [entry.shard for entry in ledger.settle_blame(WORLD, held)] == [deadly.shard]
+    agreed = ledger.agree(agreement(in_order(40), held, state=standing.state), 0.0)
+    assert [each.shard for each in agreed.held] == [trained.shard]
+    assert [entry.shard for entry in ledger.quarantined()] == [deadly.shard]
+
+
+def test_a_loss_is_settled_once_and_stays_where_the_shard_was_not_trained() -> None:
+    ledger = ShardLedger(in_order(40, max_losses=2))
+    ledger.agree(agreement(in_order(40)), 0.0)
+    first, second = grant(ledger, WORLD), grant(ledger, WORLD)
+    ledger.blame(WORLD, "killed")
+    assert ledger.settle_blame(WORLD, (claim(first, 9), claim(second, 0))) == []
+    assert ledger.settle_blame(WORLD, (claim(first, 10), claim(second, 0))) == []
+    ledger.resume(WORLD, {first.token: 0, second.token: 0}, 0.0)
+    assert [entry.shard for entry in ledger.blame(WORLD, "killed")] == [first.shard]
+
+
 @given(st.integers(1, 70), st.integers(1, 9), st.booleans(), st.integers(0, 3), st.data())
 def test_a_standing_follows_any_order_of_grants(
     records: int, size: int, shuffle: bool, seed: int, data: st.DataObject

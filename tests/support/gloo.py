@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,11 +43,11 @@ def run_ranks(size: int, function: Callable[..., Any], directory: Path, *args: A
         pipes.append(ours)
         processes.append(process)
     try:
-        began, patience, answers = time.monotonic(), _LIMIT_S, []
+        patience, answers = _LIMIT_S, list[tuple[Any, str]]()
         for pipe, process in zip(pipes, processes, strict=True):
-            answers.append(_receive(pipe, process, began, patience))
+            answers.append(_receive(pipe, process, patience))
             if answers[-1][1]:  # the others end soon, or wait for this one
-                patience = min(patience, time.monotonic() - began + _WORDS_S)
+                patience = _WORDS_S
         troubles = [f"rank {rank} {said}" for rank, (_, said) in enumerate(answers) if said]
         assert not troubles, "\n".join(troubles)
         return [result for result, _ in answers]
@@ -64,17 +63,17 @@ def run_ranks(size: int, function: Callable[..., Any], directory: Path, *args: A
 def _receive(
     pipe: multiprocessing.connection.Connection,
     process: multiprocessing.process.BaseProcess,
-    began: float,
     patience: float,
 ) -> tuple[Any, str]:
     """What a rank has returned, and what is wrong with it."""
-    if not pipe.poll(max(0.0, began + patience - time.monotonic())):
-        return None, f"had not returned after {time.monotonic() - began:.1f} s"
+    if not pipe.poll(patience):
+        return None, f"has not returned within {patience:g} s"
     try:
-        return pipe.recv()
+        result, trouble = pipe.recv()
     except EOFError:
         process.join(_WORDS_S)
         return None, f"has ended with exit code {process.exitcode} and no word"
+    return result, trouble
 
 
 def _main(
