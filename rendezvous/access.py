@@ -116,9 +116,9 @@ class Access:
         # All keys but those of no row begin with one of these.
         self.system = tuple(dict.fromkeys(row.prefix.partition("/")[0] + "/" for row in table.keys))
         self._roles_of = {(row.method, row.path): row.roles for row in table.routes}
-        # POSTs by their path, with nothing in place of a name in braces.
+        # The POST routes by their path with nothing in place of a name in braces.
         self._posts = {
-            _BRACES.sub("", row.path): row.roles for row in table.routes if row.method == "POST"
+            _BRACES.sub("", row.path): row.path for row in table.routes if row.method == "POST"
         }
         # None: there is nothing to look at.
         self._rights = {
@@ -138,14 +138,12 @@ class Access:
 
         The route has no name in braces, or one in its last part, such as `/sets/{set}:next`.
         """
-        if caller.role is Role.DRIVER:
-            return True
-        roles = self._posts.get(path)
-        if roles is None:
+        route = self._posts.get(path)
+        if route is None:
             folder, _, last = path.rpartition("/")
             _name, colon, verb = last.partition(":")
-            roles = self._posts.get(f"{folder}/{colon}{verb}", NOBODY)
-        return caller.role in roles
+            route = self._posts.get(f"{folder}/{colon}{verb}", path)
+        return self.may_call(caller, "POST", route)
 
     def refused(self, caller: Caller, operations: Sequence[wire.Operation]) -> str | None:
         """Return a sentence about the first operation that the caller may not carry out."""

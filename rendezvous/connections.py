@@ -9,12 +9,12 @@ Everything runs on the server's loop. Times are seconds.
 """
 
 import asyncio
-import contextlib
+import hmac
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import TypeVar
 
-from rendezvous.auth import Caller, Role
+from rendezvous.auth import Caller, Role, Tokens
 from rendezvous.limits import Hits, Limits, reserve_of
 from rendezvous.shares import Shares, open_to, share_of
 
@@ -30,8 +30,8 @@ class Client:
     """The state of one connection; the protocols that serve it keep it up to date."""
 
     __slots__ = (
-        *("begun", "busy", "caller", "has_head", "held", "moved", "patience", "peer"),
-        *("stuck", "transport"),
+        *("_known", "begun", "busy", "caller", "has_head", "held", "moved", "patience"),
+        *("peer", "stuck", "transport"),
     )
 
     def __init__(self, now: float, peer: str = "") -> None:
@@ -45,6 +45,16 @@ class Client:
         self.busy = False  # it waits for an answer
         self.stuck = False  # it has not taken all that was written
         self.held = 0  # bytes of the requests that have arrived and are not carried out
+        self._known: tuple[bytes, Caller] | None = None  # the header last checked, and its owner
+
+    def identify(self, tokens: Tokens, header: str | None) -> Caller | None:
+        """Return the owner of a token; the proof of the last one is not calculated again."""
+        given = (header or "").encode(errors="surrogatepass")
+        if self._known is not None and hmac.compare_digest(self._known[0], given):
+            return self._known[1]
+        caller = tokens.identify(header)
+        self._known = None if caller is None else (given, caller)
+        return caller
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -207,32 +217,23 @@ class Connections:
         client.held = size
         return True
 
-    def may_leave(self, answer: bytes, caller: Caller | None) -> bool:
-        """Return whether a large answer may be kept until its client has taken it."""
-        room, size = self.limits.leaving_bytes, len(answer)
-        new = 0 if id(answer) in self._leaving else size  # others get the same bytes
+    def begin_leaving(self, answer: bytes, caller: Caller | None) -> bool:
+        """Record that a large answer is kept until one more client has taken it.
+
+        `end_leaving` follows. False: it may not be kept, there are too many.
+        """
+        room = self.limits.leaving_bytes
+        readers, size = self._leaving.get(id(answer), (0, len(answer)))
+        new = 0 if readers else size  # others get the same bytes
         own, share = self._leaving_to[caller], share_of(caller, room)
         fits = not own or share == room or own + size <= share
-        if fits and self._leaving_bytes + new <= open_to(caller, room):
-            return True
-        self.hits.count("leaving")
-        return False
-
-    @contextlib.contextmanager
-    def leaving(self, answer: bytes, caller: Caller | None) -> Iterator[None]:
-        """Record that an answer is kept meanwhile, perhaps for several clients."""
-        self.begin_leaving(answer, caller)
-        try:
-            yield
-        finally:
-            self.end_leaving(answer, caller)
-
-    def begin_leaving(self, answer: bytes, caller: Caller | None) -> None:
-        """Record that an answer is kept for one more client; `end_leaving` follows."""
-        readers, size = self._leaving.get(id(answer), (0, len(answer)))
+        if not fits or self._leaving_bytes + new > open_to(caller, room):
+            self.hits.count("leaving")
+            return False
         self._leaving[id(answer)] = readers + 1, size
-        self._leaving_bytes += 0 if readers else size
+        self._leaving_bytes += new
         self._leaving_to[caller] += size
+        return True
 
     def end_leaving(self, answer: bytes, caller: Caller | None) -> None:
         """Record that a client has taken an answer, or has gone."""

@@ -16,7 +16,6 @@ Everything runs on the server's loop.
 """
 
 import asyncio
-import hmac
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,14 +25,16 @@ from typing import cast
 
 from rendezvous import wire
 from rendezvous.access import Access
+from rendezvous.answers import PostAnswer, PostsOnce
 from rendezvous.auth import Caller, Tokens
 from rendezvous.connections import Client, Connections
 from rendezvous.general import GeneralConnection
 from rendezvous.heads import MAX_BODY_BYTES, MAX_HEAD_BYTES, PlainHead, may_be_plain, read_head
 from rendezvous.request_times import WAITS, RequestTimes
 from rendezvous.service import Results, StoreService
+from rendezvous.shares import owner_of
 from rendezvous.turns import Queue, Turns
-from rendezvous.web import PostsOnce, Problem, owner_of, problem_body
+from rendezvous.web import JSON, Problem, busy, problem_body
 
 PIECE_BYTES = 64 * 1024  # the most of an answer in the memory of one connection
 QUICK_S = 0.001  # of the processor; a request of a connection that is served at once takes less
@@ -77,8 +78,10 @@ class FastPath:
         ends = {True: "", False: " HTTP/1.1\r\n"}
         self.lines = {f"POST {p}{ends[p.endswith('/')]}".encode(): p for p in self.posts}
         self.clients, self.turns = clients, turns
-        self.times = {path: times.of(path) for path in self.posts}
-        self.waits = times.of_kind(WAITS)
+        self.times = times
+        for path in self.posts:  # they are shown from the start, and that of waits
+            times.of(path)
+        times.of_kind(WAITS)
         self.connections: set[FastConnection] = set()
 
     def close(self) -> None:
@@ -120,9 +123,8 @@ class FastConnection(asyncio.Protocol):
         self._inbox = b""  # bytes received and not carried out yet
         self._cost = math.inf  # seconds of the processor for its last requests; inf: none yet
         self._planned = False  # it waits for its turn
-        self._known: tuple[bytes, Caller] | None = None  # the header last checked, and its owner
         self._arrived = 0.0  # when the request came that is being answered
-        self._times = shared.waits  # the histogram in which its answer counts
+        self._route, self._waits = "", False  # its path among `posts`; it waits for a key
         # To call if the client goes away while a request waits for its answer.
         self._leave: Callable[[], object] | None = None
         self._rest: memoryview | None = None  # the part of the answer that is not written yet
@@ -197,7 +199,8 @@ class FastConnection(asyncio.Protocol):
 
         `queue`: it is the turn of this one.
         """
-        lines, client, first = self._shared.lines, self._client, thread_time()
+        lines, tokens, client = self._shared.lines, self._shared.tokens, self._client
+        first = thread_time()
         began = first
         while self._inbox and not self._busy and not self.transport.is_closing():
             end = self._inbox.find(_END)
@@ -205,7 +208,7 @@ class FastConnection(asyncio.Protocol):
                 self._record_half(has_head=False)
                 break
             head = read_head(self._inbox[:end], lines) if 0 <= end <= MAX_HEAD_BYTES else None
-            caller = None if head is None else self._identify(head.authorization)
+            caller = None if head is None else client.identify(tokens, head.authorization)
             if head is None or caller is None:
                 self._give_to_general()
                 return
@@ -250,15 +253,6 @@ class FastConnection(asyncio.Protocol):
             self.transport.write(_HEADS[503] % len(_FULL) + _FULL)
             self.transport.close()
 
-    def _identify(self, header: str | None) -> Caller | None:
-        """Return the owner of a token; the proof of the last one is not calculated again."""
-        given = (header or "").encode()
-        if self._known is not None and hmac.compare_digest(self._known[0], given):
-            return self._known[1]
-        caller = self._shared.tokens.identify(header)
-        self._known = None if caller is None else (given, caller)
-        return caller
-
     def _carry_out(self, caller: Caller, head: PlainHead, body: bytes) -> bool:
         """Begin to answer; return False, with nothing done, if aiohttp has to answer."""
         shared, path = self._shared, head.path
@@ -271,38 +265,33 @@ class FastConnection(asyncio.Protocol):
             return False
         if path not in shared.posts:
             path = path[: path.rindex("/") + 1]
-        post, self._times, self._arrived = (
-            shared.posts[path],
-            shared.times[path],
-            self._client.moved,
-        )
+        self._route, self._waits, self._arrived = path, False, self._client.moved
         self._client.busy = True
-        leave = post(caller, head.path, body, partial(self._answer, key, caller))
+        leave = shared.posts[path](caller, head.path, body, partial(self._answer, key, caller))
         if leave is None:
             self._client.busy = False
         elif self._client.busy and key:  # its client may repeat it, so it goes on
             shared.posts_once.begin(key, caller)
         elif self._client.busy:
-            self._leave = leave
-            if path == wire.BATCH_PATH:
-                self._times = shared.waits
+            self._leave, self._waits = leave, path == wire.BATCH_PATH
         return leave is not None
 
     def _answer(self, key: str, caller: Caller, status: int, body: bytes) -> None:
         """Send an answer, then go on with the next request."""
         if key:
-            self._shared.posts_once.end(key, caller, status, body)
+            kept = PostAnswer(status, body, {"Content-Type": JSON})
+            self._shared.posts_once.end(key, caller, kept)
         self._client.busy, self._leave = False, None
-        self._times.observe(monotonic() - self._arrived)
+        self._shared.times.record(self._route, monotonic() - self._arrived, waited=self._waits)
         if self.transport.is_closing():
             return
-        if len(body) > PIECE_BYTES and not self._shared.clients.may_leave(body, caller):
-            status, body = 503, _FULL
+        is_large = len(body) > PIECE_BYTES
+        if is_large and not self._shared.clients.begin_leaving(body, caller):
+            is_large, status, body = False, 503, _FULL
         head = _HEADS[status] % len(body)
-        if len(body) <= PIECE_BYTES:
+        if not is_large:
             self.transport.write(head + body)
         else:
-            self._shared.clients.begin_leaving(body, caller)
             self.transport.write(head)
             self._rest, self._large = memoryview(body), body
             self._write_rest()
@@ -347,11 +336,7 @@ _HEADS = {
     ).encode()
     for status in HTTPStatus
 }
-_FULL = problem_body(
-    Problem(
-        503, "busy", "the requests of all clients take too much memory", "try again in a moment"
-    )
-)
+_FULL = problem_body(busy("the requests of all clients take too much memory"))
 _STOPPING = problem_body(
     Problem(503, "stopping", "the rendezvous server was stopped", "try again in a moment")
 )

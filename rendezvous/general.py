@@ -13,10 +13,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from rendezvous.connections import Client, Connections
-from rendezvous.request_times import WAITS
 from rendezvous.shares import is_person
 from rendezvous.turns import Queue, Turns
-from rendezvous.web import CALLER, PEER, REQUEST_TIMES, Problem
+from rendezvous.web import CALLER, CLIENT, PEER, REQUEST_TIMES, Problem, busy
 from rendezvous.wire import MAX_BODY_BYTES
 
 LARGE_ANSWER = 64 * 1024  # bytes; smaller ones fit into the buffer of each connection
@@ -94,7 +93,7 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
     connection = _connection_of(request)
     if connection is None:
         return web.Response(status=400)  # the client has gone
-    request[PEER] = connection.client.peer
+    request[CLIENT], request[PEER] = connection.client, connection.client.peer
     connection.begin()
     began = monotonic()
     try:
@@ -109,11 +108,10 @@ def _record_time(request: web.Request, response: web.StreamResponse, seconds: fl
     """Record the time of a request with a good token; a stream of events has none."""
     if CALLER not in request or not isinstance(response, web.Response):
         return
-    resource, times = request.match_info.route.resource, request.app[REQUEST_TIMES]
-    if "wait" in request.query:
-        times.of_kind(WAITS).observe(seconds)
-    elif resource is not None:
-        times.of(resource.canonical).observe(seconds)
+    resource, waited = request.match_info.route.resource, "wait" in request.query
+    if resource is not None or waited:
+        path = "" if resource is None else resource.canonical
+        request.app[REQUEST_TIMES].record(path, seconds, waited=waited)
 
 
 def within(connections: Connections, turns: Turns) -> Middleware:
@@ -144,12 +142,13 @@ def within(connections: Connections, turns: Turns) -> Middleware:
         body = response.body if isinstance(response, web.Response) else None
         if isinstance(body, bytes) and len(body) > LARGE_ANSWER:
             caller = connection.client.caller
-            if not connections.may_leave(body, caller):
-                problem = "clients have not taken the answers to other requests yet"
-                raise Problem(503, "busy", problem, "try again in a moment")
-            with connections.leaving(body, caller):
+            if not connections.begin_leaving(body, caller):
+                raise busy("clients have not taken the answers to other requests yet")
+            try:
                 await response.prepare(request)
                 await response.write_eof()
+            finally:
+                connections.end_leaving(body, caller)
         return response
 
     return bounded
@@ -184,8 +183,7 @@ async def _read_body(
 ) -> None:
     """Read the body now, within its time; handlers find it read."""
     if not connections.hold(client, size):
-        problem = "too many large requests are arriving"
-        raise Problem(503, "busy", problem, "try again in a moment")
+        raise busy("too many large requests are arriving")
     try:
         await asyncio.wait_for(request.read(), connections.limits.body_s)
     except asyncio.TimeoutError:

@@ -43,14 +43,23 @@ class RequestTimes:
 
     def __init__(self) -> None:
         self._times: dict[str, Histogram] = {}
+        self._of_path: dict[str, Histogram] = {}  # the same, by path
 
     def of(self, path: str) -> Histogram:
         """Return the histogram of a route, by its path in the router."""
-        return self.of_kind(path.removeprefix("/v1").strip("/").partition("/")[0])
+        found = self._of_path.get(path)
+        if found is None:
+            kind = path.removeprefix("/v1").strip("/").partition("/")[0]
+            found = self._of_path[path] = self.of_kind(kind)
+        return found
 
     def of_kind(self, kind: str) -> Histogram:
         """Return the histogram of one kind of route."""
         return self._times.setdefault(kind, Histogram(REQUEST_BOUNDS))
+
+    def record(self, path: str, seconds: float, *, waited: bool) -> None:
+        """Record the time of an answered request by its route; `waited`: for a key."""
+        (self.of_kind(WAITS) if waited else self.of(path)).observe(seconds)
 
     def snapshot(self) -> Mapping[str, Histogram]:
         """Return the histograms by kind of route."""

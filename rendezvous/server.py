@@ -26,6 +26,7 @@ from aiohttp.typedefs import Middleware
 
 from rendezvous.accept import Acceptor
 from rendezvous.access import Access
+from rendezvous.answers import PostsOnce
 from rendezvous.auth import Role, Tokens
 from rendezvous.client_connections import is_loopback
 from rendezvous.connections import Client, Connections
@@ -48,10 +49,10 @@ from rendezvous.web import (
     SESSIONS,
     TOKENS,
     KVRoutes,
-    PostsOnce,
     Problem,
     dress,
     guard,
+    once,
     problem_body,
 )
 from rendezvous.wire import MAX_BODY_BYTES, Operation
@@ -332,7 +333,7 @@ class RendezvousServer:
         """Return aiohttp with all routes, without a socket of its own."""
         sessions = Sessions()
         let_in = guard(self._tokens, self._access, self.refusals, sessions)
-        middlewares = [around, let_in, bounded, posts_once.middleware]
+        middlewares = [around, let_in, bounded, once(posts_once)]
         app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         app[HITS], app[REFUSALS], app[ACCESS] = self.hits, self.refusals, self._access
         app[REQUEST_TIMES] = self.request_times

@@ -6,12 +6,12 @@ nothing about keys (`store` does) and knows nothing about HTTP (`web` does).
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar, cast
+from typing import cast
 
+from rendezvous.answers import AnswerMemory
 from rendezvous.auth import Caller, Role
 from rendezvous.errors import StoppedError
 from rendezvous.limits import Hits, Limits
@@ -31,77 +31,6 @@ Results = tuple[Result, ...]
 OnChanges = Callable[[dict[str, bytes | None]], None]
 # Takes the results of a batch, or None if the service was closed first.
 Done = Callable[[Results | None], None]
-V = TypeVar("V")
-
-
-@dataclass(slots=True)
-class _Kept(Generic[V]):
-    """An answer that is kept, about how many bytes it has, since when, and of whom it is."""
-
-    answer: V
-    size: int
-    since: float
-    owner: Owner
-
-
-class AnswerMemory(Generic[V]):
-    """Answers by request id: at most `count`, `size` bytes in all, none older than `seconds`.
-
-    One owner (None: the driver, which may have all) has a quarter of both at most: who asks without
-    end pushes out no answers but its own.
-    By default an answer is kept for twice the longest wait: by then its client has repeated the
-    request or given up.
-    """
-
-    def __init__(
-        self, seconds: float = 120.0, count: int = 65536, size: int = 64 * 1024 * 1024
-    ) -> None:
-        self._seconds, self._count, self._max_size = seconds, count, size
-        self._size = 0
-        self._kept: OrderedDict[str, _Kept[V]] = OrderedDict()  # the oldest first
-        self._ids_of: dict[Owner, OrderedDict[str, None]] = {}  # the same, by owner
-        self._size_of: Counter[Owner] = Counter()
-
-    def get(self, request_id: str) -> V | None:
-        """Return the answer to a request; None if it is not known."""
-        kept = self._kept.get(request_id)
-        return None if kept is None else kept.answer
-
-    def put(
-        self, request_id: str, answer: V, size: int, now: float, *, owner: Owner = None
-    ) -> None:
-        """Keep an answer of about `size` bytes; drop the oldest while they are too old or many."""
-        self._drop(request_id)
-        while (own := self._ids_of.get(owner)) and owner is not None:
-            if not self._is_full(len(own), self._size_of[owner], 4):
-                break
-            self._drop(next(iter(own)))
-        while self._kept:
-            oldest, found = next(iter(self._kept.items()))
-            full = self._is_full(len(self._kept), self._size, 1)
-            if not full and found.since > now - self._seconds:
-                break
-            self._drop(oldest)
-        self._kept[request_id] = _Kept(answer, size, now, owner)
-        if (own := self._ids_of.get(owner)) is None:
-            own = self._ids_of[owner] = OrderedDict()
-        own[request_id] = None
-        self._size += size
-        self._size_of[owner] += size
-
-    def _is_full(self, count: int, size: int, parts: int) -> bool:
-        return count >= max(1, self._count // parts) or size > self._max_size // parts
-
-    def _drop(self, request_id: str) -> None:
-        kept = self._kept.pop(request_id, None)
-        if kept is None:
-            return
-        self._size -= kept.size
-        self._size_of[kept.owner] -= kept.size
-        own = self._ids_of[kept.owner]
-        del own[request_id]
-        if not own:
-            del self._ids_of[kept.owner], self._size_of[kept.owner]
 
 
 @dataclass(eq=False)

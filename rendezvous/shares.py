@@ -6,6 +6,7 @@ readers leave half of that to those who steer the job. The driver's own token ha
 """
 
 from rendezvous.auth import Caller, Role
+from rendezvous.space import Owner
 
 _STEERING = (Role.DRIVER, Role.OPERATOR)
 
@@ -13,6 +14,11 @@ _STEERING = (Role.DRIVER, Role.OPERATOR)
 def is_person(caller: Caller) -> bool:
     """Return whether a client steers the job, or looks at it in a browser."""
     return caller.role in _STEERING or (caller.role is Role.READER and caller.subject != "")
+
+
+def owner_of(caller: Caller) -> Owner:
+    """Return the owner of what a caller writes; the driver's keys count for nobody."""
+    return None if caller.role is Role.DRIVER else caller
 
 
 def share_of(caller: Caller | None, room: int) -> int:

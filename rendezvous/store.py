@@ -28,7 +28,6 @@ from rendezvous import wire
 from rendezvous.budget import BYTES_PER_LOOK, DELETE_COST, READ_COST, TOLD_COST, Budget
 from rendezvous.deadlines import Deadlines
 from rendezvous.limits import UNLIMITED, Hits, Limits
-from rendezvous.sealed import SealedPrefixes
 from rendezvous.space import Owner, StoreSpace
 from rendezvous.waiting import RunningBatch, WaitingBatches
 
@@ -39,6 +38,7 @@ _SHARED_ANSWERS = 256  # answers kept between two changes, because many clients 
 _SHARED_BYTES = 64 * 1024 * 1024  # of values in them
 _ENDED_KEYS = 16384  # that are waited for no longer after one call of `expire`, or a few more
 _COUNTER_DIGITS = 20  # a longer text is no counter
+_USERS, _SYSTEM = 0, 1  # kinds of sealed prefixes
 
 
 class Answered(Struct, frozen=True):
@@ -87,7 +87,7 @@ class KVStore:
         self._leases: Deadlines[str] = Deadlines()
         self._waiting = WaitingBatches()
         self._runnable: deque[RunningBatch] = deque()  # new batches, and those resumed
-        self._sealed = SealedPrefixes(system)
+        self._sealed = _SealedPrefixes(system)
         self._shared: dict[tuple[tuple[str, ...], bool], wire.Entries] = {}  # since the last change
         self._outcomes: list[Outcome] = []
 
@@ -371,6 +371,44 @@ class KVStore:
     def _refuse_sealed(self, key: str) -> wire.StoreRefusal | None:
         prefix = self._sealed.above(key)
         return None if prefix is None else _sealed(key, prefix)
+
+
+class _SealedPrefixes:
+    """The prefixes below which nothing may be written or waited for any more.
+
+    A look at a key costs one lookup for each length that they have. Keys that begin with one of
+    `system` are the job's own; prefixes of users cost them nothing. A prefix is either longer than
+    one of `system`, or no beginning of any.
+    """
+
+    def __init__(self, system: tuple[str, ...] = ()) -> None:
+        self._system = system
+        self._prefixes: set[str] = set()
+        self._lengths: tuple[dict[int, None], dict[int, None]] = ({}, {})
+
+    def __contains__(self, prefix: str) -> bool:
+        """Return whether exactly this prefix is sealed."""
+        return prefix in self._prefixes
+
+    def add(self, prefix: str) -> None:
+        """Seal a prefix."""
+        self._prefixes.add(prefix)
+        self._lengths[self._kind(prefix)][len(prefix)] = None
+
+    def lengths_with(self, prefix: str) -> int:
+        """Return how many lengths there would be to look up with this prefix."""
+        lengths = self._lengths[self._kind(prefix)]
+        return len(lengths) + (len(prefix) not in lengths)
+
+    def above(self, key: str) -> str | None:
+        """Return a sealed prefix that a key begins with, or None."""
+        for length in self._lengths[self._kind(key)]:
+            if key[:length] in self._prefixes:
+                return key[:length]
+        return None
+
+    def _kind(self, key: str) -> int:
+        return _SYSTEM if key.startswith(self._system) else _USERS
 
 
 def _sealed(key: str, prefix: str) -> wire.StoreRefusal:

@@ -12,8 +12,8 @@ A GET whose wait runs out is answered 408 `timed_out`: ask again. Keys below a s
 are answered 410 `sealed`. In the store, scope and key are one name, `scope/key`.
 
 Other modules' handlers are mounted behind the same middlewares: `guard` checks the token or the
-session and its rights, keeps its owner (`caller_of`) and gives errors one shape, `PostsOnce`
-answers repeated POSTs. Handlers read typed bodies with `read_json`, answer with `json_answer`, and
+session and its rights, keeps its owner (`caller_of`) and gives errors one shape, `once` answers
+repeated POSTs. Handlers read typed bodies with `read_json`, answer with `json_answer`, and
 raise `Problem` to answer with an error. Any other exception becomes a 500 that only tells the
 client where to look.
 """
@@ -22,7 +22,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, TypeVar
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -32,15 +32,16 @@ from msgspec import Meta, Struct
 
 from rendezvous import wire
 from rendezvous.access import Access
-from rendezvous.auth import AUTHORIZATION, Caller, Role, Tokens
+from rendezvous.answers import PostAnswer, PostsOnce
+from rendezvous.auth import AUTHORIZATION, Caller, Tokens
+from rendezvous.connections import Client
 from rendezvous.errors import RefusedError, StoppedError
 from rendezvous.limits import Hits
 from rendezvous.refusals import OF_CONNECTION, Refusals
 from rendezvous.request_times import RequestTimes
-from rendezvous.service import AnswerMemory, StoreService
+from rendezvous.service import StoreService
 from rendezvous.sessions import HEADER, Session, Sessions
-from rendezvous.shares import Shares
-from rendezvous.space import Owner
+from rendezvous.shares import owner_of
 
 # Neither version nor library, in any answer: also in one to a request that is none.
 setattr(web_response, "SERVER_SOFTWARE", "elastic-driver")  # noqa: B010 - it is not exported
@@ -49,6 +50,7 @@ T = TypeVar("T")
 
 JSON = "application/json"
 CALLER = web.RequestKey("caller", Caller)
+CLIENT = web.RequestKey("client", Client)  # the connection that a request came by
 PEER = web.RequestKey("peer", str)  # who has connected (`peers`), whatever the request says
 SESSION = web.RequestKey("session", Session)  # of a request without a token
 FORBIDDEN = "forbidden"
@@ -60,8 +62,6 @@ SESSIONS = web.AppKey("sessions", Sessions)
 TOKENS = web.AppKey("tokens", Tokens)  # for a login
 _REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409, "store_full": 503}
 _REFUSED |= {"busy": 429, "share_full": 429}
-_ANSWER_BYTES = 1024  # assumed size of an answer that is kept, without its body and key
-_MOST_PENDING = 65536  # POSTs that are being answered; each may outlive its client's connection
 # Status → code for programs, and a hint.
 _OF_AIOHTTP = {
     404: ("not_found", "check the path; the routes are listed in docs/protocol.md"),
@@ -76,6 +76,11 @@ class Problem(Exception):
     def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.hint = status, code, message, hint
+
+
+def busy(sentence: str) -> Problem:
+    """Return the problem of a request for which a server has no room now."""
+    return Problem(503, "busy", sentence, "try again in a moment")
 
 
 def json_answer(document: msgspec.Struct, status: int = 200) -> web.Response:
@@ -113,7 +118,7 @@ def guard(tokens: Tokens, access: Access, refusals: Refusals, sessions: Sessions
             session = session_of(request, sessions)
             caller = None if session is None else session.caller
         else:
-            caller = tokens.identify(header)
+            caller = request[CLIENT].identify(tokens, header)
         if caller is None:
             return await refuse(request, header=header)
         if problem := _right_lacking(request, caller, access):
@@ -211,11 +216,6 @@ def caller_of(request: web.Request) -> Caller:
     return request[CALLER]
 
 
-def owner_of(caller: Caller) -> Owner:
-    """Return the owner of what a caller writes; the driver's keys count for nobody."""
-    return None if caller.role is Role.DRIVER else caller
-
-
 def forbidden(sentence: str) -> Problem:
     """Return the problem of a request to which its token gives no right."""
     hint = "docs/security.md lists what each token may do"
@@ -262,96 +262,41 @@ def error_answer(problem: Problem, headers: Mapping[str, str] | None = None) -> 
     return web.Response(body=body, status=status, headers=headers, content_type=JSON)
 
 
-class PostAnswer(NamedTuple):
-    """The answer to a POST that is kept for its repeats."""
+def once(posts_once: PostsOnce) -> Middleware:
+    """Return the middleware that answers repeated POSTs; it belongs behind `guard`."""
+    calls: set[asyncio.Task[None]] = set()
 
-    status: int
-    body: bytes
-    headers: Mapping[str, str]
-
-
-class PostsOnce:
-    """A POST with an X-Request-Id reaches its handler once; keys are `path id`.
-
-    The handler runs to its end even if its client goes away, so that the repeat finds its
-    answer; it must have its own deadline. Failures of the server itself (5xx) are not kept, so
-    that a repeat tries again. Batches of the store have their own memory, in `StoreService`, and
-    POSTs without a token have none: strangers choose their ids.
-    """
-
-    def __init__(self) -> None:
-        self._memory: AnswerMemory[PostAnswer] = AnswerMemory()
-        self._pending: dict[str, asyncio.Future[PostAnswer]] = {}
-        self._shares = Shares(_MOST_PENDING)  # of those that are pending
-
-    def key_of(self, caller: Caller | None, path: str, request_id: str | None) -> str:
-        """Return the key of a POST; "" if it has none, and is not kept."""
-        if not request_id or caller is None or path == wire.BATCH_PATH:
-            return ""
-        return f"{path} {caller.own_id(request_id)}"
-
-    def knows(self, key: str) -> bool:
-        """Return whether this POST was received before."""
-        return key in self._pending or self._memory.get(key) is not None
-
-    def may_begin(self, caller: Caller) -> bool:
-        """Return whether one more POST of a client may be answered now."""
-        return self._shares.has_room(caller)
-
-    def begin(self, key: str, caller: Caller) -> None:
-        """Record that a POST is being answered outside of the middleware; `end` follows."""
-        self._shares.take(caller)
-        self._pending[key] = asyncio.get_running_loop().create_future()
-
-    def end(self, key: str, caller: Caller, status: int, body: bytes) -> None:
-        """Record that a POST was answered outside of the middleware, with a JSON document."""
-        pending = self._pending.pop(key, None)
-        answer = self._keep(key, caller, PostAnswer(status, body, {"Content-Type": JSON}))
-        if pending is not None:
-            self._shares.give_back(caller)
-            pending.set_result(answer)
+    async def call(key: str, request: web.Request, handler: Handler) -> None:
+        answer = None
+        try:
+            response = await shape_errors(request, handler)
+            body = response.body if isinstance(response, web.Response) else b""
+            content = body if isinstance(body, bytes) else b""
+            answer = PostAnswer(response.status, content, response.headers)
+        finally:
+            posts_once.end(key, caller_of(request), answer)
 
     @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request; the middleware belongs behind the token check."""
-        request_id = request.headers.get(wire.REQUEST_ID_HEADER)
+    async def answered_once(request: web.Request, handler: Handler) -> web.StreamResponse:
         caller = request.get(CALLER)
-        key = self.key_of(caller, request.path, request_id)
+        request_id = request.headers.get(wire.REQUEST_ID_HEADER)
+        key = posts_once.key_of(caller, request.path, request_id)
         if request.method != "POST" or caller is None or not key:
             return await handler(request)
         await request.read()  # now, as the connection may end before the handler reads
-        answer = self._memory.get(key)
-        if answer is None:
-            pending = self._pending.get(key)
-            if pending is None:
-                if not self._shares.take(caller):
-                    problem = (
-                        "this client has its share of the requests that are being answered, or "
-                        "there are too many"
-                    )
-                    raise Problem(503, "busy", problem, "try again in a moment")
-                call = self._call(key, request, handler)
-                pending = self._pending[key] = asyncio.create_task(call)
-            answer = await asyncio.shield(pending)
+        if not posts_once.knows(key):
+            if not posts_once.begin(key, caller):
+                raise busy(
+                    "this client has its share of the requests that are being answered, or there "
+                    "are too many"
+                )
+            task = asyncio.create_task(call(key, request, handler))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+        answer = await posts_once.answer_to(key)
         return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
 
-    async def _call(self, key: str, request: web.Request, handler: Handler) -> PostAnswer:
-        caller = caller_of(request)
-        try:
-            response = await shape_errors(request, handler)
-        finally:
-            del self._pending[key]
-            self._shares.give_back(caller)
-        body = response.body if isinstance(response, web.Response) else b""
-        content = body if isinstance(body, bytes) else b""
-        return self._keep(key, caller, PostAnswer(response.status, content, response.headers))
-
-    def _keep(self, key: str, caller: Caller, answer: PostAnswer) -> PostAnswer:
-        if answer.status < 500:
-            size = _ANSWER_BYTES + len(key) + len(answer.body)
-            now = asyncio.get_running_loop().time()
-            self._memory.put(key, answer, size, now, owner=owner_of(caller))
-        return answer
+    return answered_once
 
 
 class KVQuery(Struct, frozen=True):

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rendezvous.service import REJOIN_S, AnswerMemory, Results, StoreService
+from rendezvous.answers import AnswerMemory
+from rendezvous.service import REJOIN_S, Results, StoreService
 from rendezvous.wire import Add, CompareSet, Delete, Get, Number, Set
 
 

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
+from http.client import HTTPConnection
 
 import pytest
 from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rendezvous import auth
 from rendezvous.server import RendezvousServer
 from rendezvous.web import Problem
 from rendezvous.wire import (
@@ -55,6 +58,22 @@ def test_no_token_no_word(
     assert status == 401
     assert error_of(body)["code"] == "unauthorized"
     assert headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_each_request_of_a_connection_is_known_by_its_own_token(server: RendezvousServer) -> None:
+    reader = auth.reader_token(TOKEN)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
+
+    def put(token: bytes) -> int:
+        connection.request("PUT", "/v1/kv/a/b", b"x", {"Authorization": b"Bearer " + token})
+        response = connection.getresponse()
+        response.read()
+        return response.status
+
+    with contextlib.closing(connection):
+        known, looks, strange = TOKEN.encode(), reader.encode(), b"t\xe9\xffken"
+        said = [put(token) for token in (known, known, looks, looks, strange, known, strange)]
+    assert said == [204, 204, 403, 403, 401, 204, 401]
 
 
 def test_raw_bytes_come_back_as_they_were(server: RendezvousServer) -> None:
