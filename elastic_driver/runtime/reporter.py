@@ -28,7 +28,7 @@ from elastic_driver.runtime.repeated import Repeated
 from elastic_driver.words import counted
 from elastic_driver.words.findings import Failure
 from elastic_driver.words.log_events import JobEnd, RoundCompleted
-from elastic_driver.words.log_sentences import describe_world
+from elastic_driver.words.log_sentences import describe_world, name_worker
 from elastic_driver.words.worker_log_events import WorkerExited
 
 NAME = "elasticrun"
@@ -98,6 +98,7 @@ class Reporter:
         if level > max(self._level, Level.NORMAL):
             return
         facts = {**asdict(what), **asdict(event), "world": describe_world(what.facts())}
+        facts["worker"] = name_worker(event.worker, event.host)
         text = what.sentence.format_map(facts)
         if level <= Level.NORMAL:
             self.last_change = Change(time.time(), text)

@@ -20,6 +20,7 @@ def sentence(event: str, reason: str, facts: Mapping[str, Any]) -> str:
     words = f"{event.replace('_', ' ')} {about}".rstrip() if kind is None else kind.sentence
     known = dict.fromkeys(("host", "worker", "rank", "round", "step"), "?")
     known.update({name: fact for name, fact in facts.items() if fact is not None})
+    known["worker"] = name_worker(facts.get("worker"), facts.get("host")) or "?"
     rank = facts.get("rank")
     if facts.get("worker") and isinstance(rank, int) and rank >= 0:
         known["worker"] = f"{facts['worker']} (rank {rank})"
@@ -27,6 +28,11 @@ def sentence(event: str, reason: str, facts: Mapping[str, Any]) -> str:
         words = "the job was stopped"
     text = words.format_map({**known, "world": describe_world(facts)}).removesuffix(": ")
     return f"{text}: {reason}" if reason else text
+
+
+def name_worker(worker: str | None, host: str | None) -> str:
+    """Return what a sentence calls a worker; by its host if only that is known."""
+    return worker or (f"of host {host}" if host else "")
 
 
 def told_to_stop(facts: Mapping[str, Any]) -> bool:

@@ -38,10 +38,12 @@ class AdoptedProcess:
         except (OSError, ValueError):
             return None
         # Looked at after it was opened: if it has these variables, the descriptor is the agent's.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if _has(process := psutil.Process(pid), marks) and is_of_this_user(process):
-                return cls(pid, pidfd)
-        os.close(pidfd)
+        with contextlib.ExitStack() as unless_kept:
+            unless_kept.callback(os.close, pidfd)
+            with contextlib.suppress(psutil.Error):
+                if _has(process := psutil.Process(pid), marks) and is_of_this_user(process):
+                    unless_kept.pop_all()
+                    return cls(pid, pidfd)
         return None
 
     async def ended(self) -> None:

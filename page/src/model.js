@@ -6,7 +6,8 @@ const KEPT_S = 3600;
 const COLUMNS = ["t", "world_size", "step", "steps_per_s", "samples_per_s", "step_time"];
 const STATE_AFTER = {
   worker_started: "starting", worker_ready: "ready", spare_ready: "spare",
-  spare_promoted: "ready", worker_lost: "lost", worker_exited: null,
+  spare_promoted: "ready", worker_left: "ending", worker_hung: "lost", worker_lost: "lost",
+  worker_exited: null,
 };
 const GONE = ["stopped", "success", "failure"]; // such a worker's lane has ended
 
@@ -82,10 +83,10 @@ export class Model {
     }
   }
 
+  /** Mark that a worker has failed, once: the exit of one that hung follows. */
   #fail(name, t) {
     const failures = this.lanes.get(name)?.failures;
-    if (failures?.at(-1) !== t) failures?.push(t);
-    if (failures?.length > MOST_SEGMENTS) failures.shift();
+    if (failures?.length === 0) failures.push(t);
   }
 
   /** Record that a lane has another state from `t` on; null: it ends. */

@@ -73,6 +73,13 @@ def test_quiet_still_says_what_needs_somebody_s_attention() -> None:
     ]
 
 
+def test_an_event_about_a_worker_that_is_not_known_names_its_host() -> None:
+    event = Announce(host_log.ConnectionUnanswered(), "no answer from b", host="a")
+    assert said(event, level=Level.QUIET) == [
+        "elasticrun: worker of host a reaches a host not (no answer from b)"
+    ]
+
+
 def test_json_lines_are_those_of_the_event_log() -> None:
     lines = said(completed(1, 1, 1, ""), as_json=True)
     assert [json.loads(line) for line in lines] == [{"event": "round_completed"}]

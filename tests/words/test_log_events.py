@@ -80,3 +80,18 @@ def test_a_job_that_was_told_to_stop_has_not_failed() -> None:
     assert sentence("job_failed", "Ctrl-C", told) == "the job was stopped: Ctrl-C"
     own = {"exit_code": 143, "first_failure": {"rank": 0}}
     assert sentence("job_failed", "rank 0", own) == "the job has failed: rank 0"
+
+
+@pytest.mark.parametrize(
+    ("facts", "who"),
+    [
+        ({"host": "b"}, "worker of host b"),
+        ({"host": "b", "worker": None}, "worker of host b"),
+        ({"host": "b", "worker": "b.0.1"}, "worker b.0.1"),
+    ],
+)
+def test_a_sentence_about_a_worker_that_is_not_known_names_its_host(
+    facts: dict[str, str | None], who: str
+) -> None:
+    told = sentence("connection_unanswered", "b gets no answer from c", facts)
+    assert told == f"{who} reaches a host not: b gets no answer from c"

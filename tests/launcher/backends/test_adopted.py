@@ -18,7 +18,7 @@ from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerStarted
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import become_subreaper, children
-from launcher.backends import local_agents
+from launcher.backends import adopted, local_agents
 from launcher.backends.adopted import AdoptedProcess, end_marked, find_agent
 from launcher.backends.local import LocalBackend
 from launcher.launch.traces import agents_here
@@ -211,6 +211,33 @@ def test_a_host_of_an_adopted_agent_gets_a_new_one_that_stays(
     eventually(lambda: reasons, 5)
     assert not is_running(agent)
     assert is_running(newer)
+
+
+@pytest.mark.parametrize("error", [psutil.NoSuchProcess(1), psutil.AccessDenied(1)])
+def test_a_process_that_may_not_be_looked_at_is_not_adopted_and_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, error: psutil.Error
+) -> None:
+    def refuse(_process: psutil.Process) -> bool:
+        raise error
+
+    closed: list[int] = []
+    opened: list[int] = []
+    pidfd_open, close = os.pidfd_open, os.close
+
+    def note_open(pid: int) -> int:
+        opened.append(pidfd_open(pid))
+        return opened[-1]
+
+    def note_close(descriptor: int) -> None:
+        closed.append(descriptor)
+        close(descriptor)
+
+    monkeypatch.setattr(adopted, "is_of_this_user", refuse)
+    monkeypatch.setattr(os, "pidfd_open", note_open)
+    monkeypatch.setattr(os, "close", note_close)
+    assert AdoptedProcess.open(os.getpid(), {}) is None
+    assert len(opened) == 1
+    assert opened[0] in closed
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process of another user needs root")
