@@ -43,6 +43,7 @@ from elastic_driver.brain.plans import MakeView, Plans
 from elastic_driver.brain.receipts import Proved
 from elastic_driver.core.driver_events import Tick
 from elastic_driver.errors import assert_never
+from elastic_driver.kernel.machine import Declaration
 from elastic_driver.kernel.tables import Snapshots, Tables, saved, set_defaults, table
 from elastic_driver.words import counted
 
@@ -448,3 +449,6 @@ class Cluster(Snapshots):
 
     def _tell(self, event: str, job: str, line: str) -> None:
         self._out.append(Tell(event, job, line, line))
+
+
+DECLARATION = Declaration(name="brain", events=BrainEvent, decisions=BrainDecision)

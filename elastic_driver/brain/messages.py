@@ -11,7 +11,7 @@ from msgspec import Struct
 from elastic_driver.brain.algorithm import HostView, Plan, View
 from elastic_driver.brain.documents import Grant, JobOver, JobReport
 from elastic_driver.brain.receipts import Proved
-from elastic_driver.core.decisions import CausedDecision
+from elastic_driver.kernel.machine import CausedDecision
 
 # ---- events --------------------------------------------------------------------------------
 

@@ -6,22 +6,12 @@ carried out; `runtime.executor` does so.
 
 from typing import Any, TypeAlias
 
-from msgspec import Struct
-
 from elastic_driver.core.documents import Order, SaveRequest, World
 from elastic_driver.core.members import SlotInfo
 from elastic_driver.kernel.log import LogEvent
+from elastic_driver.kernel.machine import CausedDecision
 from elastic_driver.words.findings import Failure
 from elastic_driver.words.log_lines import LogLine
-
-
-class CausedDecision(Struct, frozen=True, kw_only=True):
-    """A decision; `cause` is the number of the event that led to it (0: not numbered yet).
-
-    The driver's loop fills it in (`machine.stamped`).
-    """
-
-    cause: int = 0
 
 
 class StartAgent(CausedDecision, frozen=True, tag="start_agent"):

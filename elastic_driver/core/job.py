@@ -6,21 +6,26 @@ nothing changes any more. `now` is in monotonic seconds and never goes back. An 
 repeated or out of order changes nothing and is counted.
 """
 
+from collections.abc import Sequence
+
 from elastic_driver.core import driver_events as seen
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Decision
 from elastic_driver.core.invariants import violations
 from elastic_driver.core.job_events import (
+    TOGETHER,
     AnyAgentEvent,
     EventBatch,
     JobEvent,
     OtherEvent,
     ProcessEvent,
+    Together,
 )
 from elastic_driver.core.job_parts import JobParts
 from elastic_driver.core.rules.rounds import Rule
 from elastic_driver.core.status import JobStatus, status_of
 from elastic_driver.errors import assert_never
+from elastic_driver.kernel.machine import Declaration
 from elastic_driver.kernel.tables import Tables
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.settings import Settings
@@ -254,3 +259,17 @@ class Job(JobParts):
         current, outcome, capacity = self.rounds.current, self.outcome, self.capacity
         mark = (current.number, current.state, outcome.kind, len(outcome.losses))
         return (*mark, capacity.changed, capacity.placement_due, len(self.effects.decisions))
+
+
+def _together(events: Sequence[Together]) -> Together | EventBatch:
+    return EventBatch(tuple(events)) if len(events) > 1 else events[0]
+
+
+DECLARATION = Declaration(
+    name="job",
+    kind=Job,
+    events=JobEvent | EventBatch,
+    decisions=Decision,
+    together=TOGETHER,
+    batch=_together,
+)

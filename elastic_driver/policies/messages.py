@@ -4,16 +4,13 @@ A request comes to its machine as an event with a ticket; the machine decides a 
 same ticket, at once or later. `runtime.machine_api` keeps the connections.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-from elastic_driver.core.decisions import CausedDecision
 from elastic_driver.core.job_events import JobEvent
+from elastic_driver.kernel.machine import CausedDecision
 
-MachineName: TypeAlias = Literal[
-    "job", "check", "stragglers", "shards", "tf", "scaling", "starvation"
-]
 # Values of the store with their revisions, by key.
 Entries: TypeAlias = dict[str, tuple[bytes, int]]
 
@@ -36,25 +33,17 @@ class Rejection(Struct, frozen=True):
     hint: str = ""
 
 
-class Reply(CausedDecision, frozen=True, tag="reply"):
-    """Answer the request with this ticket; a document of None is an answer without content."""
-
-    ticket: int
-    document: Struct | None
-    reason: str = "it was requested"
-
-
 class RequestDropped(Struct, frozen=True, tag="request_dropped"):
     """The client of this request has gone and reads no answer."""
 
-    machine: MachineName
+    machine: str
     ticket: int
 
 
 class ReadKeys(CausedDecision, frozen=True, tag="read_keys"):
     """Read keys of the store for this machine; `KeysRead` answers."""
 
-    machine: MachineName
+    machine: str
     keys: tuple[str, ...]
     reason: str
 
@@ -65,7 +54,7 @@ class KeysRead(Struct, frozen=True, tag="keys_read"):
     `seconds`: the time for this read, and for the machine to handle the answer before it.
     """
 
-    machine: MachineName
+    machine: str
     keys: tuple[str, ...]
     entries: Entries
     seconds: float

@@ -17,9 +17,10 @@ from elastic_driver.core.decisions import Announce
 from elastic_driver.core.driver_events import AgentLost, DriverResumed, LeaseExpired, Tick
 from elastic_driver.core.events import WorkerExited, WorkerStarted
 from elastic_driver.errors import UsageError
+from elastic_driver.kernel.machine import Declaration, Packing, Reply, Requests
 from elastic_driver.kernel.tables import Snapshots, Tables, make, saved, table
 from elastic_driver.policies import shard_messages as m
-from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
+from elastic_driver.policies.messages import Rejection, RequestDropped
 from elastic_driver.policies.shard_ledger import ShardLedger
 from elastic_driver.policies.shard_sources import RangeSource
 from elastic_driver.words import log_events as log
@@ -328,3 +329,28 @@ _Saved: TypeAlias = m.ShardCheckpoint | m.RestoreRequest | m.AgreeRequest
 _SAVED = get_args(_Saved)
 _DESCRIBING = (m.NextRequest, m.ResumeRequest, *_SAVED)
 _RESTORE_HINT = "restore before the first shard is asked for, or with an operator's token"
+
+
+def _pack(event: m.ShardBatch) -> Requests:
+    asked = event.requests
+    rows = ((r.ticket, r.dataset, type(r.request).__name__, r.request) for r in asked)
+    return Requests(tuple(rows), tuple(r.owner for r in asked))
+
+
+def _unpack(found: Requests) -> m.ShardBatch:
+    rows = found.rows()
+    return m.ShardBatch(
+        tuple(m.ShardRequest(ticket, name, body, owner) for ticket, name, _, body, owner in rows)
+    )
+
+
+DECLARATION = Declaration(
+    name="shards",
+    kind=DataSets,
+    events=ShardEvent,
+    decisions=Reply | Announce,
+    hears={"job": (WorkerStarted, WorkerExited, LeaseExpired, AgentLost)},
+    together=(m.ShardRequest,),
+    batch=lambda requests: m.ShardBatch(tuple(requests)),
+    packing=Packing(m.ShardBatch, get_args(m.Request), _pack, _unpack),
+)

@@ -30,9 +30,10 @@ from elastic_driver.core.events import StateDescribed, WorkerEnding
 from elastic_driver.core.progress import Progress, decode_progress
 from elastic_driver.core.status import SlowStatus
 from elastic_driver.kernel.log import LogEvent
+from elastic_driver.kernel.machine import Declaration
 from elastic_driver.policies.balance import Balancer, Cost
 from elastic_driver.policies.commit_watch import find_oddity
-from elastic_driver.policies.messages import KeysRead, MachineName, PublishKey, ReadKeys, SendEvent
+from elastic_driver.policies.messages import KeysRead, PublishKey, ReadKeys, SendEvent
 from elastic_driver.policies.slow_links import LinkWatch
 from elastic_driver.policies.slow_ranks import Change, Slowness, StragglerWatch
 from elastic_driver.policies.state_watch import Question, StateWatch, Told
@@ -46,7 +47,7 @@ SHARE = 20.0  # the wait after a look is at least this many times as long as the
 class RoundPublished(Struct, frozen=True, tag="round_published"):
     """The job has published the world of a complete round."""
 
-    machine: ClassVar[MachineName] = "stragglers"
+    machine: ClassVar[str] = "stragglers"
 
     world: World
 
@@ -263,3 +264,8 @@ class Stragglers:
         member = self._world.members[rank]
         place = (member.place.host, member.place.slot, rank, None, member.worker)
         return Announce(what, reason, self._world.round, *place)
+
+
+DECLARATION = Declaration(
+    name="stragglers", events=Taken, decisions=Decided, hears={"job": (WorkerEnding,)}
+)

@@ -14,18 +14,18 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, get_args
 
 import msgspec
 
 from elastic_driver.core.driver_events import DriverResumed, Tick
 from elastic_driver.core.tf_config import WORKERS_ONLY, Task, assign, cluster_of
+from elastic_driver.kernel.machine import Declaration, Packing, Reply, Requests
 from elastic_driver.kernel.tables import Snapshots, Tables, make, saved, table
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import (
     Rejection,
     RepeatableRequest,
-    Reply,
     RequestDropped,
 )
 from elastic_driver.words import counted
@@ -39,6 +39,7 @@ SHARE = 4  # one member, or the workers of one slot, get a quarter of each of th
 _ANEW = "ask for the next cluster_spec"
 
 _TfAsked = tf.ClusterSpecRequest | tf.BarrierRequest | tf.LookRequest
+TfEvent: TypeAlias = tf.TfRequest | RequestDropped | DriverResumed | Tick
 # The ticket of a request, the node that sent it, and the reply.
 Answer = tuple[int, str, tf.ClusterSpec | tf.Synchronized | Rejection]
 
@@ -255,9 +256,7 @@ class TfCluster(Snapshots):
 
     # ---- a machine's methods -------------------------------------------------------------
 
-    def handle(
-        self, event: tf.TfRequest | RequestDropped | DriverResumed | Tick, now: float
-    ) -> list[Reply]:
+    def handle(self, event: TfEvent, now: float) -> list[Reply]:
         """Take in a request, the loss of a request's client or of the driver, or the time."""
         match event:
             case tf.TfRequest(ticket, request, owner):
@@ -480,3 +479,22 @@ class TfCluster(Snapshots):
             call = self._waiting.get(node)
             if node in self._leases and (call is None or call.ticket is None):
                 self._leases[node] = now + self.lease
+
+
+def _pack(event: tf.TfRequest) -> Requests:
+    row = event.ticket, "", type(event.request).__name__, event.request
+    return Requests((row,), (event.owner,))
+
+
+def _unpack(found: Requests) -> tf.TfRequest:
+    ((ticket, _, _, request, owner),) = found.rows()
+    return tf.TfRequest(ticket, request, owner)
+
+
+DECLARATION = Declaration(
+    name="tf",
+    kind=TfCluster,
+    events=TfEvent,
+    decisions=Reply,
+    packing=Packing(tf.TfRequest, get_args(tf.Request), _pack, _unpack),
+)

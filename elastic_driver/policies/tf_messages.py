@@ -3,7 +3,7 @@
 `worker.tf` sends the requests over HTTP, `policies.tf_cluster` answers. Times are seconds.
 """
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -99,11 +99,14 @@ class LookRequest(Struct, frozen=True):
     address: Annotated[str, Meta(max_length=300)] | None = None
 
 
+Request: TypeAlias = ClusterSpecRequest | BarrierRequest | SynchronizeRequest | LookRequest
+
+
 class TfRequest(Struct, frozen=True, tag="tf_request"):
     """A request for the cluster, as an event."""
 
     machine: ClassVar[Literal["tf"]] = "tf"
 
     ticket: int
-    request: ClusterSpecRequest | BarrierRequest | SynchronizeRequest | LookRequest
+    request: Request
     owner: str = ""  # the slot of the worker that asks; "": a program with an operator's token

@@ -25,6 +25,7 @@ from elastic_driver.core.driver_events import MemoryExpected, StopRequested
 from elastic_driver.core.job import Job
 from elastic_driver.core.measured import History, Measured
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
+from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.masking import masked
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.policies.scaling.messages import PriorFound
@@ -259,14 +260,14 @@ class ElasticDriver:
         """The fewest and (None: no limit) the most workers the job may have."""
         return self._setup.settings.min_np, self._setup.settings.max_np
 
-    def post(self, event: mail.MachineEvent) -> bool:
+    def post(self, event: ForMachine) -> bool:
         """Put an event into the mailbox; False when it is full, or there is no job for it."""
         taken = self._takes(event)
         if taken:
             self._mailbox.put(event)
         return taken
 
-    def _takes(self, event: mail.MachineEvent) -> bool:
+    def _takes(self, event: ForMachine) -> bool:
         if self._outcome is not None or len(self._mailbox) >= MAX_MAIL:
             return False
         # Until `JobBegins` a driver that resumes has none of the machines of the one before it.

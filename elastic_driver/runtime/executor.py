@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
@@ -25,7 +25,8 @@ from elastic_driver.core.driver_events import (
 )
 from elastic_driver.core.progress import decode_progress
 from elastic_driver.core.rules.workers import OCCUPYING
-from elastic_driver.errors import assert_never
+from elastic_driver.kernel.kernel import Handler
+from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.policies.messages import (
     AdmitMembers,
     KeysRead,
@@ -34,7 +35,6 @@ from elastic_driver.policies.messages import (
     SendEvent,
     ShowLine,
 )
-from elastic_driver.policies.nodecheck.checker import CheckDecision, CheckEnded
 from elastic_driver.policies.shard_messages import StopOrdered
 from elastic_driver.policies.stragglers import RoundPublished
 from elastic_driver.round_members import RoundMembers
@@ -49,14 +49,12 @@ from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.host_probes import HostProbes
 from elastic_driver.runtime.job_record import JobRecord
 from elastic_driver.runtime.journal.resume import ResumedRun
-from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.suspects import Suspects
 from rendezvous import wire
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer
 from rendezvous.service import Results
 
-AnyDecision: TypeAlias = do.Decision | SendEvent | CheckDecision
 # The host and the incarnation of an agent.
 AgentKey: TypeAlias = tuple[str, int]
 
@@ -77,7 +75,7 @@ class Executor:
     record: JobRecord
     checks: NodeChecks | None
     suspects: Suspects
-    post: Callable[[MachineEvent], None]  # puts an event into the mailbox, from any thread
+    post: Callable[[ForMachine], None]  # puts an event into the mailbox, from any thread
     orders: dict[AgentKey, int] = field(default_factory=dict)  # given to agents that live
     look_seconds: float = 0.0  # the machine's time for the last `KeysRead`
     _agent_of: dict[str, AgentKey] = field(default_factory=dict)  # of workers that live
@@ -89,60 +87,49 @@ class Executor:
 
     # ---- decisions -----------------------------------------------------------------------
 
-    def execute(self, decision: AnyDecision) -> None:  # noqa: PLR0912 - a case for each
-        """Carry out one decision."""
-        match decision:
-            case ReadKeys():
-                self._read_keys(decision)
-            case PublishKey(key=key, value=value):
-                self._set(key, value)
-            case AdmitMembers(round=round_id, members=members):
-                self.rounds.admit(round_id, members)
-            case SendEvent(event=event):
-                self.post(event)
-            case ShowLine(line=line):
-                if self.checks is not None:
-                    self.checks.say(line)
-            case do.StartAgent():
-                self._start_agent(decision.host, decision.incarnation)
-            case do.StopAgent(host=host, incarnation=number, grace=grace, reason=reason):
-                self._give((host, number), doc.ShutdownOrder(grace, reason))
-            case do.KillAgent(host=host, incarnation=number):
-                self._kill(host, number)
-            case do.ProbeHosts():
-                self.server.spawn(self._host_probes.carry_out(decision))
-            case do.GiveOrder(host=host, incarnation=number, order=order):
-                self._give((host, number), order)
-            case do.ProbeAgent():
-                self.suspects.probe(decision)
-            case do.AwaitHeartbeats():
-                self._await_heartbeats(decision)
-            case do.PublishWorld(world=world):
-                self._publish_world(world)
-            case do.AskProgress():
-                self._ask_progress(decision)
-            case do.PublishNotice():
-                notice = decision.round, decision.after_step, decision.reason, decision.silent
-                self._set(contract.JOB_NOTICE, doc.encode(doc.Notice(*notice)))
-            case do.PublishPlace(worker=worker, place=place):
-                self._set(contract.worker_place(worker), doc.encode(place))
-            case do.PublishSave(request=request):
-                self._set(contract.JOB_SAVE, doc.encode(request))
-            case do.SealRound(round=round_id):
-                self._seal_rounds(round_id)
-            case do.AskStacks(number=number):
-                self._set(contract.JOB_STACKS, str(number).encode())
-            case do.Announce():
-                self.record.announce(decision)
-            case do.EndJob() | do.CheckHosts() | CheckEnded():
-                raise AssertionError(f"{decision} is the loop's to carry out")
-            case _:
-                assert_never(decision)
+    def handlers(self) -> dict[type[Any], Handler]:
+        """Return what carries out each type of decision."""
+        return {
+            ReadKeys: self._read_keys,
+            PublishKey: lambda d: self._set(d.key, d.value),
+            AdmitMembers: lambda d: self.rounds.admit(d.round, d.members),
+            SendEvent: lambda d: self.post(d.event),
+            ShowLine: self._show_line,
+            do.StartAgent: lambda d: self._start_agent(d.host, d.incarnation),
+            do.StopAgent: self._stop_agent,
+            do.KillAgent: lambda d: self._kill(d.host, d.incarnation),
+            do.ProbeHosts: lambda d: self.server.spawn(self._host_probes.carry_out(d)),
+            do.GiveOrder: lambda d: self._give((d.host, d.incarnation), d.order),
+            do.ProbeAgent: self.suspects.probe,
+            do.AwaitHeartbeats: self._await_heartbeats,
+            do.PublishWorld: lambda d: self._publish_world(d.world),
+            do.AskProgress: self._ask_progress,
+            do.PublishNotice: self._publish_notice,
+            do.PublishPlace: lambda d: self._set(
+                contract.worker_place(d.worker), doc.encode(d.place)
+            ),
+            do.PublishSave: lambda d: self._set(contract.JOB_SAVE, doc.encode(d.request)),
+            do.SealRound: lambda d: self._seal_rounds(d.round),
+            do.AskStacks: lambda d: self._set(contract.JOB_STACKS, str(d.number).encode()),
+            do.Announce: self.record.announce,
+        }
 
     def shut_down_agents(self, grace: float, reason: str, *, interrupt: bool) -> None:
         """Order every agent to stop its workers and exit; `interrupt`: by SIGINT first."""
         for agent in self.orders:
             self._give(agent, doc.ShutdownOrder(grace, reason, interrupt))
+
+    def _stop_agent(self, decision: do.StopAgent) -> None:
+        agent = decision.host, decision.incarnation
+        self._give(agent, doc.ShutdownOrder(decision.grace, decision.reason))
+
+    def _publish_notice(self, decision: do.PublishNotice) -> None:
+        notice = decision.round, decision.after_step, decision.reason, decision.silent
+        self._set(contract.JOB_NOTICE, doc.encode(doc.Notice(*notice)))
+
+    def _show_line(self, decision: ShowLine) -> None:
+        if self.checks is not None:
+            self.checks.say(decision.line)
 
     def _set(self, key: str, value: bytes) -> None:
         self.server.post([wire.Set(key, value)])
@@ -275,18 +262,22 @@ class Executor:
 
     # ---- events --------------------------------------------------------------------------
 
-    def note(self, event: MachineEvent) -> None:
-        """Forget agents and workers that have ended; called before the event's machine decides."""
-        self.record.note(event)
-        match event:
-            case AgentLost(host=host, incarnation=incarnation):
-                self._agent_lost(host, incarnation)
-            case ev.AgentReturned():
-                self._adopt(event)
-            case ev.WorkerExited(worker=worker) | LeaseExpired(kind="worker", owner=worker):
-                self._delete(contract.worker_prefix(worker))
-                if isinstance(event, ev.WorkerExited):
-                    self._agent_of.pop(worker, None)
+    def followers(self) -> dict[type[Any], Handler]:
+        """Return what follows from events themselves: agents and workers that end are forgotten."""
+        return {
+            AgentLost: lambda e: self._agent_lost(e.host, e.incarnation),
+            ev.AgentReturned: self._adopt,
+            ev.WorkerExited: self._worker_exited,
+            LeaseExpired: self._lease_expired,
+        }
+
+    def _worker_exited(self, event: ev.WorkerExited) -> None:
+        self._delete(contract.worker_prefix(event.worker))
+        self._agent_of.pop(event.worker, None)
+
+    def _lease_expired(self, event: LeaseExpired) -> None:
+        if event.kind == "worker":
+            self._delete(contract.worker_prefix(event.owner))
 
     def _agent_lost(self, host: str, incarnation: int) -> None:
         agent = (host, incarnation)

@@ -14,13 +14,13 @@ from elastic_driver.core.decisions import Announce, EndJob, PublishWorld
 from elastic_driver.core.documents import World
 from elastic_driver.core.events import WorkerExited, WorkerReady, WorkerStepped
 from elastic_driver.core.job_events import EventBatch
+from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.journal.replay import Step
 from elastic_driver.runtime.journal.resume import ResumedRun
-from elastic_driver.runtime.mailbox import MachineEvent
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult, WorkerResults, as_event
 from elastic_driver.runtime.run_ledger import RunLedger
@@ -45,7 +45,7 @@ class JobRecord:
 
     # ---- what has happened ---------------------------------------------------------------
 
-    def note(self, event: MachineEvent) -> None:
+    def note(self, event: ForMachine) -> None:
         """Take in an event, before its machine decides."""
         match event:
             case WorkerExited():

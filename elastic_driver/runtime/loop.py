@@ -16,26 +16,18 @@ from typing import Any
 from elastic_driver.brain.store.figures import Sample
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, CheckHosts, EndJob
-from elastic_driver.core.driver_events import (
-    AgentLost,
-    DriverResumed,
-    HostsMeasured,
-    LeaseExpired,
-    StopRequested,
-    Tick,
-)
+from elastic_driver.core.driver_events import DriverResumed, HostsMeasured, StopRequested, Tick
 from elastic_driver.core.job import Job
-from elastic_driver.core.job_events import TOGETHER, EventBatch
-from elastic_driver.core.machine import Machine, stamped
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.rules.workers import OCCUPYING, RUNNING
 from elastic_driver.errors import ElasticError, ExitCode
+from elastic_driver.kernel.kernel import Handler, Kernel
 from elastic_driver.kernel.log import Level
+from elastic_driver.kernel.machine import ForMachine, Reply
 from elastic_driver.kernel.tables import Snapshots
-from elastic_driver.policies.messages import KeysRead, MachineName, Reply
+from elastic_driver.policies.messages import KeysRead
 from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
 from elastic_driver.policies.scaling.starvation import Starvation
-from elastic_driver.policies.shard_messages import ShardBatch, ShardRequest
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.stragglers import RoundPublished, Stragglers
 from elastic_driver.policies.tf_cluster import TfCluster
@@ -46,10 +38,10 @@ from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.collector import collector_paused
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_lists import Hosts
-from elastic_driver.runtime.journal.codec import JOURNALLED
 from elastic_driver.runtime.journal.replay import MEMORY
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
+from elastic_driver.runtime.machines import MACHINES
 from elastic_driver.runtime.measurements import Measurements
 from elastic_driver.runtime.run_ledger import job_started
 from elastic_driver.runtime.speed import loads_seen, new_auto_scaler, sample_of, speed_seen
@@ -61,7 +53,10 @@ TELL_S = 2.0  # for workers to end, before the user is told of the wait
 AGENT_EXIT_S = 3.0  # for agents to report and exit, after their workers' grace
 _SPIN_GUARD_S = 0.01  # the least time between two ticks
 _HELD_S = 0.02  # between two looks at a journal that does not answer
-_FOR_SHARDS_TOO = (ev.WorkerStarted, ev.WorkerExited, LeaseExpired, AgentLost)
+
+
+def _event_in(message: ForMachine | mail.Delivered) -> ForMachine:
+    return message.event if isinstance(message, mail.Delivered) else message
 
 
 def _call_all(acts: list[Callable[[], None]]) -> None:
@@ -96,20 +91,31 @@ class DriverLoop:
 
     def __post_init__(self) -> None:
         self.tf = TfCluster(self.lease)
-        self._machines: dict[MachineName, Machine[Any, Any]] = {
+        own: dict[type[Any], Handler] = {
+            EndJob: self._end_job,
+            CheckHosts: lambda d: self._begin_check(d.hosts, partial(self._answer_job, d)),
+            CheckEnded: self._end_check,
+        }
+        self.kernel = Kernel(
+            MACHINES,
+            self.executor.handlers() | own,
+            clock=self.clock,
+            answer=self.answer,
+            followers=self.executor.followers(),
+        )
+        self.kernel.checks_invariants, self.kernel.on_handled = self.debug, self._on_handled
+        self.kernel.machines |= {
             "stragglers": self.stragglers,
             "shards": DataSets(),
             "tf": self.tf,
         }
-        self._deadlines: dict[MachineName, float | None] = {}
         self._stop_now = False
-        self._events = 0  # handled so far; an event's number is the cause of what follows from it
 
     def turn(self, until: float | None = None) -> None:
         """Handle the next message, if one comes before a deadline, and the deadlines passed."""
         shows = self.executor.record.tails.deadline if self.end is None else None
         answers = None if self.journal is None else self.journal.deadline
-        known = (*self._deadlines.values(), until, shows, answers, self.measurements.due)
+        known = (*self.kernel.deadlines.values(), until, shows, answers, self.measurements.due)
         deadlines = [due for due in known if due is not None]
         timeout = max(_SPIN_GUARD_S, min(deadlines) - self.clock()) if deadlines else None
         try:
@@ -119,9 +125,9 @@ class DriverLoop:
         else:
             self._take(message)
         now = self.clock()
-        for name, due in list(self._deadlines.items()):
+        for name in self.kernel.due(now):
             # Messages that had to wait for the journal may tell of what is due.
-            if due is not None and due <= now and not self.mailbox.has_old:
+            if not self.mailbox.has_old:
                 self._decide(name, Tick())
         if self.measurements.due is not None and self.measurements.due <= now:
             self._measure(now)
@@ -146,12 +152,12 @@ class DriverLoop:
             self.executor.read(keys, lambda found: self.mailbox.put(mail.UsageRead(found)))
         else:
             self._keep_sample(job, now, measurements.job)
-        seen = speed_seen(job, watch) if "starvation" in self._machines else None
+        seen = speed_seen(job, watch) if "starvation" in self.kernel.machines else None
         loads = None if seen is None else loads_seen(job, measurements.document())
         # A search that thinks for long, or a busy machine, puts off no look.
         measurements.looked(now, time.thread_time() - began)
         if seen is not None and loads is not None:
-            if "scaling" in self._machines:
+            if "scaling" in self.kernel.machines:
                 self._decide("scaling", seen)
             self._decide("starvation", loads)
 
@@ -220,35 +226,25 @@ class DriverLoop:
                 self._begin_check(hosts, answer)
             case StopRequested(reason, exit_code) if self.job is None:
                 self.end = self.end or EndJob(exit_code, reason)
-            case ShardRequest():
-                together = self.mailbox.following((ShardRequest,), MAX_TOGETHER)
-                self._decide("shards", ShardBatch((message, *together)))
             case _:
                 self._hand_over(message)
 
-    def _hand_over(self, first: mail.MachineEvent | mail.Delivered) -> None:
+    def _hand_over(self, first: ForMachine | mail.Delivered) -> None:
         """Hand an event, and those behind it that are handled with it, to their machines."""
-        messages: list[Any] = [first]
-        if isinstance(first.event if isinstance(first, mail.Delivered) else first, TOGETHER):
-            messages += self.mailbox.following(TOGETHER, MAX_TOGETHER)
+        messages: list[ForMachine | mail.Delivered] = [first]
+        event = _event_in(first)
+        together = MACHINES[event.machine].together
+        if isinstance(event, together):
+            messages += self.mailbox.following(together, MAX_TOGETHER)
         acts = [each.acknowledge for each in messages if isinstance(each, mail.Delivered)]
         self.unanswered = acts
-        for_job: list[Any] = []
-        for message in messages:
-            each = message.event if isinstance(message, mail.Delivered) else message
-            self.executor.note(each)
-            if each.machine != "job":
-                self._decide(each.machine, each)
-                continue
-            for_job.append(each)
-            if isinstance(each, _FOR_SHARDS_TOO):
-                self._decide("shards", each)
-            elif isinstance(each, ev.WorkerEnding):
-                self._decide("stragglers", each)
-        if any(isinstance(e, ev.WorkerExited) and e.out_of_memory is not None for e in for_job):
+        events = list(map(_event_in, messages))
+        for each in events:
+            self.executor.record.note(each)
+        if any(isinstance(e, ev.WorkerExited) and e.out_of_memory is not None for e in events):
             self._decide("job", HostsMeasured(self.measurements.idle_memory()))
-        if for_job:
-            self._decide("job", EventBatch(tuple(for_job)) if len(for_job) > 1 else for_job[0])
+        self.kernel.hand_over(events)
+        self._snapshot_if_due()
         self.unanswered = []
         if acts and self._journal is None:
             self.acknowledge(acts)
@@ -257,39 +253,23 @@ class DriverLoop:
 
     # ---- machines ------------------------------------------------------------------------
 
-    def _decide(self, name: MachineName, event: mail.MachineEvent | ShardBatch) -> None:
-        """Number an event, have its machine decide, and carry out what it decides."""
-        machine = self._machines.get(name)
-        if machine is None:
-            return  # what it was for is over, or has not begun
-        self._events += 1
-        now = self.clock()
-        journal = self._journal if name in JOURNALLED else None
-        if journal is not None:
-            journal.note(self._events, now, name, event)
-        decisions = machine.handle(event, now)
-        if isinstance(event, KeysRead):
-            self.executor.look_seconds = self.clock() - now
-            self.executor.record.times.progressed(self.stragglers.step, self.stragglers.step_time)
-        if isinstance(event, KeysRead) or (name == "stragglers" and type(event) is ev.WorkerEnding):
-            self.executor.record.progressed(self.stragglers.step, self.stragglers.round_step)
-        self._deadlines[name] = machine.deadline()
-        if self.debug and (violated := machine.check()):
-            raise AssertionError(f"after {event}: {'; '.join(violated)}")
-        decided = stamped(decisions, self._events)
-        acts = [each for each in decided if not isinstance(each, Reply)]
-        if acts and journal is not None:
-            self._tell(journal.settle())  # what follows from the event acts once it is written
-            if journal.holds and not self._has_come(journal):
-                return
-        self._carry_out(acts)
-        if replies := [each for each in decided if isinstance(each, Reply)]:
-            if journal is None:
-                self.answer(replies)  # all together
-            else:
-                self._tell(journal.then(partial(self.answer, replies), DATA_WAIT_S))
+    def _decide(self, name: str, event: Any) -> None:
+        """Have a machine decide, and carry out what it decides."""
+        self.kernel.decide(name, event)
+        self._snapshot_if_due()
+
+    def _snapshot_if_due(self) -> None:
         if self.journal is not None and self.journal.snapshot_due:
             self._journal_states()
+
+    def _on_handled(self, name: str, event: Any, seconds: float) -> None:
+        """Note how far the job is, which its watch has just read."""
+        record, watch = self.executor.record, self.stragglers
+        if isinstance(event, KeysRead):
+            self.executor.look_seconds = seconds
+            record.times.progressed(watch.step, watch.step_time)
+        if isinstance(event, KeysRead) or (name == "stragglers" and type(event) is ev.WorkerEnding):
+            record.progressed(watch.step, watch.round_step)
 
     # ---- the journal ---------------------------------------------------------------------
 
@@ -298,11 +278,22 @@ class DriverLoop:
         """The journal, once there is a job."""
         return None if self.job is None else self.journal
 
-    def _has_come(self, journal: Journal) -> bool:
-        """Wait until a journal that must be written answers; return False if it is too late.
+    def note(self, n: int, at: float, machine: str, event: object) -> None:
+        """See `Record.note`."""
+        if self._journal is not None:
+            self._journal.note(n, at, machine, event)
+
+    def is_written(self) -> bool:
+        """Wait until the journal has all events, if it must be written; False: it is too late.
 
         Meanwhile the status and the watch over slow ranks go on; everything else waits.
         """
+        journal = self._journal
+        if journal is None:
+            return True
+        self._tell(journal.settle())
+        if not journal.holds:
+            return True
         waiting: list[mail.Message] = []
         while journal.holds and not self._stop_now:
             with contextlib.suppress(queue.Empty):
@@ -313,17 +304,22 @@ class DriverLoop:
                         self._decide("stragglers", message)
                     case _:
                         waiting.append(message)
-            due = self._deadlines.get("stragglers")
+            due = self.kernel.deadlines.get("stragglers")
             if due is not None and due <= self.clock():
                 self._decide("stragglers", Tick())
             self._tell(journal.settle())
         self.mailbox.put_back(waiting)
         return not self._stop_now
 
+    def once_written(self, act: Callable[[], None]) -> None:
+        """See `Record.once_written`."""
+        if self._journal is not None:
+            self._tell(self._journal.then(act, DATA_WAIT_S))
+
     def _tell(self, news: list[Announce]) -> None:
         """Log and show the news of the journal."""
         for each in news:
-            self.executor.execute(each)
+            self.kernel.act(each)
 
     def _keep(self, changed: mail.KeysChanged) -> None:
         if self._journal is not None:
@@ -338,43 +334,47 @@ class DriverLoop:
         if self._journal is not None:
             with collector_paused():
                 states: dict[str, bytes] = {
-                    n: m.snapshot() for n, m in self._machines.items() if isinstance(m, Snapshots)
+                    n: m.snapshot()
+                    for n, m in self.kernel.machines.items()
+                    if isinstance(m, Snapshots)
                 }
             states[MEMORY] = self.executor.record.memory()
-            self._journal.snapshot(self._events, self.clock(), states)
+            self._journal.snapshot(self.kernel.events, self.clock(), states)
 
-    def _carry_out(self, decisions: list[Any]) -> None:
-        for decision in decisions:
-            match decision:
-                case EndJob():
-                    self.end = self.end or decision
-                case CheckHosts(hosts=hosts):
-                    self._begin_check(hosts, partial(self._answer_job, decision))
-                case CheckEnded(report=report):
-                    self.checker = None
-                    del self._machines["check"], self._deadlines["check"]
-                    if self.checks is not None:
-                        self.checks.end(report)
-                case _:
-                    self.executor.execute(decision)
+    # ---- the job, its check, and their ends ----------------------------------------------
+
+    def _end_job(self, decision: EndJob) -> None:
+        self.end = self.end or decision
+
+    def _end_check(self, decision: CheckEnded) -> None:
+        self.checker = None
+        self.kernel.end("check")
+        if self.checks is not None:
+            self.checks.end(decision.report)
 
     def _begin_job(self, job: Job, run_id: str) -> None:
-        self.job = self._machines["job"] = job
+        self._run_job(job)
         self._begin_scaling(job)
         self.measurements.due = self.clock()
         self._journal_states()
         if self.journal is not None:  # whoever sees that the job has begun can go on with it
             self._tell(self.journal.settle())
         what, started = f"run {run_id}", job_started(job.settings)
-        self.executor.execute(Announce(started, what))
+        self.kernel.act(Announce(started, what))
         if self.checks is not None and self.checks.report is not None:
-            self.executor.execute(Announce(host_log.NodesChecked(), self.checks.report.summary()))
+            self.kernel.act(Announce(host_log.NodesChecked(), self.checks.report.summary()))
+
+    def _run_job(self, job: Job) -> None:
+        self.job = job
+        self.kernel.begin("job", job)
+        self.kernel.record = None if self.journal is None else self
 
     def _resume_job(self, run: ResumedRun) -> None:
         """Go on with the job of an earlier driver, after its last event."""
         machines: Any = run.machines
-        self._machines |= machines
-        self.job, self.tf, self._events = run.job, machines["tf"], run.n
+        self.kernel.machines |= machines
+        self.kernel.events, self.tf = run.n, machines["tf"]
+        self._run_job(run.job)
         self.executor.resume(run)
         self.stragglers.step = self.executor.record.ledger.step
         self._begin_scaling(run.job)
@@ -382,16 +382,16 @@ class DriverLoop:
         self.end = run.end
         moved = self.executor.server.url != run.url
         event = DriverResumed(run.term + 1, f"driver {run.term} has ended", moved)
-        for name in JOURNALLED:
-            self._decide(name, event)
+        for each in MACHINES.journalled:
+            self._decide(each.name, event)
         self._journal_states()
 
     def _begin_scaling(self, job: Job) -> None:
         """Have the number of workers searched, or hosts with too many found, as the job wants."""
         if job.settings.auto_scale:
-            self._machines["scaling"] = new_auto_scaler()
+            self.kernel.begin("scaling", new_auto_scaler())
         if job.settings.auto_scale or self.brain is not None:
-            self._machines["starvation"] = Starvation()
+            self.kernel.begin("starvation", Starvation())
 
     def _begin_check(self, hosts: Hosts, answer: CheckAnswer) -> None:
         """Check hosts; any thread may later call `answer` with the report, or with an error."""
@@ -402,8 +402,7 @@ class DriverLoop:
         except (ElasticError, OSError) as error:
             answer(error)
         else:
-            self._machines["check"] = self.checker
-            self._deadlines["check"] = self.clock()  # the first tick begins
+            self.kernel.begin("check", self.checker, due=self.clock())  # the first tick begins
             self._journal_states()
 
     def _answer_job(self, asked: CheckHosts, found: Any) -> None:

@@ -10,17 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from elastic_driver.core.events import StateDescribed
 from elastic_driver.core.job import Job
-from elastic_driver.core.job_events import EventBatch, JobEvent
 from elastic_driver.errors import TakenOverError
-from elastic_driver.policies.messages import KeysRead, RequestDropped
-from elastic_driver.policies.nodecheck.messages import TaskEnded
+from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.policies.nodecheck.report import CheckReport
-from elastic_driver.policies.scaling.messages import LoadsSeen, PriorFound, SpeedSeen
-from elastic_driver.policies.shard_messages import ShardRequest, StopOrdered
-from elastic_driver.policies.stragglers import RoundPublished
-from elastic_driver.policies.tf_messages import TfRequest
 from elastic_driver.runtime.host_lists import Hosts
 from rendezvous.wire import Entry
 
@@ -78,24 +71,16 @@ class StopNow:
     """End the job at once: its end was requested a second time."""
 
 
-PolicyEvent: TypeAlias = (
-    ShardRequest | StopOrdered | TfRequest | RequestDropped | KeysRead | RoundPublished | SpeedSeen
-    | LoadsSeen | PriorFound | TaskEnded | StateDescribed
-)  # fmt: skip
-# The events of machines; each has a `machine`.
-MachineEvent: TypeAlias = JobEvent | EventBatch | PolicyEvent
-
-
 @dataclass(frozen=True, slots=True)
 class Delivered:
     """An event whose sender waits until the journal has it."""
 
-    event: JobEvent | TaskEnded | StateDescribed
+    event: ForMachine
     acknowledge: Callable[[], None]  # to be called on the server's loop
 
 
 Message: TypeAlias = (
-    MachineEvent | Delivered | StatusAsked | StopNow | TakenOver | JobBegins
+    ForMachine | Delivered | StatusAsked | StopNow | TakenOver | JobBegins
     | KeysChanged | UsageRead | CheckAsked
 )  # fmt: skip
 

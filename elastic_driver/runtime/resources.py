@@ -18,6 +18,7 @@ from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, TakenOverError
+from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.rights import job_access
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes
@@ -87,7 +88,7 @@ class DriverSetup:
 class _Driver(DriverPort, Protocol):
     """The driver, as its resources use it."""
 
-    def post(self, event: mail.MachineEvent) -> bool:
+    def post(self, event: ForMachine) -> bool:
         """Put an event into the mailbox; False when it is full, or there is no job for it."""
 
 

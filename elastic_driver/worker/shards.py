@@ -22,8 +22,9 @@ from typing import Any
 import msgspec
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.kernel.machine import Reply
 from elastic_driver.policies import shard_messages as messages
-from elastic_driver.policies.messages import Rejection, Reply
+from elastic_driver.policies.messages import Rejection
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.worker import context
 from elastic_driver.worker.worker_log import say

@@ -20,7 +20,7 @@ from elastic_driver.core import documents as msg
 from elastic_driver.core.decisions import Announce, Decision, GiveOrder, PublishSave, PublishWorld
 from elastic_driver.core.events import Event
 from elastic_driver.core.job import Job
-from elastic_driver.core.machine import stamped
+from elastic_driver.kernel.machine import stamped
 from elastic_driver.settings import Settings
 
 FOLDER = Path(__file__).parent / "conversations"

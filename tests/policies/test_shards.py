@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from elastic_driver.core.driver_events import DriverResumed, Tick
+from elastic_driver.kernel.machine import Reply
 from elastic_driver.policies import shards
-from elastic_driver.policies.messages import Rejection, Reply, RequestDropped
+from elastic_driver.policies.messages import Rejection, RequestDropped
 from elastic_driver.policies.shard_messages import (
     DoneRequest,
     Granted,

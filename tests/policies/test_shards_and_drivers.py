@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_driver.core.driver_events import DriverResumed
 from elastic_driver.core.events import WorkerStarted
-from elastic_driver.policies.messages import Reply
+from elastic_driver.kernel.machine import Reply
 from elastic_driver.policies.shard_checks import check_saved
 from elastic_driver.policies.shard_messages import (
     DoneRequest,

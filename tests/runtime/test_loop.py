@@ -16,15 +16,23 @@ from elastic_driver.brain.store.figures import Sample
 from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import HostsMeasured
 from elastic_driver.core.measured import HostUsage, Usage
-from elastic_driver.policies.messages import Reply
+from elastic_driver.kernel.machine import Reply
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription, ShardRequest
 from elastic_driver.runtime.loop import DriverLoop
+from elastic_driver.runtime.machines import MACHINES
 from elastic_driver.runtime.mailbox import Mailbox
 from elastic_driver.runtime.measurements import LOOK_S, USAGE_S
 from rendezvous.wire import Entry
 
 
+def carried_out(decision: object) -> None:
+    raise AssertionError(f"nobody has decided this: {decision}")
+
+
 def loop_of(executor: SimpleNamespace, replies: list[Reply]) -> DriverLoop:
+    decided = {kind for machine in MACHINES for kind in machine.decision_types()}
+    executor.handlers = lambda: dict.fromkeys(decided - {Reply}, carried_out)
+    executor.followers = dict
     return DriverLoop(
         mailbox=Mailbox(),
         executor=cast("Any", executor),
@@ -40,7 +48,7 @@ def test_a_reply_carries_the_number_of_the_event_that_caused_it() -> None:
     replies: list[Reply] = []
     # Replies do not pass through it; the loop asks it only for what is to be shown later.
     tails = SimpleNamespace(deadline=None)
-    record = SimpleNamespace(tails=tails, show_overdue=lambda _now: None)
+    record = recording(tails)
     loop = loop_of(SimpleNamespace(record=record), replies)
     for ticket in (1, 2):
         request = NextRequest("a", RangeDescription(20, 10), 0.0)
@@ -48,6 +56,11 @@ def test_a_reply_carries_the_number_of_the_event_that_caused_it() -> None:
         loop.turn()
 
     assert [(reply.ticket, reply.cause) for reply in replies] == [(1, 1), (2, 2)]
+
+
+def recording(tails: SimpleNamespace) -> SimpleNamespace:
+    """The record of a job of which nothing is shown."""
+    return SimpleNamespace(tails=tails, note=lambda _event: None, show_overdue=lambda _now: None)
 
 
 class Listener:
@@ -69,9 +82,9 @@ class Listener:
 
 def test_the_job_knows_the_idle_memory_of_hosts_before_a_worker_that_ran_out_of_it() -> None:
     tails, job = SimpleNamespace(deadline=None), Listener()
-    record = SimpleNamespace(tails=tails, show_overdue=lambda _now: None)
-    loop = loop_of(SimpleNamespace(record=record, note=lambda _event: None), [])
-    loop._machines |= {"job": job, "shards": Listener()}
+    record = recording(tails)
+    loop = loop_of(SimpleNamespace(record=record), [])
+    loop.kernel.machines |= {"job": job, "shards": Listener()}
     host = HostUsage(cpu=0.5, memory_used=3, memory_total=8, disk_used=1, disk_total=2)
     (key,) = loop.measurements.usage_keys(0.0, [("a", 1)])
     assert key == contract.agent_usage("a", 1)
@@ -96,7 +109,7 @@ def test_statistics_get_the_usage_of_hosts_that_was_read_for_them() -> None:
         found({key: Entry(value=value, revision=used + 1) for key in keys})
 
     tails = SimpleNamespace(deadline=None)
-    record = SimpleNamespace(tails=tails, show_overdue=lambda _now: None)
+    record = recording(tails)
     loop, kept = loop_of(SimpleNamespace(record=record, read=read), []), list[Sample]()
     loop.statistics = kept.append
     loop.job = cast(
@@ -130,9 +143,9 @@ def test_a_search_that_thinks_for_long_puts_off_no_look_at_the_speed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A look of 0.1 s would be the last one for 20 s."""
-    loop = loop_of(SimpleNamespace(tails=SimpleNamespace(deadline=None)), [])
+    loop = loop_of(SimpleNamespace(record=None), [])
     search = Thinker()
-    loop._machines |= {"scaling": search, "starvation": Listener()}
+    loop.kernel.machines |= {"scaling": search, "starvation": Listener()}
     loop.job = cast(
         "Any",
         SimpleNamespace(
@@ -141,7 +154,6 @@ def test_a_search_that_thinks_for_long_puts_off_no_look_at_the_speed(
     )
     monkeypatch.setattr("elastic_driver.runtime.loop.speed_seen", lambda *_: "speed")
     monkeypatch.setattr("elastic_driver.runtime.loop.loads_seen", lambda *_: "loads")
-    monkeypatch.setattr(loop, "_decide", lambda name, event: loop._machines[name].handle(event, 0))
     loop._measure(50.0)
     assert search.heard == ["speed"]
     assert loop.measurements.due == 50.0 + LOOK_S

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from elastic_driver.core.machine import Machine
+from elastic_driver.kernel.machine import Machine
 
 OFTEN = 0.1  # of the events are followed by a way there and back
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from elastic_driver.core.driver_events import Tick
-from elastic_driver.policies.messages import Reply
+from elastic_driver.kernel.machine import Reply
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.rights import job_access

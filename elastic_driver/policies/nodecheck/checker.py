@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -22,8 +22,10 @@ from elastic_driver import contract
 from elastic_driver.core import decisions as do
 from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
-from elastic_driver.core.driver_events import AgentLost, LeaseExpired
+from elastic_driver.core.driver_events import AgentLost, LeaseExpired, Tick
+from elastic_driver.core.job_events import AnyAgentEvent, ProcessEvent
 from elastic_driver.core.rules.ranks import Seat, assign
+from elastic_driver.kernel.machine import CausedDecision, Declaration
 from elastic_driver.kernel.tables import Snapshots, Tables, make, saved, set_defaults, table
 from elastic_driver.policies.messages import (
     AdmitMembers,
@@ -52,14 +54,17 @@ class CheckLimits(Struct, frozen=True, kw_only=True):
     task_timeout: float = 120.0  # for the task of one round, with its start
 
 
-class CheckEnded(do.CausedDecision, frozen=True, tag="check_ended"):
+class CheckEnded(CausedDecision, frozen=True, tag="check_ended"):
     """The check is over; `report` has its results."""
 
     report: CheckReport
     reason: str
 
 
-CheckDecision = (
+CheckEvent: TypeAlias = (
+    AnyAgentEvent | ProcessEvent | LeaseExpired | Tick | messages.TaskEnded | KeysRead
+)
+CheckDecision: TypeAlias = (
     do.StartAgent | do.StopAgent | do.KillAgent | do.GiveOrder | do.SealRound | PublishKey
 ) | (AdmitMembers | ReadKeys | ShowLine | CheckEnded)
 
@@ -146,9 +151,7 @@ class NodeChecker(Snapshots):
 
     # ---- a machine's methods -------------------------------------------------------------
 
-    def handle(
-        self, event: ev.Event | messages.TaskEnded | KeysRead, now: float
-    ) -> list[CheckDecision]:
+    def handle(self, event: CheckEvent, now: float) -> list[CheckDecision]:
         """Take in what agents and tasks report, and the time."""
         if self._began is None:
             self._began, self._due = now, now + self._limits.start_timeout
@@ -412,3 +415,8 @@ def _last_words(event: ev.WorkerExited) -> str:
     what = f"exit code {code}" if code > 0 else f"signal {-code}"
     lines = [line.strip() for line in event.log_tail.splitlines() if line.strip()]
     return f"{what}: {lines[-1][:_LAST_WORDS_CHARS]}" if lines else what
+
+
+DECLARATION = Declaration(
+    name="check", kind=NodeChecker, events=CheckEvent, decisions=CheckDecision
+)

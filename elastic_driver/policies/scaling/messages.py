@@ -4,7 +4,10 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from elastic_driver.policies.messages import MachineName
+from elastic_driver.core.decisions import Announce
+from elastic_driver.core.driver_events import Tick
+from elastic_driver.kernel.machine import Declaration
+from elastic_driver.policies.messages import SendEvent
 
 WRONG = 0.2  # a prior that differs so much from what is measured is dropped
 
@@ -15,7 +18,7 @@ class PriorFound(Struct, frozen=True, kw_only=True, tag="prior_found"):
     `step_times`: seconds of a step, by size and hosts; there is at least one.
     """
 
-    machine: ClassVar[MachineName] = "scaling"
+    machine: ClassVar[str] = "scaling"
 
     jobs: int
     step_times: tuple[tuple[int, int, float], ...]
@@ -32,7 +35,7 @@ class SpeedSeen(Struct, frozen=True, kw_only=True, tag="speed_seen"):
     None: not known.
     """
 
-    machine: ClassVar[MachineName] = "scaling"
+    machine: ClassVar[str] = "scaling"
 
     round: int
     size: int
@@ -67,8 +70,14 @@ class HostLoad(Struct, frozen=True, kw_only=True):
 class LoadsSeen(Struct, frozen=True, kw_only=True, tag="loads_seen"):
     """The load of the hosts that train now; `held`: a user has asked for a size."""
 
-    machine: ClassVar[MachineName] = "starvation"
+    machine: ClassVar[str] = "starvation"
 
     round: int
     hosts: tuple[HostLoad, ...]
     held: bool = False
+
+
+# Of `autoscaler.AutoScaler`, whose module loads SciPy: most jobs do without.
+AUTO_SCALER = Declaration(
+    name="scaling", events=SpeedSeen | PriorFound | Tick, decisions=SendEvent | Announce
+)

@@ -8,6 +8,7 @@ takes one worker at a time, and each time looks again for as long. Pure. Times a
 from statistics import median
 
 from elastic_driver.core.driver_events import HostStarved, Tick
+from elastic_driver.kernel.machine import Declaration
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.messages import HostLoad, LoadsSeen
 
@@ -63,3 +64,6 @@ def _starved(hosts: tuple[HostLoad, ...]) -> dict[str, float]:
         if usual > 0 and load.compute >= SLOWER * usual:
             found[load.host] = load.compute / usual
     return found
+
+
+DECLARATION = Declaration(name="starvation", events=LoadsSeen | Tick, decisions=SendEvent)

@@ -12,22 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic_driver.core.job import Job
-from elastic_driver.core.machine import Machine, stamped
 from elastic_driver.errors import UsageError
+from elastic_driver.kernel.machine import Machine, stamped
 from elastic_driver.kernel.tables import Snapshots
-from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
-from elastic_driver.policies.shards import DataSets
-from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.policies.nodecheck.checker import CheckEnded
 from elastic_driver.runtime.journal import write_ahead
-from elastic_driver.runtime.journal.codec import AnyEvent, decode
+from elastic_driver.runtime.journal.codec import decode
 from elastic_driver.runtime.journal.tables import FORMAT, UPGRADED, checksum, connect, stranger
+from elastic_driver.runtime.machines import MACHINES
 
-_KINDS: dict[str, type[Snapshots]] = {
-    "job": Job,
-    "check": NodeChecker,
-    "shards": DataSets,
-    "tf": TfCluster,
-}
+_KINDS = {each.name: each.kind for each in MACHINES.journalled if each.kind is not None}
 _LATER = "SELECT * FROM events WHERE n > ? AND n <= ? ORDER BY n"
 _STATES = "SELECT * FROM snapshots WHERE n = ?"
 NEWEST = 2**62  # larger than any event's number
@@ -61,7 +55,7 @@ class Step(NamedTuple):
     n: int
     at: float  # machine time (`runtime.clock`)
     machine: str
-    event: AnyEvent
+    event: Any
     decisions: list[Any]  # each knows `n` as its cause
 
 

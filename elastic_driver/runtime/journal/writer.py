@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from elastic_driver.core.decisions import Announce
 from elastic_driver.errors import ClusterError, TakenOverError
-from elastic_driver.runtime.journal.codec import AnyEvent, encode
+from elastic_driver.runtime.journal.codec import encode
 from elastic_driver.runtime.journal.file_system import network_file_system
 from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row, SqliteStore
 from elastic_driver.runtime.library_logs import described
@@ -132,7 +132,7 @@ class Journal:
         due = self._again_at is not None and self.clock() >= self._again_at
         return due and not self._writer.is_alive()
 
-    def note(self, n: int, at: float, machine: str, event: AnyEvent) -> None:
+    def note(self, n: int, at: float, machine: str, event: object) -> None:
         """Note an event with its number and time; `settle` or `flush` follows."""
         if not self._given_up:
             encoded = encode(event)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import get_args
 
-from elastic_driver.core.decisions import CausedDecision, Decision, SealRound
+from elastic_driver.core.decisions import Decision, SealRound
 from elastic_driver.core.job_events import EventBatch, JobEvent
-from elastic_driver.core.machine import stamped
+from elastic_driver.kernel.machine import CausedDecision, stamped
 from tests.core.conversation import kinds
 
 
