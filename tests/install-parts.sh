@@ -4,7 +4,7 @@
 #     tests/install-parts.sh
 #
 # sshd, iptables, ethtool and iproute2 (clusters of network namespaces), Open MPI, Slurm,
-# Prometheus, etcd, PostgreSQL, login shells, a C compiler; py-spy and mpi4py in the project's environment
+# Prometheus, etcd, PostgreSQL, login shells, a C compiler, Node.js; py-spy and mpi4py in the project's environment
 # (.venv); TensorFlow in one of its own; axe-core. What is there already is left as it is, so a second run
 # takes a second. No daemon is started: each test starts its own.
 set -euo pipefail
@@ -45,6 +45,7 @@ zsh:zsh
 groff:groff-base
 csh:tcsh
 fish:fish
+node:nodejs
 "
 
 # `python3 -m venv` needs Debian's package where python3 is Debian's.
