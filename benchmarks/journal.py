@@ -30,8 +30,8 @@ from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.driver_events import HostsDiscovered
 from elastic_driver.core.job import Job
 from elastic_driver.core.job_events import EventBatch
-from elastic_driver.policies import shard_messages as m
-from elastic_driver.policies.shards import DataSets
+from elastic_driver.features.shards import messages as m
+from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.runtime.collector import collector_paused
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import EtcdClient, read_access

@@ -8,9 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors: the names of `_NAMES`
+    from elastic_driver.arithmetic import allocate_microbatches as allocate_microbatches
     from elastic_driver.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
     from elastic_driver.errors import WorldBrokenError as WorldBrokenError
-    from elastic_driver.policies.microbatches import allocate_microbatches as allocate_microbatches
+    from elastic_driver.features.shards.worker.client import (
+        IncompleteDataError as IncompleteDataError,
+    )
+    from elastic_driver.features.shards.worker.client import ShardClient as ShardClient
+    from elastic_driver.features.shards.worker.dataset import ShardedDataset as ShardedDataset
     from elastic_driver.worker.batches import FixedBatch as FixedBatch
     from elastic_driver.worker.current import cross_rank as cross_rank
     from elastic_driver.worker.current import cross_size as cross_size
@@ -23,9 +28,6 @@ if TYPE_CHECKING:  # for type checkers and editors: the names of `_NAMES`
     from elastic_driver.worker.current import slot as slot
     from elastic_driver.worker.run import run as run
     from elastic_driver.worker.sampler import ElasticSampler as ElasticSampler
-    from elastic_driver.worker.sharded import ShardedDataset as ShardedDataset
-    from elastic_driver.worker.shards import IncompleteDataError as IncompleteDataError
-    from elastic_driver.worker.shards import ShardClient as ShardClient
     from elastic_driver.worker.state import ObjectState as ObjectState
     from elastic_driver.worker.state import State as State
     from elastic_driver.worker.state import TorchState as TorchState
@@ -38,15 +40,15 @@ if TYPE_CHECKING:  # for type checkers and editors: the names of `_NAMES`
     from elastic_driver.worker.world.wrapping import wrap as wrap
 
 _NAMES = {  # by module
-    "policies.microbatches": "allocate_microbatches",
+    "arithmetic": "allocate_microbatches",
     "errors": "HostsUpdatedInterrupt WorldBrokenError",
     "worker.batches": "FixedBatch",
     "worker.current": "cross_rank cross_size is_initialized local_rank local_size rank round_id "
     "size slot",
     "worker.run": "run",
     "worker.sampler": "ElasticSampler",
-    "worker.sharded": "ShardedDataset",
-    "worker.shards": "IncompleteDataError ShardClient",
+    "features.shards.worker.dataset": "ShardedDataset",
+    "features.shards.worker.client": "IncompleteDataError ShardClient",
     "worker.state": "ObjectState State TorchState",
     "worker.world.host_groups": "cross_group local_group",
     "worker.world.session": "busy init report_progress shutdown",

@@ -23,11 +23,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import elastic_driver
+from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
 from elastic_driver.rights import PAGE_FILES, ROUTES, job_access
 from elastic_driver.runtime import openapi
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.output import AgentsOutput
 from elastic_driver.runtime.worker_logs import WorkerLogs

@@ -16,9 +16,8 @@ from elastic_driver.brain.algorithm import JobView, Plan, SpeedAt, View
 from elastic_driver.brain.placement import place, place_quickly
 from elastic_driver.brain.shares import SharedJob, fair_shares, share_costs
 from elastic_driver.brain.space import Space, space_of
-from elastic_driver.policies.scaling.autoscaler import HORIZON_S, REPAYS
-from elastic_driver.policies.scaling.search import CLOSE, Search
-from elastic_driver.policies.scaling.speed_model import Layout, SpeedModel, fit
+from elastic_driver.features.sizes.autoscaler import HORIZON_S, REPAYS
+from elastic_driver.features.sizes.search import CLOSE, Layout, Search, SpeedModel, fit
 from elastic_driver.words import counted
 
 GAIN = 0.02  # a plan has to save this share of the costs of the jobs that it changes

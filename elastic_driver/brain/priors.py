@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from elastic_driver.brain.algorithm import JobView, SpeedAt
 from elastic_driver.brain.store.records import Record, in_order
-from elastic_driver.policies.scaling.messages import WRONG
+from elastic_driver.features.sizes.messages import WRONG
 
 JOBS = 5  # so many of the newest similar jobs count
 MEMORY_FACTOR = 1.5  # of the largest memory of a worker

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from elastic_driver.brain.algorithm import Algorithm, HostView, JobView, SpeedAt, View, faults
 from elastic_driver.brain.store.records import Record, work_of
-from elastic_driver.policies.scaling.gauge import LEAST_STEPS, WARM_UP_S, WARM_UP_STEPS
-from elastic_driver.policies.scaling.speed_model import Layout, fit
+from elastic_driver.features.sizes.gauge import LEAST_STEPS, WARM_UP_S, WARM_UP_STEPS
+from elastic_driver.features.sizes.search import Layout, fit
 
 CHANGE_S = 0.3  # lost by a change of the size or the hosts
 AGAIN_S = 61.0  # after the last event, for algorithms that leave a job alone for some time

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.documents import Speed
-from elastic_driver.policies.scaling.gauge import Gauge
+from elastic_driver.features.sizes.gauge import Gauge
 
 COSTS_KEPT = 8  # of the newest changes
 GAP_S = 3.0  # between two reports, around a change whose cost is measured

@@ -28,13 +28,13 @@ Every decision about the job is made in the driver's thread. Errors have the for
 from aiohttp import web
 
 from elastic_driver import contract
+from elastic_driver.features.joining.driver import JoinedNodes
 from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.event_routes import EVENT_OF_PATH, EventRoutes, StopRequest
 from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.live import Live
 from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.openapi import OpenApi

@@ -12,7 +12,7 @@ from elastic_driver.brain.documents import MOST_WORKERS, Grant, JobOver, JobRepo
 from elastic_driver.core.driver_events import HostsGranted
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.workers import OCCUPYING
-from elastic_driver.policies.stragglers import Stragglers
+from elastic_driver.features.stragglers.machine import Stragglers
 from elastic_driver.runtime.brain_link import BrainLink
 from elastic_driver.runtime.speed import kind_seen, speed_seen
 

@@ -25,10 +25,11 @@ from elastic_driver.core.driver_events import MemoryExpected, StopRequested
 from elastic_driver.core.job import Job
 from elastic_driver.core.measured import History, Measured
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
+from elastic_driver.features.checks.report import CheckReport
+from elastic_driver.features.sizes.messages import PriorFound
+from elastic_driver.features.telemetry.driver import Telemetry
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.masking import masked
-from elastic_driver.policies.nodecheck.report import CheckReport
-from elastic_driver.policies.scaling.messages import PriorFound
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.driver_port import Request
@@ -39,7 +40,6 @@ from elastic_driver.runtime.reporter import Change
 from elastic_driver.runtime.resources import DriverResources, DriverSetup
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.speed import kind_of
-from elastic_driver.runtime.telemetry import Telemetry
 from elastic_driver.settings import Settings
 
 MAX_MAIL = 100_000  # waiting messages; beyond that, requests are refused with 503

@@ -6,7 +6,7 @@ from typing import Protocol, TypeAlias
 from elastic_driver.core.events import StateDescribed
 from elastic_driver.core.job_events import JobEvent
 from elastic_driver.core.measured import History
-from elastic_driver.policies.nodecheck.messages import TaskEnded
+from elastic_driver.features.checks.messages import TaskEnded
 from elastic_driver.runtime.machine_api import RequestEvent
 
 # An event that a client sends.

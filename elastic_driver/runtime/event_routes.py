@@ -19,7 +19,7 @@ from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import events as ev
 from elastic_driver.core.job_events import JobEvent
 from elastic_driver.errors import ExitCode
-from elastic_driver.policies.nodecheck.messages import TaskEnded
+from elastic_driver.features.checks.messages import TaskEnded
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.driver_port import DriverPort, Request
 from elastic_driver.words import counted

@@ -25,9 +25,12 @@ from elastic_driver.core.driver_events import (
 )
 from elastic_driver.core.progress import decode_progress
 from elastic_driver.core.rules.workers import OCCUPYING
+from elastic_driver.features.checks.driver import NodeChecks
+from elastic_driver.features.shards.messages import StopOrdered
+from elastic_driver.features.stragglers.machine import RoundPublished
 from elastic_driver.kernel.kernel import Handler
 from elastic_driver.kernel.machine import ForMachine
-from elastic_driver.policies.messages import (
+from elastic_driver.kernel.services import (
     AdmitMembers,
     KeysRead,
     PublishKey,
@@ -35,8 +38,6 @@ from elastic_driver.policies.messages import (
     SendEvent,
     ShowLine,
 )
-from elastic_driver.policies.shard_messages import StopOrdered
-from elastic_driver.policies.stragglers import RoundPublished
 from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.backend import (
     AdoptsAgents,
@@ -45,7 +46,6 @@ from elastic_driver.runtime.backend import (
     RefusedReason,
     UnreachableReason,
 )
-from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.host_probes import HostProbes
 from elastic_driver.runtime.job_record import JobRecord
 from elastic_driver.runtime.journal.resume import ResumedRun

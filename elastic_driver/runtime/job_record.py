@@ -14,6 +14,7 @@ from elastic_driver.core.decisions import Announce, EndJob, PublishWorld
 from elastic_driver.core.documents import World
 from elastic_driver.core.events import WorkerExited, WorkerReady, WorkerStepped
 from elastic_driver.core.job_events import EventBatch
+from elastic_driver.features.goodput.driver import RunLedger
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.event_log import EventLog
@@ -23,7 +24,6 @@ from elastic_driver.runtime.journal.replay import Step
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult, WorkerResults, as_event
-from elastic_driver.runtime.run_ledger import RunLedger
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
 

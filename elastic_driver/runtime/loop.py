@@ -21,19 +21,20 @@ from elastic_driver.core.job import Job
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.rules.workers import OCCUPYING, RUNNING
 from elastic_driver.errors import ElasticError, ExitCode
+from elastic_driver.features.checks.driver import CheckAnswer, NodeChecks
+from elastic_driver.features.checks.machine import CheckEnded, NodeChecker
+from elastic_driver.features.goodput.driver import job_started
+from elastic_driver.features.shards.machine import DataSets
+from elastic_driver.features.sizes.machine import Starvation
+from elastic_driver.features.stragglers.machine import RoundPublished, Stragglers
+from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.kernel.kernel import Handler, Kernel
 from elastic_driver.kernel.log import Level
 from elastic_driver.kernel.machine import ForMachine, Reply
+from elastic_driver.kernel.services import KeysRead
 from elastic_driver.kernel.tables import Snapshots
-from elastic_driver.policies.messages import KeysRead
-from elastic_driver.policies.nodecheck.checker import CheckEnded, NodeChecker
-from elastic_driver.policies.scaling.starvation import Starvation
-from elastic_driver.policies.shards import DataSets
-from elastic_driver.policies.stragglers import RoundPublished, Stragglers
-from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.checks import CheckAnswer, NodeChecks
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.collector import collector_paused
 from elastic_driver.runtime.executor import Executor
@@ -43,7 +44,6 @@ from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
 from elastic_driver.runtime.machines import MACHINES
 from elastic_driver.runtime.measurements import Measurements
-from elastic_driver.runtime.run_ledger import job_started
 from elastic_driver.runtime.speed import loads_seen, new_auto_scaler, sample_of, speed_seen
 from elastic_driver.words import counted
 from elastic_driver.words import host_log_events as host_log

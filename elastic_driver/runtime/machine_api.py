@@ -30,10 +30,10 @@ from aiohttp import web
 from msgspec import Struct
 
 from elastic_driver import contract
+from elastic_driver.features.shards import messages as shards
+from elastic_driver.features.tensorflow import messages as tf
 from elastic_driver.kernel.machine import Reply
-from elastic_driver.policies import shard_messages as shards
-from elastic_driver.policies import tf_messages as tf
-from elastic_driver.policies.messages import Rejection, RequestDropped
+from elastic_driver.kernel.services import Rejection, RequestDropped
 from elastic_driver.round_members import RoundMembers
 from rendezvous.auth import Caller, Role
 from rendezvous.web import JSON, Problem, caller_of, forbidden, problem_body, read_json

@@ -20,9 +20,9 @@ from elastic_driver.core import events as ev
 from elastic_driver.core import join_messages as join
 from elastic_driver.core.fields import Count
 from elastic_driver.core.output_lines import LogsTaken, OutputLines, WorkerLines
-from elastic_driver.policies import shard_messages as shards
-from elastic_driver.policies import tf_messages as tf
-from elastic_driver.policies.nodecheck.messages import TaskEnded
+from elastic_driver.features.checks.messages import TaskEnded
+from elastic_driver.features.shards import messages as shards
+from elastic_driver.features.tensorflow import messages as tf
 from elastic_driver.runtime import machine_api, page_routes
 from elastic_driver.runtime.worker_logs import LogPage, LogQuery
 from rendezvous import wire

@@ -20,9 +20,9 @@ from msgspec.structs import asdict
 from elastic_driver.console import Outlet, open_outlet
 from elastic_driver.core.decisions import Announce
 from elastic_driver.errors import ExitCode
+from elastic_driver.features.goodput.story import Story
 from elastic_driver.kernel.log import Level as Level  # noqa: PLC0414 - for importers
 from elastic_driver.line_writer import LineWriter
-from elastic_driver.policies.story import Story
 from elastic_driver.runtime.failures import advice_on, describe_failure, last_words
 from elastic_driver.runtime.repeated import Repeated
 from elastic_driver.words import counted

@@ -18,13 +18,16 @@ from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, TakenOverError
+from elastic_driver.features.checks.driver import NodeChecks
+from elastic_driver.features.goodput.driver import RunLedger
+from elastic_driver.features.joining.driver import JoinedNodes
+from elastic_driver.features.telemetry.driver import TelemetrySettings
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.rights import job_access
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
 from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.driver_port import DriverPort
@@ -34,7 +37,6 @@ from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.identity import Identity, choose_identity
 from elastic_driver.runtime.job_record import JobRecord
 from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import Head, JournalStore
 from elastic_driver.runtime.journal.writer import Journal
@@ -45,10 +47,8 @@ from elastic_driver.runtime.output import AgentsOutput, without_numbers
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
-from elastic_driver.runtime.run_ledger import RunLedger
 from elastic_driver.runtime.successor import all_hear, tell_agents
 from elastic_driver.runtime.suspects import Suspects
-from elastic_driver.runtime.telemetry import TelemetrySettings
 from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
 from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import Role, make_token, read_credentials, read_token_file

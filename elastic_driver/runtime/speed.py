@@ -15,16 +15,16 @@ from elastic_driver.core.measured import Measured
 from elastic_driver.core.progress import Progress
 from elastic_driver.core.rules.rounds import COMPLETE
 from elastic_driver.core.rules.workers import RUNNING
+from elastic_driver.features.sizes.gauge import noise_scale
+from elastic_driver.features.sizes.messages import HostLoad, LoadsSeen, SpeedSeen
+from elastic_driver.features.stragglers.machine import Stragglers
 from elastic_driver.kernel.machine import Machine
-from elastic_driver.policies.scaling.messages import HostLoad, LoadsSeen, SpeedSeen
-from elastic_driver.policies.scaling.noise import noise_scale
-from elastic_driver.policies.stragglers import Stragglers
 
 
 def new_auto_scaler() -> Machine[Any, Any]:
     """Return the machine that searches the best size."""
     # Loads SciPy, which other jobs do without.
-    from elastic_driver.policies.scaling.autoscaler import AutoScaler  # noqa: PLC0415
+    from elastic_driver.features.sizes.autoscaler import AutoScaler  # noqa: PLC0415
 
     return AutoScaler()
 

@@ -45,9 +45,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from elastic_driver import contract
+from elastic_driver.arithmetic import allocate_microbatches, mix, virtual_ranges
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.microbatches import allocate_microbatches, virtual_ranges
-from elastic_driver.policies.permutation import mix
 from elastic_driver.worker.batching import loader as loading
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.batching.shares import BalancedShares

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Sampler, get_worker_info
 
+from elastic_driver.arithmetic import Permutation, mix
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.loops import BareLoop, find_loop, optimizer_steps, watch_optimizers
 from elastic_driver.worker.positions import Counted

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver.errors import UsageError
+from elastic_driver.features.checks.driver import CheckHistoryFile
+from elastic_driver.features.checks.report import CheckHistory
 from elastic_driver.masking import without_password
 from elastic_driver.options import FLAG
-from elastic_driver.policies.nodecheck.report import CheckHistory
-from elastic_driver.runtime.checks import CheckHistoryFile
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir

@@ -13,7 +13,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder, World
 from elastic_driver.core.job_events import EventBatch
 from elastic_driver.core.rules.hangs import name_ranks
-from elastic_driver.policies.shard_messages import ShardBatch
+from elastic_driver.features.shards.messages import ShardBatch
 from elastic_driver.runtime.journal.replay import Step
 from elastic_driver.words import counted
 from elastic_driver.words.log_events import RoundCompleted

@@ -12,7 +12,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.errors import ElasticError, UsageError
-from elastic_driver.policies.story import Story, picture, read_story
+from elastic_driver.features.goodput.story import Story, picture, read_story
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE
 from elastic_driver.words import counted

@@ -13,8 +13,8 @@ from elastic_driver import words
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
+from elastic_driver.features.tensorflow.messages import TfStatus
 from elastic_driver.kernel.log import name_of
-from elastic_driver.policies.tf_messages import TfStatus
 from elastic_driver.runtime.failures import describe_failure
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.words import counted

@@ -7,8 +7,8 @@ starts the agents of the server's own node.
 from dataclasses import replace
 from pathlib import Path
 
+from elastic_driver.features.joining.driver import CheckOfNodes, JoinedNodes, NodeRules
 from elastic_driver.runtime.backend import Backend
-from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.results import JobResult

@@ -12,10 +12,10 @@ import msgspec
 
 from elastic_driver.console import say, say_note
 from elastic_driver.errors import ClusterError
-from elastic_driver.policies.nodecheck.messages import TaskSettings
-from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.features.checks.driver import CheckHistoryFile, CheckSettings, NodeChecks
+from elastic_driver.features.checks.messages import TaskSettings
+from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.runtime.backend import MakeBackend
-from elastic_driver.runtime.checks import CheckHistoryFile, CheckSettings, NodeChecks
 from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts

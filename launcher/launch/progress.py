@@ -2,7 +2,7 @@
 
 import time
 
-from elastic_driver.policies.story import Story, picture
+from elastic_driver.features.goodput.story import Story, picture
 from elastic_driver.runtime.driver import JobNow
 from elastic_driver.runtime.reporter import Change
 from elastic_driver.words import counted

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from elastic_driver.errors import ClusterError, ElasticError
+from elastic_driver.features.checks.driver import NodeChecks
+from elastic_driver.features.joining.driver import JoinedNodes
+from elastic_driver.features.telemetry.driver import telemetry_settings
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend, RefusedReason
 from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.checks import NodeChecks
 from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.driver import ElasticDriver, JobNow
 from elastic_driver.runtime.host_lists import Hosts
-from elastic_driver.runtime.joined import JoinedNodes
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.library_logs import described
@@ -28,7 +29,6 @@ from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
-from elastic_driver.runtime.telemetry import telemetry_settings
 from elastic_driver.words import counted
 from launcher.backends.registry import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import requests
 
+from elastic_driver.features.tensorflow.worker import TfNode
 from elastic_driver.runtime.run_dir import read_endpoint
-from elastic_driver.worker.tf import TfNode
 from launcher import cli, ctl
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient

@@ -29,12 +29,12 @@ from elastic_driver.core.job import Job
 from elastic_driver.core.output_lines import OutputLines
 from elastic_driver.core.progress import Progress, decode_progress
 from elastic_driver.errors import UsageError
+from elastic_driver.features.goodput.ledger import Ledger
+from elastic_driver.features.shards import messages as shards
+from elastic_driver.features.shards.machine import DataSets
+from elastic_driver.features.tensorflow import messages as tf
+from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.kernel.tables import SnapshotError
-from elastic_driver.policies import shard_messages as shards
-from elastic_driver.policies import tf_messages as tf
-from elastic_driver.policies.goodput import Ledger
-from elastic_driver.policies.shards import DataSets
-from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.presence import DriverPresence, Presence
 from elastic_driver.runtime import liveness_port, page_routes, run_dir
 from elastic_driver.runtime.event_routes import Reported

@@ -13,6 +13,8 @@ import pytest
 from elastic_driver.core.driver_events import StatesDiffer
 from elastic_driver.core.job import Job
 from elastic_driver.core.job_parts import PARTS
+from elastic_driver.features.shards.machine import DataSets
+from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.kernel.tables import (
     FORMAT,
     SnapshotError,
@@ -22,8 +24,6 @@ from elastic_driver.kernel.tables import (
     index,
     saved,
 )
-from elastic_driver.policies.shards import DataSets
-from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.settings import Settings
 from elastic_driver.words.findings import StateValue
 from tests.core.scenario import Scenario

@@ -8,12 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.policies.balance import (
-    Cost,
-    fastest_shares,
-    step_time,
-)
-from tests.policies.test_balance import WINDOW, Ranks
+from elastic_driver.features.stragglers.balance import Cost, fastest_shares, step_time
+from tests.features.stragglers.test_balance import WINDOW, Ranks
 
 
 @pytest.mark.parametrize("shares", [(2, 2, 2, 2), (16, 16, 16, 16)])

@@ -7,13 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.policies.microbatches import (
-    TreeSum,
-    allocate_microbatches,
-    finish_tree,
-    tree_blocks,
-)
-from tests.policies.test_microbatches import tree_of
+from elastic_driver.arithmetic import TreeSum, allocate_microbatches, finish_tree, tree_blocks
+from tests.test_arithmetic import tree_of
 
 counts = st.integers(1, 200)
 

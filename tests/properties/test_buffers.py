@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_driver.policies.microbatches import virtual_ranges
+from elastic_driver.arithmetic import virtual_ranges
 from elastic_driver.worker.batching.buffers import Buffers, _from_key, _to_key
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.batching.sight import Sight

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from elastic_driver.policies.shard_ledger import ShardLedger
-from elastic_driver.policies.shard_messages import (
+from elastic_driver.features.shards.ledger import ShardLedger
+from elastic_driver.features.shards.messages import (
     End,
     Granted,
     RangeDescription,
@@ -18,7 +18,7 @@ from elastic_driver.policies.shard_messages import (
     ShardAccepted,
     ShardRefused,
 )
-from tests.policies.test_shard_ledger import _train, finish, grant
+from tests.features.shards.test_shard_ledger import _train, finish, grant
 
 
 def test_a_million_shards_take_no_memory_before_or_after_they_are_done() -> None:

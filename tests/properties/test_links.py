@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.policies.test_slow_links import Net
+from tests.features.stragglers.test_slow_links import Net
 
 
 @pytest.mark.parametrize("seed", range(3))

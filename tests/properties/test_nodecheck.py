@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_driver.policies.nodecheck.check import NodeCheck, Verdict
-from elastic_driver.policies.nodecheck.evidence import Measurement, failed
+from elastic_driver.features.checks.evidence import Measurement, NodeCheck, Verdict, failed
 
 
 @settings(max_examples=40, deadline=None)

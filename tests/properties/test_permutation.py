@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.policies.permutation import Permutation, mix
+from elastic_driver.arithmetic import Permutation, mix
 
 
 @given(st.integers(0, 600), st.integers(0, 2**64 - 1))

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from elastic_driver.policies.slow_ranks import StragglerWatch
-from tests.policies.test_slow_ranks import HOSTS, train
+from elastic_driver.features.stragglers.slowness import StragglerWatch
+from tests.features.stragglers.test_slow_ranks import HOSTS, train
 
 
 def jittered(random: Random, sigma: float = 0.25) -> float:

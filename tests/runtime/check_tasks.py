@@ -17,7 +17,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.policies.nodecheck.messages import (
+from elastic_driver.features.checks.messages import (
     Assignment,
     TaskEnded,
     TaskResult,

@@ -26,9 +26,9 @@ from pathlib import Path
 from random import Random
 from unittest import mock
 
-from elastic_driver.policies.nodecheck.check import Verdict
-from elastic_driver.policies.nodecheck.messages import TaskSettings
-from elastic_driver.runtime.checks import CheckSettings
+from elastic_driver.features.checks.driver import CheckSettings
+from elastic_driver.features.checks.evidence import Verdict
+from elastic_driver.features.checks.messages import TaskSettings
 from launcher.agent.warm.starter import WorkerStarter
 from launcher.backends.local import LocalBackend
 from launcher.backends.local_agents import LocalAgent, LocalAgents

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.features.checks.driver import CheckSettings, NodeChecks
+from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.runtime.backend import MakeBackend
-from elastic_driver.runtime.checks import CheckSettings, NodeChecks
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts

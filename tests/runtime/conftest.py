@@ -11,16 +11,16 @@ from typing import NoReturn
 import pytest
 
 from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.features.checks.driver import CheckSettings, NodeChecks
+from elastic_driver.features.checks.report import CheckReport
+from elastic_driver.features.telemetry.driver import TelemetrySettings
 from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.checks import CheckSettings, NodeChecks
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
-from elastic_driver.runtime.telemetry import TelemetrySettings
 from elastic_driver.settings import DriverOptions, Settings
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import ChangingHosts, JobUnderTest, StartJob

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic_driver.brain.documents import MOST_WORKERS, JobReport, Kind
 from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import HostsGranted, HostStarved
-from elastic_driver.policies.stragglers import Stragglers
+from elastic_driver.features.stragglers.machine import Stragglers
 from elastic_driver.runtime.brain_link import BrainLink
 from elastic_driver.runtime.brain_report import BrainReports
 from rendezvous.client import RendezvousClient

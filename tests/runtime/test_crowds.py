@@ -22,8 +22,8 @@ from elastic_driver.core.join_messages import (
     NodeProof,
     NodeReport,
 )
+from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
 from elastic_driver.rights import job_access
-from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.runtime.page_routes import PageRoutes
 from rendezvous.auth import operator_token
 from rendezvous.client import RendezvousClient

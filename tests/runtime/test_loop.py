@@ -16,8 +16,8 @@ from elastic_driver.brain.store.figures import Sample
 from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import HostsMeasured
 from elastic_driver.core.measured import HostUsage, Usage
+from elastic_driver.features.shards.messages import NextRequest, RangeDescription, ShardRequest
 from elastic_driver.kernel.machine import Reply
-from elastic_driver.policies.shard_messages import NextRequest, RangeDescription, ShardRequest
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machines import MACHINES
 from elastic_driver.runtime.mailbox import Mailbox

@@ -5,8 +5,8 @@ from __future__ import annotations
 from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, PublishWorld
 from elastic_driver.core.documents import World
-from elastic_driver.policies.goodput import Ledger
-from elastic_driver.policies.round_spans import RoundSpans, Span
+from elastic_driver.features.goodput.ledger import Ledger
+from elastic_driver.features.telemetry.spans import RoundSpans, Span
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.results import WorkerResults
 from tests.core.scenario import Scenario

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 
 from elastic_driver import contract
+from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
 from elastic_driver.rights import OPEN, ROUTES, job_access
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.event_routes import EVENT_OF_PATH
-from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.openapi import OPENAPI_PATH, OPERATIONS, routes_of
 from elastic_driver.runtime.output import AgentsOutput

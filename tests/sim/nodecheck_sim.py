@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median
 
-from elastic_driver.policies.nodecheck.check import Group, NodeCheck, Verdict
-from elastic_driver.policies.nodecheck.evidence import Measurement, failed
+from elastic_driver.features.checks.evidence import Group, Measurement, NodeCheck, Verdict, failed
 
 NOISE = 0.08  # standard deviation of the logarithm of a time
 PASSING_SLOWNESS = 0.01  # a healthy node is slow in one round, by another job or a page cache

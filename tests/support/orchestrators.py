@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_driver.policies.tf_cluster import TfCluster
-from elastic_driver.worker.tf import ClusterSpec, TfNode
+from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.features.tensorflow.worker import ClusterSpec, TfNode
 from rendezvous.auth import write_token_file
 from tests.runtime.waiting import until
 from tests.support.machines import serve

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_driver import contract
+from elastic_driver.arithmetic import allocate_microbatches, virtual_ranges
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.microbatches import allocate_microbatches, virtual_ranges
 from elastic_driver.worker.batches import FixedBatch
 from elastic_driver.worker.batching.loader import EpochPlan
 

@@ -10,7 +10,7 @@ from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.documents import Speed
 from elastic_driver.brain.store.figures import Sample
 from elastic_driver.brain.store.records import Record, in_order
-from elastic_driver.policies.scaling.gauge import Gauge
+from elastic_driver.features.sizes.gauge import Gauge
 
 LEAST_STEPS = 20  # of a measurement that counts
 

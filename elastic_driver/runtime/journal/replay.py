@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from elastic_driver.core.job import Job
 from elastic_driver.errors import UsageError
+from elastic_driver.features.checks.machine import CheckEnded
 from elastic_driver.kernel.machine import Machine, stamped
 from elastic_driver.kernel.tables import Snapshots
-from elastic_driver.policies.nodecheck.checker import CheckEnded
 from elastic_driver.runtime.journal import write_ahead
 from elastic_driver.runtime.journal.codec import decode
 from elastic_driver.runtime.journal.tables import FORMAT, UPGRADED, checksum, connect, stranger

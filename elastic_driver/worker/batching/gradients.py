@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from elastic_driver.arithmetic import TreeSum, finish_tree, tree_blocks
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.microbatches import TreeSum, finish_tree, tree_blocks
 from elastic_driver.worker.batching import resized
 from elastic_driver.worker.batching.agreement import Agreement, common_error
 from elastic_driver.worker.batching.buckets import Bucket, make_buckets

@@ -21,8 +21,7 @@ import torch
 from msgspec import Struct
 from torch.utils.data import Dataset
 
-from elastic_driver.policies.microbatches import sample_counts
-from elastic_driver.policies.permutation import Permutation, mix
+from elastic_driver.arithmetic import Permutation, mix, sample_counts
 from elastic_driver.worker import accelerator
 
 _AHEAD = 4096  # samples whose positions are shuffled together

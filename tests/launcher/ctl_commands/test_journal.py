@@ -11,7 +11,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.driver_events import HostsDiscovered, ProgressReported
 from elastic_driver.core.job import Job
 from elastic_driver.core.job_events import EventBatch, JobEvent
-from elastic_driver.policies.shards import DataSets
+from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.settings import Settings
 from launcher.ctl import main

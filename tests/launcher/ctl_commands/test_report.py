@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.story import read_story
+from elastic_driver.features.goodput.story import read_story
 from launcher.ctl_commands.report import report
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import ClusterError
-from elastic_driver.runtime.checks import CheckSettings
+from elastic_driver.features.checks.driver import CheckSettings
 from elastic_driver.runtime.discovery import FixedDiscovery
 from launcher import cli, ctl
 from launcher.launch import node_check

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from elastic_driver.core.measured import Measured
-from elastic_driver.policies.story import Story
+from elastic_driver.features.goodput.story import Story
 from elastic_driver.runtime.driver import JobNow
 from elastic_driver.runtime.reporter import Change
 from elastic_driver.words.log_lines import line_of

@@ -19,8 +19,8 @@ from elastic_driver.core.driver_events import HostsDiscovered
 from elastic_driver.core.events import AgentReady
 from elastic_driver.core.job import Job
 from elastic_driver.errors import UsageError
-from elastic_driver.policies.shards import DataSets
-from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.features.shards.machine import DataSets
+from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import Head
 from elastic_driver.runtime.journal.writer import Journal

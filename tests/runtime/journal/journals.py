@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_driver.core.driver_events import Tick
-from elastic_driver.policies.shards import DataSets
-from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.features.shards.machine import DataSets
+from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_driver.core.driver_events import Tick
 from elastic_driver.errors import TakenOverError
-from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.runtime.journal import mirror
 from elastic_driver.runtime.journal.etcd import EtcdClient, _Stream
 from elastic_driver.runtime.journal.follower import Follower, RunState

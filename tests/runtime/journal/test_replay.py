@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
+from elastic_driver.features.shards.messages import NextRequest, RangeDescription
 from elastic_driver.runtime.journal import tables, writer
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay
 from elastic_driver.runtime.journal.resume import load_run

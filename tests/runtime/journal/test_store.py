@@ -15,7 +15,7 @@ from elastic_driver.core.driver_events import Tick
 from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
-from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.runtime.journal import store
 from elastic_driver.runtime.journal.replay import JournalError, Replay
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run

@@ -22,9 +22,9 @@ from elastic_driver.core.events import WorkerReady
 from elastic_driver.core.job_events import EventBatch
 from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.errors import ExitCode, TakenOverError
-from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
-from elastic_driver.policies.shards import DataSets
-from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.features.shards.machine import DataSets
+from elastic_driver.features.shards.messages import NextRequest, RangeDescription
+from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.runtime import loop
 from elastic_driver.runtime.journal import file_system, writer
 from elastic_driver.runtime.journal.replay import Replay

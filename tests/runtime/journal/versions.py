@@ -19,11 +19,11 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.decisions import Announce, Decision
 from elastic_driver.core.driver_events import Tick
 from elastic_driver.core.job import Job
-from elastic_driver.policies import shard_messages as shards
-from elastic_driver.policies import tf_messages as tf
-from elastic_driver.policies.nodecheck.checker import CheckLimits, NodeChecker
-from elastic_driver.policies.shards import DataSets
-from elastic_driver.policies.tf_cluster import TfCluster
+from elastic_driver.features.checks.machine import CheckLimits, NodeChecker
+from elastic_driver.features.shards import messages as shards
+from elastic_driver.features.shards.machine import DataSets
+from elastic_driver.features.tensorflow import messages as tf
+from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.store import Head
 from elastic_driver.runtime.journal.writer import Journal

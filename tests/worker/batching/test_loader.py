@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_driver.policies.permutation import Permutation, mix
+from elastic_driver.arithmetic import Permutation, mix
 from elastic_driver.worker.batching.loader import fix_kernels, seed_everything, shuffled
 
 

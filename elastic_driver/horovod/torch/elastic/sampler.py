@@ -8,8 +8,8 @@ from itertools import cycle, islice
 
 from torch.utils.data import Sampler
 
+from elastic_driver.arithmetic import Permutation, mix
 from elastic_driver.horovod.common.exceptions import NotInYetError
-from elastic_driver.policies.permutation import Permutation, mix
 from elastic_driver.worker.current import NotInitializedError, rank_and_size
 from elastic_driver.worker.positions import Counted
 from elastic_driver.worker.sampler import require_length

@@ -1,0 +1,1 @@
+"""Nodes that join a job by themselves."""

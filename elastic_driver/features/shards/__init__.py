@@ -1,0 +1,1 @@
+"""Shards of a large data set, which the driver gives to workers."""

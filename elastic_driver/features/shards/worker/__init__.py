@@ -1,0 +1,1 @@
+"""Shards in a worker's script."""

@@ -1,0 +1,1 @@
+"""Slow ranks and links while the job trains, and ranks whose states differ."""

@@ -1,0 +1,1 @@
+"""The trace of a job, sent to an OpenTelemetry collector."""

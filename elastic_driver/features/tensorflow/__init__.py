@@ -1,0 +1,1 @@
+"""TensorFlow clusters that form over HTTP, their barriers and exchanges."""

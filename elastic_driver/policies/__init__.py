@@ -1,1 +1,0 @@
-"""Policies beside the job: pure machines, and the arithmetic of batches and shards."""

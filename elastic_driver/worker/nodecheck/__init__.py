@@ -1,1 +1,0 @@
-"""The worker side of a node check: timed matrix products, all-gathers and a small transformer."""

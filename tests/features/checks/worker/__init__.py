@@ -1,0 +1,1 @@
+"""Tests of what a worker does in a node check."""

@@ -1,0 +1,1 @@
+"""Tests of slow ranks, slow links and differing states."""
