@@ -5,6 +5,7 @@ package costs milliseconds and does not import torch.
 """
 
 from importlib import import_module
+from os.path import exists, join
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors: the names of `_NAMES`
@@ -54,7 +55,13 @@ _NAMES = {  # by module
     "worker.world.session": "busy init report_progress shutdown",
     "worker.world.wrapping": "wrap",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES = {
+    name: module
+    for module, names in _NAMES.items()
+    for name in names.split()
+    # A feature whose folder is not there has no names.
+    if not module.startswith("features.") or exists(join(__path__[0], *module.split(".")[:2]))
+}
 __all__ = list(_MODULES)
 
 

@@ -39,6 +39,10 @@ class Catalog:
             for machine, kinds in each.hears.items():
                 for kind in kinds:
                     self._hearers[machine, kind].append(each.name)
+        self._follows: dict[type[Any], list[Callable[[Any], ForMachine | None]]] = defaultdict(list)
+        for each in self._by_name.values():
+            for kind, follow in each.follows.items():
+                self._follows[kind].append(follow)
 
     def __getitem__(self, name: str) -> Declaration:
         return self._by_name[name]
@@ -54,6 +58,11 @@ class Catalog:
     def hearers(self, event: ForMachine) -> Sequence[str]:
         """Return the machines that take in an event before the one that it is for."""
         return self._hearers.get((event.machine, type(event)), ())
+
+    def following(self, decision: Any) -> list[ForMachine]:
+        """Return the events for other machines that follow from a decision."""
+        found = (follow(decision) for follow in self._follows.get(type(decision), ()))
+        return [event for event in found if event is not None]
 
     def check_handlers(self, handlers: Mapping[type[Any], Handler]) -> None:
         """Raise `TypeError` for a decision without a handler, and for a handler without one.
@@ -81,6 +90,8 @@ class Kernel:
         clock: returns the time.
         answer: sends replies to whoever has asked.
         followers: by the type of events, what they alone bring about, whatever is decided.
+        post: takes the events that follow from decisions (`Declaration.follows`), to be handled
+            later; None: they are dropped.
 
     Raises `TypeError` where decisions and handlers do not fit.
     """
@@ -93,10 +104,11 @@ class Kernel:
         clock: Callable[[], float],
         answer: Callable[[list[Reply]], None] | None = None,
         followers: Mapping[type[Any], Handler] | None = None,
+        post: Callable[[ForMachine], None] | None = None,
     ) -> None:
         catalog.check_handlers(handlers)
         self.catalog, self._handlers, self._followers = catalog, handlers, followers or {}
-        self._clock, self._answer = clock, answer
+        self._clock, self._answer, self._post = clock, answer, post
         self.machines: dict[str, Machine[Any, Any]] = {}  # that run, by their names
         self.deadlines: dict[str, float | None] = {}  # of those that have handled an event
         self.events = 0  # handled so far; an event's number is the cause of what follows from it
@@ -169,8 +181,11 @@ class Kernel:
             self._send(replies, record)
 
     def act(self, decision: Any) -> None:
-        """Carry out one decision."""
+        """Carry out one decision; tell the machines for which something follows from it."""
         self._handlers[type(decision)](decision)
+        if self._post is not None:
+            for event in self.catalog.following(decision):
+                self._post(event)
 
     def _send(self, replies: list[Reply], record: Record | None) -> None:
         answer = self._answer

@@ -7,7 +7,7 @@ which says all that others have to know of it: the kernel, the journal and its r
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
 
 import msgspec
 from msgspec import Struct
@@ -58,6 +58,14 @@ class Machine(Protocol[Event_contra, Decision_co]):
 
     def check(self) -> list[str]:
         """Return every violated invariant as a sentence; usually there is none."""
+
+
+@runtime_checkable
+class Shown(Protocol):
+    """A machine of which the status shows something."""
+
+    def view(self) -> Struct:
+        """Return what is shown now."""
 
 
 def stamped(decisions: Iterable[AnyDecision], cause: int) -> list[AnyDecision]:
@@ -116,7 +124,12 @@ class Declaration:
         name: of the machine; its own events have it as their `machine`.
         events: a type, or a union of types: what it takes in.
         decisions: likewise, what it decides.
+        new: makes the machine when a process begins; its argument: the seconds for which a client
+            may be silent. None: another part has it begin, or not.
         hears: by the names of other machines, events for them that it takes in, too, before them.
+        follows: by the type of decisions of other machines, which event for this one follows once
+            they were carried out; None: none.
+        shown_as: where the status shows its `view()`, a struct; "": it does not.
         kind: the class that reads its snapshots; None: it is not journalled, and begins anew with
             the next driver.
         together: its events that come from many senders at about the same time: those that wait
@@ -127,7 +140,10 @@ class Declaration:
     name: str
     events: Any
     decisions: Any
+    new: Callable[[float], "Machine[Any, Any]"] | None = None
     hears: Mapping[str, tuple[type[Any], ...]] = field(default_factory=dict)
+    follows: Mapping[type[Any], Callable[[Any], ForMachine | None]] = field(default_factory=dict)
+    shown_as: str = ""
     kind: type[Snapshots] | None = None
     together: tuple[type[Any], ...] = ()
     batch: Callable[[Sequence[Any]], Any] = _one_by_one

@@ -25,12 +25,13 @@ from elastic_driver.core.driver_events import MemoryExpected, StopRequested
 from elastic_driver.core.job import Job
 from elastic_driver.core.measured import History, Measured
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
+from elastic_driver.features import chapters
 from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.features.sizes.messages import PriorFound
-from elastic_driver.features.telemetry.driver import Telemetry
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.masking import masked
 from elastic_driver.runtime import mailbox as mail
+from elastic_driver.runtime.companions import Companion, Run
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.executor import Executor
@@ -64,7 +65,7 @@ class ElasticDriver:
         self._mailbox: mail.DriverMailbox = mail.Mailbox()
         self._resources = DriverResources(setup, self._mailbox, self)
         self._loop: DriverLoop | None = None
-        self._telemetry: Telemetry | None = None
+        self.companions: list[Companion] = []  # of the features, once the job has begun
         self._statistics: StatisticsWriter | None = None
         self._thread: threading.Thread | None = None
         self._outcome: JobResult | None = None  # after everything is closed
@@ -128,7 +129,7 @@ class ElasticDriver:
         self._mailbox.put(mail.JobBegins(job, setup.spec.run_id))
         self._takes_events = True
         self._start_statistics()  # what it finds about similar jobs is for a job that has begun
-        self._start_telemetry()
+        self._begin_companions()
         self._find_hosts(discovery or setup.discovery)
 
     def _find_hosts(self, source: HostDiscovery) -> None:
@@ -164,18 +165,17 @@ class ElasticDriver:
             times = tuple((each.size, each.hosts, each.step_time) for each in prior.speeds)
             self._mailbox.put(PriorFound(jobs=prior.jobs, step_times=times))
 
-    def _start_telemetry(self) -> None:
-        """Send the job's trace to a collector, if OpenTelemetry's variables say so."""
-        setup, resources = self._setup, self._resources
-        if setup.telemetry is not None:
-            self._telemetry = Telemetry(
-                setup.telemetry,
-                run_id=setup.spec.run_id,
-                began=resources.began,
-                log=resources.log,
-                say=self.reporter.note,
-            )
-            self._telemetry.start()
+    def _begin_companions(self) -> None:
+        """Have the features begin what runs beside the job."""
+        run = Run(
+            run_id=self._setup.spec.run_id,
+            began=self._resources.began,
+            environ=self._setup.environ,
+            log=self._resources.log,
+            say=self.reporter.note,
+        )
+        begun = (chapter.begin(run) for chapter in chapters("companion"))
+        self.companions = [each for each in begun if each is not None]
 
     def serve(self) -> None:
         """Answer TensorFlow's nodes without a job, until `request_stop`.
@@ -290,11 +290,6 @@ class ElasticDriver:
         """Return how the job has trained since then (unix seconds), in the last hour."""
         return History() if self._loop is None else self._loop.measurements.history(since)
 
-    @property
-    def sends_telemetry(self) -> bool:
-        """Return whether something may still be sent to a collector."""
-        return self._telemetry is not None and self._telemetry.busy
-
     def now(self) -> JobNow | None:
         """Return the job in a few numbers; None before it begins. Any thread may ask."""
         loop = self._loop
@@ -349,8 +344,8 @@ class ElasticDriver:
                 self._setup.brain.end(None if replaced else end.exit_code)
             if self._statistics is not None:
                 self._statistics.close(None if replaced else end.exit_code)
-            if self._telemetry is not None:
-                self._telemetry.close()
+            for companion in self.companions:
+                companion.close()
         except BaseException:
             reporter.bug(traceback.format_exc())
             end = EndJob(int(ExitCode.BUG), "a bug of the driver showed while it ended")
@@ -387,7 +382,7 @@ class ElasticDriver:
                 checked = msgspec.to_builtins(loop.checker.report(resources.clock()))
                 return msgspec.json.encode({**head, **checked})
             return msgspec.json.encode({**head, "state": "starting", "node_check": checks})
-        document: dict[str, Any] = {**head, "tf": loop.tf.status()}
+        document: dict[str, Any] = {**head, **loop.views()}
         if loop.job is None:
             return msgspec.json.encode({**document, "state": "serving"})
         document |= {

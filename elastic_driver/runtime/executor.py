@@ -26,8 +26,6 @@ from elastic_driver.core.driver_events import (
 from elastic_driver.core.progress import decode_progress
 from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.features.checks.driver import NodeChecks
-from elastic_driver.features.shards.messages import StopOrdered
-from elastic_driver.features.stragglers.machine import RoundPublished
 from elastic_driver.kernel.kernel import Handler
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.kernel.services import (
@@ -180,8 +178,6 @@ class Executor:
     def _give(self, agent: AgentKey, order: doc.Order) -> None:
         if isinstance(order, doc.StartWorkerOrder):
             self._agent_of[order.worker] = agent
-        elif isinstance(order, doc.StopWorkerOrder):
-            self.post(StopOrdered(order.worker))
         if agent not in self.orders:
             return  # its process has ended meanwhile
         self.orders[agent] += 1
@@ -199,7 +195,6 @@ class Executor:
     def _publish_world(self, world: doc.World) -> None:
         if world.gone:  # the machine knows the steps of when rounds began
             world = replace(world, gone=max(world.gone, self.record.ledger.step))
-        self.post(RoundPublished(world))
         self.rounds.publish(world.round, (member.worker for member in world.members))
         self._set(contract.JOB_WORLD, doc.encode_world(world))
         self.record.world_published(world)

@@ -24,13 +24,11 @@ from elastic_driver.errors import ElasticError, ExitCode
 from elastic_driver.features.checks.driver import CheckAnswer, NodeChecks
 from elastic_driver.features.checks.machine import CheckEnded, NodeChecker
 from elastic_driver.features.goodput.driver import job_started
-from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.sizes.machine import Starvation
 from elastic_driver.features.stragglers.machine import RoundPublished, Stragglers
-from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.kernel.kernel import Handler, Kernel
 from elastic_driver.kernel.log import Level
-from elastic_driver.kernel.machine import ForMachine, Reply
+from elastic_driver.kernel.machine import ForMachine, Reply, Shown
 from elastic_driver.kernel.services import KeysRead
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.runtime import mailbox as mail
@@ -70,7 +68,7 @@ class DriverLoop:
 
     mailbox: mail.DriverMailbox
     executor: Executor
-    lease: float  # seconds that a member of TensorFlow's cluster may be silent
+    lease: float  # seconds that a client of a machine may be silent
     checks: NodeChecks | None  # None: nodes are never checked
     status: Callable[[], bytes]  # returns the status document
     answer: Callable[[list[Reply]], None]  # sends the machines' replies to their clients
@@ -90,7 +88,6 @@ class DriverLoop:
     unanswered: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tf = TfCluster(self.lease)
         own: dict[type[Any], Handler] = {
             EndJob: self._end_job,
             CheckHosts: lambda d: self._begin_check(d.hosts, partial(self._answer_job, d)),
@@ -102,13 +99,13 @@ class DriverLoop:
             clock=self.clock,
             answer=self.answer,
             followers=self.executor.followers(),
+            post=self.mailbox.put,
         )
         self.kernel.checks_invariants, self.kernel.on_handled = self.debug, self._on_handled
-        self.kernel.machines |= {
-            "stragglers": self.stragglers,
-            "shards": DataSets(),
-            "tf": self.tf,
-        }
+        for each in MACHINES:
+            if each.new is not None:
+                self.kernel.begin(each.name, each.new(self.lease))
+        self.kernel.begin("stragglers", self.stragglers)
         self._stop_now = False
 
     def turn(self, until: float | None = None) -> None:
@@ -138,6 +135,11 @@ class DriverLoop:
             self.brain.look(self.job, self.stragglers, now)
         if self.end is None:
             self.executor.record.show_overdue(now)
+
+    def views(self) -> dict[str, Any]:
+        """Return what the machines show in the status, by the names under which they do."""
+        shown = [(MACHINES[name].shown_as, m) for name, m in self.kernel.machines.items()]
+        return {name: m.view() for name, m in shown if name and isinstance(m, Shown)}
 
     def _measure(self, now: float) -> None:
         """Take in the newest progress of the workers, and ask for the usage of the hosts."""
@@ -373,7 +375,7 @@ class DriverLoop:
         """Go on with the job of an earlier driver, after its last event."""
         machines: Any = run.machines
         self.kernel.machines |= machines
-        self.kernel.events, self.tf = run.n, machines["tf"]
+        self.kernel.events = run.n
         self._run_job(run.job)
         self.executor.resume(run)
         self.stragglers.step = self.executor.record.ledger.step

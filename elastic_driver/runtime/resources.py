@@ -6,7 +6,7 @@ order; `close` frees them in the reverse order. Times are seconds.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -21,7 +21,6 @@ from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.features.checks.driver import NodeChecks
 from elastic_driver.features.goodput.driver import RunLedger
 from elastic_driver.features.joining.driver import JoinedNodes
-from elastic_driver.features.telemetry.driver import TelemetrySettings
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.rights import job_access
 from elastic_driver.runtime import mailbox as mail
@@ -75,7 +74,7 @@ class DriverSetup:
     cwd: str = ""  # its folder
     resumed: ResumedRun | None = None  # the run of a driver that has died, to go on with
     store: JournalStore | None = None  # of the journal; None: a file in the run's folder
-    telemetry: TelemetrySettings | None = None  # None: nothing is sent to a collector
+    environ: Mapping[str, str] = field(default_factory=dict)  # the variables of `elasticrun`
     statistics: Address | None = None  # the database; None: no statistics are kept
     brain: BrainReports | None = None  # for the Brain that grants hosts; None: there is no Brain
 

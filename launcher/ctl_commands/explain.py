@@ -13,7 +13,7 @@ from elastic_driver.core import events as ev
 from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder, World
 from elastic_driver.core.job_events import EventBatch
 from elastic_driver.core.rules.hangs import name_ranks
-from elastic_driver.features.shards.messages import ShardBatch
+from elastic_driver.features import chapters
 from elastic_driver.runtime.journal.replay import Step
 from elastic_driver.words import counted
 from elastic_driver.words.log_events import RoundCompleted
@@ -184,8 +184,9 @@ def of_event(event: Any) -> str:
             return _short(f"{event.worker} has written the state to disk: {event.folder}")
         why = event.problem or "it has no checkpoint_dir"
         return _short(f"{event.worker} has not written the state to disk: {why}")
-    if isinstance(event, ShardBatch):
-        return counted(len(event.requests), "request") + " for shards"
+    for chapter in chapters("sentences"):
+        if (describe := chapter.SENTENCES.events.get(type(event))) is not None:
+            return str(describe(event))
     words = _EVENTS.get(type(event))
     return _short(_facts(event) if words is None else words.format(e=event))
 

@@ -13,7 +13,7 @@ from elastic_driver import words
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
-from elastic_driver.features.tensorflow.messages import TfStatus
+from elastic_driver.features import chapters
 from elastic_driver.kernel.log import name_of
 from elastic_driver.runtime.failures import describe_failure
 from elastic_driver.runtime.results import JobResult
@@ -62,7 +62,6 @@ class ServiceDocument(Struct, frozen=True, kw_only=True):
     run_id: str
     endpoint: str
     started: float  # unix seconds
-    tf: TfStatus
     state: Literal["serving"]
 
 
@@ -103,19 +102,20 @@ def status(document: bytes, now: float, *, every: bool = False) -> str:
     """
     found = read_document(document)
     if isinstance(found, JobDocument):
-        return job(found, now, every=every)
+        return job(found, now, every=every) + features(document)
     since = duration(now - found.started)
     if isinstance(found, StartingDocument):
         what = "its hosts are checked" if found.state == "checking" else "it is starting"
         return f"run {found.run_id}: {what}, for {since}"
-    tf = found.tf
-    rows = [
-        (n, f"{t.type} {t.index}", f"generation {tf.generation}") for n, t in tf.members.items()
-    ]
-    rows += [(node, "-", "waiting") for node in tf.waiting]
-    rows += [(node, "-", "lost") for node in tf.lost]
     head = f"run {found.run_id} serves TensorFlow nodes for {since} at {found.endpoint}"
-    return f"{head}\n\n{table(('NODE', 'TASK', 'STATE'), rows)}"
+    return head + features(document)
+
+
+def features(document: bytes) -> str:
+    """Return what the features show of themselves, each below an empty line."""
+    decoded = msgspec.json.decode(document)
+    shown = [chapter.SENTENCES.status(decoded) for chapter in chapters("sentences")]
+    return "".join(f"\n\n{table(head, rows)}" for head, *rows in filter(None, shown))
 
 
 def job(document: JobDocument, now: float, *, every: bool = False) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from elastic_driver.errors import ClusterError, ElasticError
 from elastic_driver.features.checks.driver import NodeChecks
 from elastic_driver.features.joining.driver import JoinedNodes
-from elastic_driver.features.telemetry.driver import telemetry_settings
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend, RefusedReason
 from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.discovery import HostDiscovery
@@ -157,7 +156,7 @@ def make_driver(
             cwd=plan.spec.cwd,
             resumed=run,
             store=store,
-            telemetry=telemetry_settings(os.environ),
+            environ=os.environ,
             statistics=plan.options.stats_db or default_database(run_dir),
             brain=brain,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +13,6 @@ import pytest
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.features.checks.driver import CheckSettings, NodeChecks
 from elastic_driver.features.checks.report import CheckReport
-from elastic_driver.features.telemetry.driver import TelemetrySettings
 from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.host_lists import Hosts
@@ -50,7 +49,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
         level: Level = Level.NORMAL,
         node_check: CheckReport | None = None,
         store: Callable[[RunDir], JournalStore] | None = None,
-        telemetry: TelemetrySettings | None = None,
+        environ: Mapping[str, str] | None = None,
         brain: BrainReports | None = None,
         **settings: object,
     ) -> JobUnderTest:
@@ -71,7 +70,7 @@ def start_job(tmp_path: Path) -> Iterator[StartJob]:
                 options=options or DriverOptions(discovery_interval=0.02, debug=True),
                 checks=checks,
                 store=None if store is None else store(run_dir),
-                telemetry=telemetry,
+                environ=environ or {},
                 brain=brain,
             )
         )

@@ -411,6 +411,11 @@ def _last_words(event: ev.WorkerExited) -> str:
     return f"{what}: {lines[-1][:_LAST_WORDS_CHARS]}" if lines else what
 
 
-DECLARATION = Declaration(
-    name="check", kind=NodeChecker, events=CheckEvent, decisions=CheckDecision
+MACHINES = (
+    Declaration(
+        name="check",
+        kind=NodeChecker,
+        events=CheckEvent,
+        decisions=CheckDecision,
+    ),
 )

@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeAlias, get_args
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import Announce
+from elastic_driver.core.decisions import Announce, GiveOrder
+from elastic_driver.core.documents import StopWorkerOrder
 from elastic_driver.core.driver_events import AgentLost, DriverResumed, LeaseExpired, Tick
 from elastic_driver.core.events import WorkerExited, WorkerStarted
 from elastic_driver.errors import UsageError
@@ -344,13 +345,22 @@ def _unpack(found: Requests) -> m.ShardBatch:
     )
 
 
-DECLARATION = Declaration(
-    name="shards",
-    kind=DataSets,
-    events=ShardEvent,
-    decisions=Reply | Announce,
-    hears={"job": (WorkerStarted, WorkerExited, LeaseExpired, AgentLost)},
-    together=(m.ShardRequest,),
-    batch=lambda requests: m.ShardBatch(tuple(requests)),
-    packing=Packing(m.ShardBatch, get_args(m.Request), _pack, _unpack),
+def _stop_ordered(decision: GiveOrder) -> m.StopOrdered | None:
+    order = decision.order
+    return m.StopOrdered(order.worker) if isinstance(order, StopWorkerOrder) else None
+
+
+MACHINES = (
+    Declaration(
+        name="shards",
+        kind=DataSets,
+        new=lambda _lease: DataSets(),
+        events=ShardEvent,
+        decisions=Reply | Announce,
+        hears={"job": (WorkerStarted, WorkerExited, LeaseExpired, AgentLost)},
+        follows={GiveOrder: _stop_ordered},
+        together=(m.ShardRequest,),
+        batch=lambda requests: m.ShardBatch(tuple(requests)),
+        packing=Packing(m.ShardBatch, get_args(m.Request), _pack, _unpack),
+    ),
 )

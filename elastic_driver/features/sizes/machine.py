@@ -7,8 +7,9 @@ takes one worker at a time, and each time looks again for as long. Pure. Times a
 
 from statistics import median
 
+from elastic_driver.core.decisions import Announce
 from elastic_driver.core.driver_events import HostStarved, Tick
-from elastic_driver.features.sizes.messages import HostLoad, LoadsSeen
+from elastic_driver.features.sizes.messages import HostLoad, LoadsSeen, PriorFound, SpeedSeen
 from elastic_driver.kernel.machine import Declaration
 from elastic_driver.kernel.services import SendEvent
 
@@ -66,4 +67,12 @@ def _starved(hosts: tuple[HostLoad, ...]) -> dict[str, float]:
     return found
 
 
-DECLARATION = Declaration(name="starvation", events=LoadsSeen | Tick, decisions=SendEvent)
+MACHINES = (
+    # `autoscaler.AutoScaler`, whose module loads SciPy: most jobs do without.
+    Declaration(
+        name="scaling",
+        events=SpeedSeen | PriorFound | Tick,
+        decisions=SendEvent | Announce,
+    ),
+    Declaration(name="starvation", events=LoadsSeen | Tick, decisions=SendEvent),
+)

@@ -4,11 +4,6 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.driver_events import Tick
-from elastic_driver.kernel.machine import Declaration
-from elastic_driver.kernel.services import SendEvent
-
 WRONG = 0.2  # a prior that differs so much from what is measured is dropped
 
 
@@ -31,7 +26,7 @@ class SpeedSeen(Struct, frozen=True, kw_only=True, tag="speed_seen"):
     each usable host, in the order in which hosts are used. `unit`: a world has a multiple of so
     many hosts. `most`: the most workers; None: no limit. `held`: a user has asked for a size.
     `rest`: the steps until the end, if the script says so. `micro_batches`: into which it divides
-    a step, if it does. `noise`: the scale of the gradients' noise, see `policies.scaling.noise`;
+    a step, if it does. `noise`: the scale of the gradients' noise, see `gauge.efficiency`;
     None: not known.
     """
 
@@ -75,9 +70,3 @@ class LoadsSeen(Struct, frozen=True, kw_only=True, tag="loads_seen"):
     round: int
     hosts: tuple[HostLoad, ...]
     held: bool = False
-
-
-# Of `autoscaler.AutoScaler`, whose module loads SciPy: most jobs do without.
-AUTO_SCALER = Declaration(
-    name="scaling", events=SpeedSeen | PriorFound | Tick, decisions=SendEvent | Announce
-)

@@ -17,7 +17,7 @@ from typing import ClassVar
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import Announce
+from elastic_driver.core.decisions import Announce, PublishWorld
 from elastic_driver.core.documents import Allocation, StateQuestion, World, encode
 from elastic_driver.core.driver_events import (
     RankRecovered,
@@ -264,6 +264,12 @@ class Stragglers:
         return Announce(what, reason, self._world.round, *place)
 
 
-DECLARATION = Declaration(
-    name="stragglers", events=Taken, decisions=Decided, hears={"job": (WorkerEnding,)}
+MACHINES = (
+    Declaration(
+        name="stragglers",
+        events=Taken,
+        decisions=Decided,
+        hears={"job": (WorkerEnding,)},
+        follows={PublishWorld: lambda decision: RoundPublished(decision.world)},
+    ),
 )

@@ -292,7 +292,7 @@ class TfCluster(Snapshots):
         strangers = self._living - self._tasks.keys()
         return [f"{node} lives in a generation that it is no member of" for node in strangers]
 
-    def status(self) -> tf.TfStatus:
+    def view(self) -> tf.TfStatus:
         """Return the members, and the nodes that wait or were lost."""
         members = {node: task for node, task in self._tasks.items() if node in self._living}
         return tf.TfStatus(self._generation, members, tuple(self._waiting), tuple(self._lost))
@@ -487,10 +487,14 @@ def _unpack(found: Requests) -> tf.TfRequest:
     return tf.TfRequest(ticket, request, owner)
 
 
-DECLARATION = Declaration(
-    name="tf",
-    kind=TfCluster,
-    events=TfEvent,
-    decisions=Reply,
-    packing=Packing(tf.TfRequest, get_args(tf.Request), _pack, _unpack),
+MACHINES = (
+    Declaration(
+        name="tf",
+        kind=TfCluster,
+        new=TfCluster,
+        shown_as="tf",
+        events=TfEvent,
+        decisions=Reply,
+        packing=Packing(tf.TfRequest, get_args(tf.Request), _pack, _unpack),
+    ),
 )

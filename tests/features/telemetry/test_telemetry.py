@@ -14,7 +14,10 @@ from tests.support.ports import free_port
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
-from elastic_driver.features.telemetry.driver import LAST_S, TelemetrySettings, telemetry_settings
+from elastic_driver.features.telemetry.companion import (
+    LAST_S,
+    telemetry_settings,
+)
 from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.waiting import until
 from tests.support.collector import Collector, attributes, collector
@@ -34,14 +37,13 @@ def kept() -> Iterator[Collector]:
         yield kept
 
 
-def ask_for(monkeypatch: pytest.MonkeyPatch, url: str, **others: str) -> TelemetrySettings:
-    """Set OpenTelemetry's variables as a user does; what they ask for."""
+def ask_for(monkeypatch: pytest.MonkeyPatch, url: str, **others: str) -> dict[str, str]:
+    """Set OpenTelemetry's variables as a user does; return all variables."""
     wanted = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "50", **others}
     for name, value in wanted.items():
         monkeypatch.setenv(name, value)
-    settings = telemetry_settings(os.environ)
-    assert settings is not None
-    return settings
+    assert telemetry_settings(os.environ) is not None
+    return dict(os.environ)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def over(job: JobUnderTest) -> float:
     began = time.monotonic()
     job.outcome()
     seconds = time.monotonic() - began
-    until(lambda: not job.driver.sends_telemetry, "the thread ends")
+    until(lambda: not job.driver.companions[0].busy, "the thread ends")
     return seconds
 
 
@@ -92,7 +94,7 @@ def test_a_job_is_one_trace_with_a_span_for_each_round(
     start_job: StartJob, kept: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = {"OTEL_RESOURCE_ATTRIBUTES": "team=vision", "OTEL_EXPORTER_OTLP_HEADERS": "key=secret"}
-    job = start_job(telemetry=ask_for(monkeypatch, kept.url, **named))
+    job = start_job(environ=ask_for(monkeypatch, kept.url, **named))
     trained_after_a_loss(job)
     over(job)
     rounds, (whole,) = kept.spans("round"), kept.spans("job")
@@ -122,7 +124,7 @@ def test_a_collector_that_is_away_costs_a_job_one_line(
     start_job: StartJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = f"http://user:secret@127.0.0.1:{free_port()}"
-    job = start_job(telemetry=ask_for(monkeypatch, away, OTEL_EXPORTER_OTLP_TIMEOUT="1"))
+    job = start_job(environ=ask_for(monkeypatch, away, OTEL_EXPORTER_OTLP_TIMEOUT="1"))
     trained_after_a_loss(job)
     until(lambda: lines(job), "the user hears of it")
     assert over(job) < LAST_S
@@ -135,7 +137,7 @@ def test_a_collector_that_refuses_is_quoted(
     start_job: StartJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with collector(status=401) as kept:
-        job = start_job(telemetry=ask_for(monkeypatch, kept.url))
+        job = start_job(environ=ask_for(monkeypatch, kept.url))
         trained_after_a_loss(job)
         until(lambda: lines(job), "the user hears of it")
         over(job)
@@ -146,7 +148,7 @@ def test_a_collector_that_never_answers_does_not_hold_up_the_end(
     start_job: StartJob, kept: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept.silent = True
-    job = start_job(telemetry=ask_for(monkeypatch, kept.url, OTEL_EXPORTER_OTLP_TIMEOUT="60"))
+    job = start_job(environ=ask_for(monkeypatch, kept.url, OTEL_EXPORTER_OTLP_TIMEOUT="60"))
     trained_after_a_loss(job)
     until(lambda: kept.requests, "a request waits for its answer")
     job.driver.request_stop("the test is over", 143)
@@ -155,14 +157,14 @@ def test_a_collector_that_never_answers_does_not_hold_up_the_end(
     assert time.monotonic() - began < LAST_S + 5.0
     assert len(lines(job)) == 1
     kept.over.set()
-    until(lambda: not job.driver.sends_telemetry, "the thread ends")
+    until(lambda: not job.driver.companions[0].busy, "the thread ends")
 
 
 def test_a_missing_package_is_one_clear_line(
     start_job: StartJob, kept: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "elastic_driver.features.telemetry.exporter", None)
-    job = start_job(telemetry=ask_for(monkeypatch, kept.url))
+    job = start_job(environ=ask_for(monkeypatch, kept.url))
     trained_after_a_loss(job)
     over(job)
     (line,) = lines(job)
@@ -173,7 +175,7 @@ def test_a_missing_package_is_one_clear_line(
 def test_a_value_that_the_exporters_refuse_is_one_line(
     start_job: StartJob, kept: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = start_job(telemetry=ask_for(monkeypatch, kept.url, OTEL_BSP_MAX_QUEUE_SIZE="-1"))
+    job = start_job(environ=ask_for(monkeypatch, kept.url, OTEL_BSP_MAX_QUEUE_SIZE="-1"))
     trained_after_a_loss(job)
     over(job)
     (line,) = lines(job)

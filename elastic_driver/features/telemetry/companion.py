@@ -2,7 +2,7 @@
 
 It is on if OTEL_EXPORTER_OTLP_ENDPOINT, or that of traces, is set, and needs the extra `otel`. A
 thread of its own reads the event log; nothing of the job waits for it, and the queue is bounded. If
-the collector is away, the user sees one line. `runtime.otlp` knows OpenTelemetry, and is imported
+the collector is away, the user sees one line. `exporter` knows OpenTelemetry, and is imported
 by this thread only. A collector has the metrics from `GET /metrics`. Times are seconds.
 """
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from elastic_driver.features.telemetry.spans import RoundSpans
+from elastic_driver.runtime.companions import Run
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.words.log_lines import read_line
 from rendezvous.client_connections import is_loopback
@@ -68,6 +69,16 @@ def _shown(url: str) -> str:
         return f"{parts.scheme}://{parts.hostname}{port}"
     except ValueError:
         return "the collector"
+
+
+def begin(run: Run) -> "Telemetry | None":
+    """Begin to send the trace of a run; None if its variables ask for nothing."""
+    settings = telemetry_settings(run.environ)
+    if settings is None:
+        return None
+    telemetry = Telemetry(settings, run_id=run.run_id, began=run.began, log=run.log, say=run.say)
+    telemetry.start()
+    return telemetry
 
 
 class Telemetry:
