@@ -32,15 +32,15 @@ from elastic_driver.core.job import Job
 from elastic_driver.core.job_events import EventBatch
 from elastic_driver.features.shards import messages as m
 from elastic_driver.features.shards.machine import DataSets
-from elastic_driver.runtime.collector import collector_paused
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import EtcdClient, read_access
-from elastic_driver.runtime.journal.mirror import EtcdStore, begin_anew
+from elastic_driver.runtime.journal.follower import EtcdStore, begin_anew
 from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.store import SqliteStore
 from elastic_driver.runtime.journal.tenure import LEASE_S, Tenure, new_key
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.loop import MAX_TOGETHER
+from elastic_driver.runtime.mailbox import collector_paused
 from elastic_driver.settings import Settings
 from rendezvous.auth import write_token_file
 

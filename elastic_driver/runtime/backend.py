@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from elastic_driver.options import Heading, option, text, whole
-from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.discovery import Hosts
 
 # Called once, with a reason for people, when an agent is gone or never came up.
 OnLost: TypeAlias = Callable[[str], None]

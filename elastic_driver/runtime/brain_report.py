@@ -14,7 +14,7 @@ from elastic_driver.core.job import Job
 from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.features.stragglers.machine import Stragglers
 from elastic_driver.runtime.brain_link import BrainLink
-from elastic_driver.runtime.speed import kind_seen, speed_seen
+from elastic_driver.runtime.measurements import kind_seen, speed_seen
 
 LOOK_S = 0.1  # between two looks at the job
 

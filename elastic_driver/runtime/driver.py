@@ -32,15 +32,14 @@ from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.masking import masked
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.companions import Companion, Run
-from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
+from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery, Hosts
 from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.executor import Executor
-from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.loop import DriverLoop
+from elastic_driver.runtime.measurements import kind_of
 from elastic_driver.runtime.reporter import Change
 from elastic_driver.runtime.resources import DriverResources, DriverSetup
 from elastic_driver.runtime.results import JobResult
-from elastic_driver.runtime.speed import kind_of
 from elastic_driver.settings import Settings
 
 MAX_MAIL = 100_000  # waiting messages; beyond that, requests are refused with 503

@@ -44,10 +44,9 @@ from elastic_driver.runtime.backend import (
     RefusedReason,
     UnreachableReason,
 )
-from elastic_driver.runtime.host_probes import HostProbes
 from elastic_driver.runtime.job_record import JobRecord
 from elastic_driver.runtime.journal.resume import ResumedRun
-from elastic_driver.runtime.suspects import Suspects
+from elastic_driver.runtime.probes import HostProbes, Suspects
 from rendezvous import wire
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer

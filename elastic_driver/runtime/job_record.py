@@ -16,14 +16,13 @@ from elastic_driver.core.events import WorkerExited, WorkerReady, WorkerStepped
 from elastic_driver.core.job_events import EventBatch
 from elastic_driver.features.goodput.driver import RunLedger
 from elastic_driver.kernel.machine import ForMachine
-from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.failures import HeldTails
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.journal.replay import Step
 from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.mailbox import RunClock
 from elastic_driver.runtime.reporter import Reporter
-from elastic_driver.runtime.results import JobResult, WorkerResults, as_event
+from elastic_driver.runtime.results import HeldTails, JobResult, WorkerResults, as_event
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
 

@@ -33,16 +33,20 @@ from elastic_driver.kernel.services import KeysRead
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.clock import RunClock
-from elastic_driver.runtime.collector import collector_paused
+from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.runtime.executor import Executor
-from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.journal.replay import MEMORY
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
 from elastic_driver.runtime.machines import MACHINES
-from elastic_driver.runtime.measurements import Measurements
-from elastic_driver.runtime.speed import loads_seen, new_auto_scaler, sample_of, speed_seen
+from elastic_driver.runtime.mailbox import RunClock, collector_paused
+from elastic_driver.runtime.measurements import (
+    Measurements,
+    loads_seen,
+    new_auto_scaler,
+    sample_of,
+    speed_seen,
+)
 from elastic_driver.words import counted
 from elastic_driver.words import host_log_events as host_log
 

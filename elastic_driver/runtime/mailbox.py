@@ -1,12 +1,22 @@
-"""The driver's mailbox and its messages: the events of machines, and some of the driver's own.
+"""The driver's thread: its mailbox and messages, its clock, and the garbage collector it pauses.
 
-The server, discovery, the backends' threads and signal handlers put messages in; the driver's
+Messages are the events of machines, and some of the driver's own. The server, discovery, the backends' threads and signal handlers put messages in; the driver's
 thread alone takes them out.
+
+Times are monotonic seconds that stand still while no driver lives. A driver that goes on with a run counts from the time of the last event in the journal. So no
+deadline passes between two drivers, whatever has happened to the clock of the host: a reboot, or
+another host.
+
+Python's collector looks at all objects again and again while many are made at once. In a job of 10,000 members that
+is half of the time of a snapshot.
 """
 
 import collections
+import contextlib
+import gc
 import queue
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -14,8 +24,37 @@ from elastic_driver.core.job import Job
 from elastic_driver.errors import TakenOverError
 from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.kernel.machine import ForMachine
-from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.discovery import Hosts
 from rendezvous.wire import Entry
+
+
+class RunClock:
+    """The clock of one driver; calling it returns the machines' time in seconds."""
+
+    def __init__(self, resumed_at: float | None = None) -> None:
+        """Begin at the host's monotonic time, or go on at the time of an earlier driver's end."""
+        self._base = 0.0 if resumed_at is None else time.monotonic() - resumed_at
+
+    def __call__(self) -> float:
+        """Return the time of the machines."""
+        return time.monotonic() - self._base
+
+    @property
+    def unix_offset(self) -> float:
+        """Return unix seconds minus the time of the machines, at this moment."""
+        return time.time() - self()
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Collect no cyclic garbage in the context, in all threads."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_driver.runtime import script_guard
-from elastic_driver.runtime.failures import signal_name
+from elastic_driver.runtime.results import signal_name
 
 _CHUNK_BYTES = 65536
 _REAP_S = script_guard.REAP_S + 1.0  # for the guard to end everything

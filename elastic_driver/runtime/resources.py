@@ -27,13 +27,20 @@ from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
 from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.clock import RunClock
 from elastic_driver.runtime.discovery import HostDiscovery
 from elastic_driver.runtime.driver_port import DriverPort
-from elastic_driver.runtime.endpoint import await_port, first_documents, listen, ports_to_try
+from elastic_driver.runtime.endpoint import (
+    Identity,
+    all_hear,
+    await_port,
+    choose_identity,
+    first_documents,
+    listen,
+    ports_to_try,
+    tell_agents,
+)
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
-from elastic_driver.runtime.identity import Identity, choose_identity
 from elastic_driver.runtime.job_record import JobRecord
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.journal.resume import ResumedRun
@@ -42,12 +49,12 @@ from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.library_logs import described, logs_shown
 from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.machine_api import SHARDS_PATH
+from elastic_driver.runtime.mailbox import RunClock
 from elastic_driver.runtime.output import AgentsOutput, without_numbers
+from elastic_driver.runtime.probes import Suspects
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
-from elastic_driver.runtime.successor import all_hear, tell_agents
-from elastic_driver.runtime.suspects import Suspects
 from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
 from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import Role, make_token, read_credentials, read_token_file

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic_driver.runtime.run_lock import Holder
+from elastic_driver.runtime.run_dir import Holder
 from rendezvous.wire import UNREADABLE
 
 DRIVER_LOCK = "lock"  # in a run's folder

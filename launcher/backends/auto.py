@@ -3,7 +3,7 @@
 import time
 
 from elastic_driver.runtime.backend import Backend, BackendJob, OnClosed, OnLost
-from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.discovery import Hosts
 from launcher.backends import ssh
 from launcher.backends.addresses import is_this_machine
 from launcher.backends.local import LocalBackend

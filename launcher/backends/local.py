@@ -22,7 +22,7 @@ from elastic_driver.core.documents import decode
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
-from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.discovery import Hosts
 from launcher.agent import processes
 from launcher.backends.addresses import is_this_machine, meeting_address, own_address
 from launcher.backends.base import AgentPlan, agent_arguments

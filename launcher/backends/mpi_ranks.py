@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.host_lists import Hosts, check_host
+from elastic_driver.runtime.discovery import Hosts, check_host
 
 # The number of ranks: the variables of Open MPI, and of MPICH and its relatives.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

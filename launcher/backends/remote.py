@@ -29,7 +29,7 @@ from elastic_driver.runtime.backend import (
     OnClosed,
     OnLost,
 )
-from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.discovery import Hosts
 from launcher.agent.marks import up_in
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.base import AgentPlan, agent_arguments, unfollowed

@@ -20,7 +20,7 @@ import msgspec
 
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import RefusedReason, UnreachableReason
-from elastic_driver.runtime.host_lists import check_host
+from elastic_driver.runtime.discovery import check_host
 from launcher import version
 from launcher.agent.marks import LOOKED, NO_STDOUT, SAY_REACHED
 from launcher.backends.base import PACKAGE_ROOT, describe_end

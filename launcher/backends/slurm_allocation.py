@@ -17,8 +17,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.discovery import MAX_TEXT_BYTES, DiscoveryError
-from elastic_driver.runtime.host_lists import Hosts, parse_hosts
+from elastic_driver.runtime.discovery import MAX_TEXT_BYTES, DiscoveryError, Hosts, parse_hosts
 from elastic_driver.runtime.probe import ProbeError, ScriptProbe
 from elastic_driver.words import counted
 from launcher.backends.slurm_shares import Share, read_shares, shares_of_variables

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.host_lists import parse_hosts
+from elastic_driver.runtime.discovery import parse_hosts
 
 _NODES = re.compile(r"\s+Nodes=(\S+) CPU_IDs=(\S*) Mem=\S+ GRES=(\S*)\s*\Z")
 _TASKS = re.compile(r"\s+NumNodes=\S+ .*\bNumTasks=([0-9]{1,9}) CPUs/Task=([0-9]{1,6})\b")

@@ -40,8 +40,8 @@ from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered, 
 from elastic_driver.kernel.machine import stamped
 from elastic_driver.rights import job_access
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
+from elastic_driver.runtime.endpoint import Identity
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.identity import Identity
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.runtime.mailbox import Mailbox
 from launcher.brain.figures import HostFigures

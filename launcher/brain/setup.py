@@ -14,9 +14,9 @@ from elastic_driver.runtime.discovery import (
     HostDiscovery,
     HostfileDiscovery,
     ScriptDiscovery,
+    parse_hosts,
 )
-from elastic_driver.runtime.host_lists import parse_hosts
-from elastic_driver.runtime.identity import choose_identity
+from elastic_driver.runtime.endpoint import choose_identity
 from elastic_driver.settings import DriverOptions
 from launcher.brain.database import address_of
 from launcher.brain.folder import BrainFolder

@@ -16,8 +16,7 @@ from elastic_driver.features.checks.driver import CheckHistoryFile
 from elastic_driver.features.checks.report import CheckHistory
 from elastic_driver.masking import without_password
 from elastic_driver.options import FLAG
-from elastic_driver.runtime.discovery import FixedDiscovery
-from elastic_driver.runtime.host_lists import parse_hosts
+from elastic_driver.runtime.discovery import FixedDiscovery, parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.ctl_commands.show import table
 from launcher.job import collect_facts, with_allocation

@@ -12,7 +12,7 @@ import msgspec
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import EtcdClient
-from elastic_driver.runtime.journal.mirror import Ended
+from elastic_driver.runtime.journal.follower import Ended
 from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.tenure import RunKeys, decode_key
 from elastic_driver.runtime.run_dir import JOURNAL_FILE

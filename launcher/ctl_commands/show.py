@@ -15,8 +15,7 @@ from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, Slow
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.features import chapters
 from elastic_driver.kernel.log import name_of
-from elastic_driver.runtime.failures import describe_failure
-from elastic_driver.runtime.results import JobResult
+from elastic_driver.runtime.results import JobResult, describe_failure
 from elastic_driver.words import counted
 from elastic_driver.words.findings import Failure, StackGroup
 from elastic_driver.words.log_sentences import sentence

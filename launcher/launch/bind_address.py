@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.discovery import Hosts
 from launcher.backends.addresses import find_address, is_this_machine
 from launcher.launch.hosts import ANYWHERE
 from launcher.network import address_of, addresses_of

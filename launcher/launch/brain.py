@@ -16,12 +16,12 @@ from elastic_driver.brain.documents import MOST_LIVES_ON_S, Grant, JobReport
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime.brain_link import ANSWER_S, BrainLink
 from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
+from elastic_driver.runtime.measurements import kind_of
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
-from elastic_driver.runtime.speed import kind_of
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.signals import ended_by_signals
 from launcher.launch.submit import submit

@@ -18,7 +18,7 @@ import psutil
 
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.runtime.discovery import FixedDiscovery, HostDiscovery
-from elastic_driver.runtime.identity import of_site
+from elastic_driver.runtime.endpoint import of_site
 from launcher.backends.registry import DISCOVERY, load, make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import find_shadow, refuse_bytes

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic_driver.runtime.failures import describe_failure, last_words
-from elastic_driver.runtime.results import JobResult
+from elastic_driver.runtime.results import JobResult, describe_failure, last_words
 from rendezvous.own_files import open_named
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

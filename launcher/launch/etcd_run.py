@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.runtime.journal import mirror
+from elastic_driver.runtime.journal import follower as mirror
 from elastic_driver.runtime.journal.etcd import PLAIN_VARIABLE, EtcdClient, read_access
-from elastic_driver.runtime.journal.follower import Follower, RunState
-from elastic_driver.runtime.journal.mirror import Ended, EtcdStore
+from elastic_driver.runtime.journal.follower import Ended, EtcdStore, Follower, RunState
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.journal.store import SqliteStore
 from elastic_driver.runtime.journal.tenure import Tenure, new_key

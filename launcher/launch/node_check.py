@@ -16,9 +16,8 @@ from elastic_driver.features.checks.driver import CheckHistoryFile, CheckSetting
 from elastic_driver.features.checks.messages import TaskSettings
 from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.runtime.backend import MakeBackend
-from elastic_driver.runtime.discovery import HostDiscovery
+from elastic_driver.runtime.discovery import HostDiscovery, Hosts
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.signals import ended_by_signals

@@ -14,8 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode, TakenOverError, UsageError
 from elastic_driver.runtime.journal.etcd import EtcdError
-from elastic_driver.runtime.journal.follower import RunState
-from elastic_driver.runtime.journal.mirror import About
+from elastic_driver.runtime.journal.follower import About, RunState
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir

@@ -18,9 +18,8 @@ from elastic_driver.features.checks.driver import NodeChecks
 from elastic_driver.features.joining.driver import JoinedNodes
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend, RefusedReason
 from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.discovery import HostDiscovery
+from elastic_driver.runtime.discovery import HostDiscovery, Hosts
 from elastic_driver.runtime.driver import ElasticDriver, JobNow
-from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.library_logs import described

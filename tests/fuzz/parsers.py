@@ -37,8 +37,7 @@ from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.kernel.tables import SnapshotError
 from elastic_driver.presence import DriverPresence, Presence
 from elastic_driver.runtime import liveness_port, page_routes, run_dir
-from elastic_driver.runtime.event_routes import Reported
-from elastic_driver.runtime.host_lists import (
+from elastic_driver.runtime.discovery import (
     MAX_HOSTS,
     MAX_SLOTS,
     HostListError,
@@ -47,7 +46,9 @@ from elastic_driver.runtime.host_lists import (
     parse_host_lines,
     parse_hosts,
 )
-from elastic_driver.runtime.journal import codec, follower, mirror, tenure
+from elastic_driver.runtime.event_routes import Reported
+from elastic_driver.runtime.journal import codec, follower, tenure
+from elastic_driver.runtime.journal import follower as mirror
 from elastic_driver.runtime.journal.etcd import EtcdError, KeyValue
 from elastic_driver.settings import Settings
 from elastic_driver.worker.checkpoints import folder as checkpoints

@@ -10,9 +10,8 @@ from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.features.checks.driver import CheckSettings, NodeChecks
 from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.runtime.backend import MakeBackend
-from elastic_driver.runtime.discovery import FixedDiscovery
+from elastic_driver.runtime.discovery import FixedDiscovery, Hosts
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir

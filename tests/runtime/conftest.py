@@ -14,8 +14,8 @@ from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.features.checks.driver import CheckSettings, NodeChecks
 from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.runtime.brain_report import BrainReports
+from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup

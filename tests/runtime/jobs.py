@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from tests.runtime.cluster import Cluster

@@ -21,9 +21,10 @@ from elastic_driver.runtime.discovery import (
     FixedDiscovery,
     HostDiscovery,
     HostfileDiscovery,
+    HostListError,
+    Hosts,
     ScriptDiscovery,
 )
-from elastic_driver.runtime.host_lists import HostListError, Hosts
 from tests.runtime.waiting import until
 
 Posted = HostsDiscovered | DiscoveryFailed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_driver.core.events import WorkerExited
-from elastic_driver.runtime.failures import (
+from elastic_driver.runtime.results import (
     HOLD_S,
     MAX_HELD,
     MAX_TAIL_LINES,

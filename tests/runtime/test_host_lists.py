@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_driver.errors import ExitCode
-from elastic_driver.runtime.host_lists import (
+from elastic_driver.runtime.discovery import (
     MAX_SLOTS,
     HostListError,
     check_host,

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_driver.core.decisions import ProbeHosts
 from elastic_driver.core.driver_events import HostProbed
-from elastic_driver.runtime.host_probes import HostProbes
+from elastic_driver.runtime.probes import HostProbes
 
 PATIENCE_S = 0.3
 

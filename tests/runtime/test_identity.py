@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.identity import Identity, choose_identity
+from elastic_driver.runtime.endpoint import Identity, choose_identity
 from elastic_driver.settings import DriverOptions
 from rendezvous.auth import Credentials
 from rendezvous.client import RendezvousClient

@@ -7,8 +7,7 @@ import io
 import pytest
 
 from elastic_driver.core.decisions import Announce
-from elastic_driver.runtime.repeated import FIRST_S, LONGEST_S, Repeated
-from elastic_driver.runtime.reporter import Level, Reporter
+from elastic_driver.runtime.reporter import FIRST_S, LONGEST_S, Level, Repeated, Reporter
 from elastic_driver.words import worker_log_events as log
 
 WHO = (1, "a", "a.1.1")

@@ -16,9 +16,8 @@ import msgspec
 import pytest
 
 from elastic_driver.errors import ClusterError, UsageError
-from elastic_driver.runtime import run_lock
-from elastic_driver.runtime.run_dir import RunDir
-from elastic_driver.runtime.run_lock import EXPIRES_S, Holder
+from elastic_driver.runtime import run_dir as run_lock
+from elastic_driver.runtime.run_dir import EXPIRES_S, Holder, RunDir
 
 HOLD = """
 import sys

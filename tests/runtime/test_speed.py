@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_driver.core import events as ev
 from elastic_driver.core.measured import HostUsage, Measured, Pressure, StepTimes, WorkerMeasured
-from elastic_driver.runtime.speed import loads_seen
+from elastic_driver.runtime.measurements import loads_seen
 from tests.core.scenario import Scenario
 
 HOST = {"memory_used": 1, "memory_total": 2, "disk_used": 1, "disk_total": 2}

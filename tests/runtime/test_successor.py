@@ -8,7 +8,7 @@ import gc
 from typing import Any
 
 from elastic_driver.core.rules.fleet import AgentState, HostAgent
-from elastic_driver.runtime.successor import tell_agents
+from elastic_driver.runtime.endpoint import tell_agents
 
 
 def test_telling_agents_that_are_gone_leaves_no_complaint_when_it_is_cut_short() -> None:

@@ -32,7 +32,7 @@ from elastic_driver.features.checks.messages import TASK_SETTINGS, TaskSettings
 from elastic_driver.features.checks.report import CheckHistory, CheckReport
 from elastic_driver.ports import PortRange
 from elastic_driver.runtime.backend import Backend, MakeBackend
-from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.runtime.run_dir import RunDir
 from rendezvous.auth import write_token_file
 from rendezvous.own_files import open_own, write_own

@@ -37,7 +37,7 @@ from elastic_driver import contract
 from elastic_driver.core import join_messages as join
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost
-from elastic_driver.runtime.host_lists import Hosts
+from elastic_driver.runtime.discovery import Hosts
 from rendezvous.auth import Role, agent_token, node_token
 from rendezvous.errors import StoppedError
 from rendezvous.limits import Hits, Limits

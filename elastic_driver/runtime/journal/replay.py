@@ -18,7 +18,7 @@ from elastic_driver.kernel.machine import Machine, stamped
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.runtime.journal import write_ahead
 from elastic_driver.runtime.journal.codec import decode
-from elastic_driver.runtime.journal.tables import FORMAT, UPGRADED, checksum, connect, stranger
+from elastic_driver.runtime.journal.store import FORMAT, UPGRADED, checksum, connect, stranger
 from elastic_driver.runtime.machines import MACHINES
 
 _KINDS = {each.name: each.kind for each in MACHINES.journalled if each.kind is not None}

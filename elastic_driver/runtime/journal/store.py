@@ -2,21 +2,115 @@
 
 `Journal` (`writer`) calls a store from the thread that writes. Each driver of a run writes its term
 first, and every later write checks that no driver with a higher term has begun.
+
+The tables of a journal's database; each row ends with a checksum of its other values.
+
+SQLite notices a damaged structure, but not a flipped bit inside a value. So a row is checked before
+it is used.
+
+A file may have been made by somebody else: a view or a trigger in it would run what it says when a
+table is read or written. So a file is used only if it has our tables, as we make them, and nothing
+else.
 """
 
 import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from urllib.parse import quote
+from zlib import crc32
 
 import msgspec
 
 from elastic_driver.errors import TakenOverError
-from elastic_driver.runtime.journal import tables
+
+FORMAT = 3
+UPGRADED = 2  # the format that has no checksums; a driver that goes on with it adds them
+_COLUMNS = {
+    "about": "run_id TEXT, argv TEXT, cwd TEXT",
+    "terms": "term INTEGER PRIMARY KEY, n INTEGER, at REAL, unix REAL, unix_offset REAL, "
+    "host TEXT, pid INTEGER, url TEXT",
+    "events": "n INTEGER PRIMARY KEY, at REAL, machine TEXT, event BLOB",
+    "snapshots": "n INTEGER, at REAL, machine TEXT, state BLOB",
+    "keys": "key TEXT PRIMARY KEY, value BLOB",
+}
+_INDEX = "CREATE UNIQUE INDEX states ON snapshots (n, machine)"
+_LONGEST_NAME = 60  # of what a file holds, in a message
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def checksum(*values: Any) -> int:
+    """Return the CRC-32 of the values of a row, as msgpack."""
+    return crc32(_encode(values))
+
+
+def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """Open a database, as a file that somebody else may have made; it loads no extensions."""
+    where = f"file:{quote(str(path))}{'?mode=ro' * read_only}"
+    database = sqlite3.connect(where, uri=True, isolation_level=None, check_same_thread=False)
+    try:
+        database.execute("PRAGMA trusted_schema=OFF")
+        configure = getattr(database, "setconfig", None)  # from Python 3.12 on
+        if configure is not None:
+            configure(getattr(sqlite3, "SQLITE_DBCONFIG_DEFENSIVE"), True)  # noqa: B009
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def stranger(database: sqlite3.Connection) -> str:
+    """Return what a database holds that no journal has, in words; "": nothing. May be empty."""
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    last = "" if version == UPGRADED else ", sum INTEGER"
+    own = {("table", each): f"CREATE TABLE {each} ({_COLUMNS[each]}{last})" for each in _COLUMNS}
+    own[("index", "states")] = _INDEX
+    for kind, name, text in database.execute("SELECT type, name, sql FROM sqlite_master"):
+        made_by_sqlite = kind == "index" and text is None
+        if own.get((kind, name)) != text and not made_by_sqlite:
+            known = f"{'an' if kind == 'index' else 'a'} {kind}"
+            known = f"another {kind}" if (kind, name) in own else known
+            return f"{known} {str(name)[:_LONGEST_NAME]!r}"
+    return ""
+
+
+def create(database: sqlite3.Connection) -> None:
+    """Make the tables in an empty database."""
+    for table, columns in _COLUMNS.items():
+        database.execute(f"CREATE TABLE {table} ({columns}, sum INTEGER)")
+    database.execute(_INDEX)
+    database.execute(f"PRAGMA user_version={FORMAT}")
+
+
+def put(
+    database: sqlite3.Connection,
+    table: str,
+    rows: Iterable[tuple[Any, ...]],
+    *,
+    replace: bool = False,
+) -> None:
+    """Write rows, each with its checksum; `replace`: there may be rows with these keys."""
+    verb = "REPLACE" if replace else "INSERT"
+    marks = ", ".join("?" for _ in range(_COLUMNS[table].count(",") + 2))
+    summed = ((*row, checksum(*row)) for row in rows)
+    database.executemany(f"{verb} INTO {table} VALUES ({marks})", summed)
+
+
+def upgrade(database: sqlite3.Connection) -> None:
+    """Add the checksums to a database of format 2; part of the caller's transaction."""
+    if database.execute("PRAGMA user_version").fetchone()[0] != UPGRADED:
+        return
+    database.create_function("checksum", -1, checksum, deterministic=True)
+    for table, columns in _COLUMNS.items():
+        names = ", ".join(column.split()[0] for column in columns.split(", "))
+        database.execute(f"ALTER TABLE {table} ADD COLUMN sum INTEGER")
+        database.execute(f"UPDATE {table} SET sum = checksum({names})")  # noqa: S608
+    database.execute(f"PRAGMA user_version={FORMAT}")
+
 
 # Before the newest event; older ones, and snapshots, are dropped.
 KEPT_EVENTS = 100_000
@@ -121,18 +215,18 @@ class SqliteStore:
                 if batch.anew:
                     database.execute("DELETE FROM events")
                     database.execute("DELETE FROM snapshots")
-                tables.put(database, "events", batch.events)
+                put(database, "events", batch.events)
                 if batch.states:
                     database.execute("DELETE FROM snapshots WHERE n = ?", batch.states[0][:1])
-                    tables.put(database, "snapshots", batch.states)
+                    put(database, "snapshots", batch.states)
                 gone = [(key,) for key, value in batch.keys.items() if value is None]
                 kept = [pair for pair in batch.keys.items() if pair[1] is not None]
                 database.executemany("DELETE FROM keys WHERE key = ?", gone)
-                tables.put(database, "keys", kept, replace=True)
+                put(database, "keys", kept, replace=True)
                 if batch.url:
                     own = "SELECT * FROM terms WHERE term = ?"
                     *row, _url, _sum = database.execute(own, (self._term,)).fetchone()
-                    tables.put(database, "terms", [(*row, batch.url)], replace=True)
+                    put(database, "terms", [(*row, batch.url)], replace=True)
 
     def tidy(self, batches: Sequence[Batch]) -> None:
         """See `JournalStore.tidy`."""
@@ -167,13 +261,13 @@ class SqliteStore:
         for suffix in ("", "-wal", "-shm", "-journal"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))
-        database = self._open = tables.connect(self._path)
+        database = self._open = connect(self._path)
         database.execute("PRAGMA synchronous=OFF")  # for an empty file
         _log_ahead(database)
         with _transaction(database):
-            tables.create(database)
+            create(database)
             about = head.run_id, msgspec.json.encode(head.argv).decode(), head.cwd
-            tables.put(database, "about", [about])
+            put(database, "about", [about])
             _begin_term(database, head)
         return database
 
@@ -181,8 +275,8 @@ class SqliteStore:
         """Open the file of an earlier driver; raises `TakenOverError` if it is not as it was."""
         if not self._path.is_file():
             raise FileNotFoundError(f"there is no journal {self._path}")
-        database = self._open = tables.connect(self._path)
-        if what := tables.stranger(database):
+        database = self._open = connect(self._path)
+        if what := stranger(database):
             raise sqlite3.DatabaseError(f"the file holds {what}, which no journal has")
         _log_ahead(database)
         with _transaction(database):
@@ -190,7 +284,7 @@ class SqliteStore:
             term, n = database.execute(newest).fetchone()
             if term >= head.term or (n or 0) > head.n:
                 raise self._taken_over()
-            tables.upgrade(database)
+            upgrade(database)
             _begin_term(database, head)
         return database
 
@@ -198,13 +292,13 @@ class SqliteStore:
         """Open the file that this driver has written to; `write` looks whether it is still ours."""
         if not self._path.is_file():
             raise FileNotFoundError(f"there is no journal {self._path}")
-        database = self._open = tables.connect(self._path)
+        database = self._open = connect(self._path)
         _log_ahead(database)
         return database
 
     def _taken_over(self) -> TakenOverError:
         newest = "SELECT term, host, pid FROM terms ORDER BY term DESC LIMIT 1"
-        with contextlib.closing(tables.connect(self._path)) as database:
+        with contextlib.closing(connect(self._path)) as database:
             found = database.execute(newest).fetchone()
         who = "driver {} (host {}, process {})".format(*found)
         return TakenOverError(f"{who} goes on with this run; driver {self._term} ends")
@@ -230,7 +324,7 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 def _begin_term(database: sqlite3.Connection, head: Head) -> None:
     who = os.uname().nodename, os.getpid(), ""
     row = head.term, head.n, head.at, time.time(), head.unix_offset, *who
-    tables.put(database, "terms", [row])
+    put(database, "terms", [row])
 
 
 def drop_old(database: sqlite3.Connection, newest: int) -> None:

@@ -7,9 +7,12 @@ nothing for long: after `WAIT_S` the driver acts without waiting, until the writ
 Only answers that hand out data wait longer, `DATA_WAIT_S`. While a journal fails (full disk,
 read-only, too far behind) the job goes on without it; every few seconds it is tried to begin the
 journal anew, with the states of that moment (docs/journal.md).
+
+The kind of file system that holds a journal: one on a network may hang as long as its server.
 """
 
 import collections
+import contextlib
 import os
 import queue
 import sqlite3
@@ -23,10 +26,31 @@ from typing import NamedTuple
 from elastic_driver.core.decisions import Announce
 from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.runtime.journal.codec import encode
-from elastic_driver.runtime.journal.file_system import network_file_system
 from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row, SqliteStore
 from elastic_driver.runtime.library_logs import described
 from elastic_driver.words import host_log_events as host_log
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_OF_A_NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "fuse.")
+
+
+def network_file_system(folder: Path) -> str:
+    """Return the kind (`nfs4`) if this folder is on another machine; "" otherwise, or unknown."""
+    with contextlib.suppress(OSError):
+        kind = file_system(os.stat(folder).st_dev, _MOUNTS.read_text())
+        return kind if kind.startswith(_OF_A_NETWORK) else ""
+    return ""
+
+
+def file_system(device: int, mounts: str) -> str:
+    """Return the kind of the file system with this device number; proc(5), mountinfo."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.splitlines():
+        place, _, source = line.partition(" - ")
+        if place.split()[2:3] == [number]:
+            return source.split(" ", 1)[0]
+    return ""
+
 
 WAIT_S = 0.25  # for a write; a page cache takes far less than a millisecond
 # The same, for an answer that hands out data: if it is lost, the next driver hands them out again.

@@ -370,7 +370,7 @@ def test_nodes_that_wait_ask_the_next_driver_and_count_once() -> None:
     nodes.join("a", "b")
     nodes.resume()
     nodes.join("a")
-    assert nodes.cluster.status().waiting == ("a:1", "b:1")
+    assert nodes.cluster.view().waiting == ("a:1", "b:1")
     nodes.join("c")
     assert nodes.specs() == {"a": (1, "abc"), "c": (1, "abc")}
     nodes.join("b")

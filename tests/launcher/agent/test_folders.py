@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic_driver.runtime.run_lock import Holder, _start_of
+from elastic_driver.runtime.run_dir import Holder, _start_of
 from launcher.agent import remote
 from launcher.agent.folders import (
     BEGINNING_S,

@@ -25,8 +25,7 @@ from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import Head
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.results import JobResult
-from elastic_driver.runtime.run_dir import RunDir, read_endpoint
-from elastic_driver.runtime.run_lock import Holder
+from elastic_driver.runtime.run_dir import Holder, RunDir, read_endpoint
 from elastic_driver.settings import Settings
 from launcher import cli
 from launcher.launch.resume import line_of, take_named, take_unfinished

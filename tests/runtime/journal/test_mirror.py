@@ -12,10 +12,9 @@ import pytest
 from elastic_driver.core.driver_events import Tick
 from elastic_driver.errors import TakenOverError
 from elastic_driver.features.tensorflow.machine import TfCluster
-from elastic_driver.runtime.journal import mirror
+from elastic_driver.runtime.journal import follower as mirror
 from elastic_driver.runtime.journal.etcd import EtcdClient, _Stream
-from elastic_driver.runtime.journal.follower import Follower, RunState
-from elastic_driver.runtime.journal.mirror import Ended, EtcdStore
+from elastic_driver.runtime.journal.follower import Ended, EtcdStore, Follower, RunState
 from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.tenure import Tenure, new_key

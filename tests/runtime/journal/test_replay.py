@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from elastic_driver.features.shards.messages import NextRequest, RangeDescription
-from elastic_driver.runtime.journal import tables, writer
+from elastic_driver.runtime.journal import store as tables
+from elastic_driver.runtime.journal import writer
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay
 from elastic_driver.runtime.journal.resume import load_run
 from elastic_driver.runtime.journal.store import Head, SqliteStore

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from elastic_driver.runtime.journal.replay import JournalError
-from elastic_driver.runtime.journal.tables import checksum, connect
+from elastic_driver.runtime.journal.store import checksum, connect
 from tests.runtime.journal import versions
 
 KEPT = sorted((Path(__file__).parent / "kept").iterdir())

@@ -26,7 +26,8 @@ from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.shards.messages import NextRequest, RangeDescription
 from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.runtime import loop
-from elastic_driver.runtime.journal import file_system, writer
+from elastic_driver.runtime.journal import writer
+from elastic_driver.runtime.journal import writer as file_system
 from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.resume import load_run
 from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
