@@ -1,14 +1,14 @@
 """The driver's thread: its mailbox and messages, its clock, and the garbage collector it pauses.
 
-Messages are the events of machines, and some of the driver's own. The server, discovery, the backends' threads and signal handlers put messages in; the driver's
-thread alone takes them out.
+Messages are the events of machines, and some of the driver's own. The server, discovery, the
+backends' threads and signal handlers put messages in; the driver's thread alone takes them out.
 
-Times are monotonic seconds that stand still while no driver lives. A driver that goes on with a run counts from the time of the last event in the journal. So no
-deadline passes between two drivers, whatever has happened to the clock of the host: a reboot, or
-another host.
+Times are monotonic seconds that stand still while no driver lives. A driver that goes on with a run
+counts from the time of the last event in the journal. So no deadline passes between two drivers,
+whatever has happened to the clock of the host: a reboot, or another host.
 
-Python's collector looks at all objects again and again while many are made at once. In a job of 10,000 members that
-is half of the time of a snapshot.
+Python's collector looks at all objects again and again while many are made at once. In a job of
+10,000 members that is half of the time of a snapshot.
 """
 
 import collections

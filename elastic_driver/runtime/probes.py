@@ -1,8 +1,9 @@
 """Probes of hosts and agents, and the evidence that agents are lost or live, for the job machine.
 
-A probe of hosts that are not reachable (`ProbeHosts`) is one TCP connection to each. They run on the rendezvous server's loop, without a task for each, as there may be hundreds a
-second. A backend's address of a host is looked up once, in a thread; few are looked up at a time,
-as half of all hosts may be lost at once. Times are seconds.
+A probe of hosts that are not reachable (`ProbeHosts`) is one TCP connection to each. They run on
+the rendezvous server's loop, without a task for each, as there may be hundreds a second. A
+backend's address of a host is looked up once, in a thread; few are looked up at a time, as half of
+all hosts may be lost at once. Times are seconds.
 
 Evidence comes from the rendezvous (a heartbeat is missing, a client that waits goes away) and from
 backends. When an agent is suspected, its next heartbeat is awaited and reported as `AgentHeard`.
