@@ -13,8 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from rendezvous.connections import Client, Connections
-from rendezvous.shares import is_person
-from rendezvous.turns import Queue, Turns
+from rendezvous.fairness import Queue, Turns, is_person
 from rendezvous.web import CALLER, CLIENT, PEER, REQUEST_TIMES, Problem, busy
 from rendezvous.wire import MAX_BODY_BYTES
 

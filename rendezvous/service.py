@@ -14,8 +14,7 @@ from typing import cast
 from rendezvous.answers import AnswerMemory
 from rendezvous.auth import Caller, Role
 from rendezvous.errors import StoppedError
-from rendezvous.limits import Hits, Limits
-from rendezvous.space import Owner
+from rendezvous.limits import Hits, Limits, Owner
 from rendezvous.store import Answered, KVStore, Outcome
 from rendezvous.wire import Operation, Result, Set, Written, size_of
 

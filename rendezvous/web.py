@@ -32,16 +32,14 @@ from msgspec import Meta, Struct
 
 from rendezvous import wire
 from rendezvous.access import Access
-from rendezvous.answers import PostAnswer, PostsOnce
+from rendezvous.answers import PostAnswer, PostsOnce, RequestTimes
 from rendezvous.auth import AUTHORIZATION, Caller, Tokens
 from rendezvous.connections import Client
 from rendezvous.errors import RefusedError, StoppedError
+from rendezvous.fairness import owner_of
 from rendezvous.limits import Hits
-from rendezvous.refusals import OF_CONNECTION, Refusals
-from rendezvous.request_times import RequestTimes
 from rendezvous.service import StoreService
-from rendezvous.sessions import HEADER, Session, Sessions
-from rendezvous.shares import owner_of
+from rendezvous.sessions import HEADER, OF_CONNECTION, Refusals, Session, Sessions
 
 # Neither version nor library, in any answer: also in one to a request that is none.
 setattr(web_response, "SERVER_SOFTWARE", "elastic-driver")  # noqa: B010 - it is not exported

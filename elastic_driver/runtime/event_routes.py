@@ -24,7 +24,7 @@ from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.driver_port import DriverPort, Request
 from elastic_driver.words import counted
 from rendezvous.auth import Caller, Role
-from rendezvous.shares import Shares
+from rendezvous.fairness import Shares
 from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
 from rendezvous.wire import UNREADABLE
 

@@ -55,7 +55,7 @@ class _JoinedNode:
     name: str
     offer: join.NodeReport
     slots: int
-    peer: str = ""  # who has connected to join (`rendezvous.peers`)
+    peer: str = ""  # who has connected to join (`rendezvous.fairness`)
     agents: dict[int, OnLost] = field(default_factory=dict)  # started, and not known to be gone
     killed: int = 0  # the newest incarnation that was killed
     check_killed: int = 0  # of the agents of node checks

@@ -27,7 +27,7 @@ from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
-from rendezvous.request_times import Histogram
+from rendezvous.answers import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HOST_STATES = (

@@ -1,4 +1,4 @@
-"""The server's part in the proof of a node that wants to join (`rendezvous.proof`).
+"""The server's part in the proof of a node that wants to join (`rendezvous.auth`).
 
 These are the only routes besides `/healthz` that need no token, and the only ones that a secret
 opens. A wrong proof is answered late; each address that fails is reported once. The routes run on
@@ -16,8 +16,8 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver.core import join_messages as join
+from rendezvous.auth import Handshake, OpenHello, OpenHellos, Speaker, make_nonce
 from rendezvous.limits import Hits, Limits
-from rendezvous.proof import Handshake, OpenHello, OpenHellos, Speaker, make_nonce
 from rendezvous.web import PEER, Problem, json_answer, read_json
 
 PAUSE_S = 1.0  # before the answer to a wrong proof

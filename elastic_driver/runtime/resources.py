@@ -53,8 +53,7 @@ from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
 from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import Role, make_token, read_credentials, read_token_file
 from rendezvous.errors import CertificateError, RendezvousError
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks, ServerTls, Succession
+from rendezvous.server import Callbacks, RendezvousServer, ServerTls, Succession
 
 
 @dataclass(kw_only=True, eq=False)

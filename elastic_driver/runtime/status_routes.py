@@ -18,7 +18,7 @@ from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.live import EVENT_STREAM, KEEP_ALIVE_S
 from elastic_driver.runtime.openapi import HistorySince
 from rendezvous.auth import Caller
-from rendezvous.shares import Shares
+from rendezvous.fairness import Shares
 from rendezvous.web import HITS, JSON, REFUSALS, REQUEST_TIMES, Problem, caller_of
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status

@@ -51,8 +51,7 @@ from launcher.brain.priors import Priors
 from launcher.brain.probes import Drivers
 from launcher.brain.routes import BrainRoutes, job_of_lease
 from launcher.brain.status import is_silent, status_document
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks, ServerTls, Succession
+from rendezvous.server import Callbacks, RendezvousServer, ServerTls, Succession
 from rendezvous.wire import Delete, Set
 
 LONGEST_WAIT_S = 1.0

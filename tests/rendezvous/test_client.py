@@ -25,8 +25,7 @@ from rendezvous.errors import (
     UnreachableError,
     WokenError,
 )
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Succession
+from rendezvous.server import RendezvousServer, Succession
 from rendezvous.web import Problem
 from rendezvous.wire import (
     Add,

@@ -12,7 +12,8 @@ import pytest
 from rendezvous import auth
 from rendezvous.auth import Caller, Role
 from rendezvous.client import RendezvousClient
-from rendezvous.refusals import (
+from rendezvous.server import RendezvousServer
+from rendezvous.sessions import (
     FIRST_PAUSE_S,
     FORGET_S,
     FREE,
@@ -22,7 +23,6 @@ from rendezvous.refusals import (
     OF_CONNECTION,
     Refusals,
 )
-from rendezvous.server import RendezvousServer
 from tests.rendezvous.common import TOKEN, error_of, eventually, request
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rendezvous.auth import DRIVER, Caller, Role
-from rendezvous.shares import Shares
+from rendezvous.fairness import Shares
 
 READER, OPERATOR = Caller(Role.READER), Caller(Role.OPERATOR)
 READERS_PAGE = Caller(Role.READER, "page 1")

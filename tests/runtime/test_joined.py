@@ -27,12 +27,10 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.rights import job_access
 from elastic_driver.runtime import joined
 from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
-from rendezvous.auth import agent_token, node_token
+from rendezvous.auth import Handshake, Speaker, agent_token, make_nonce, node_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError
-from rendezvous.proof import Handshake, Speaker, make_nonce
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks
+from rendezvous.server import Callbacks, RendezvousServer
 from tests.support.job import eventually
 
 PATIENCE_S = 0.6

@@ -17,7 +17,7 @@ from elastic_driver.core.events import ScaleRequested
 from elastic_driver.core.measured import GpuUsage, HostUsage, Measured, Pressure
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.metrics import MOST_HOSTS, ServerFigures, exposition
-from rendezvous.request_times import RequestTimes
+from rendezvous.answers import RequestTimes
 from tests.runtime.jobs import StartJob
 from tests.runtime.waiting import until
 

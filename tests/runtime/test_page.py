@@ -20,8 +20,7 @@ from elastic_driver.runtime.page_routes import FOLDER
 from elastic_driver.runtime.status_routes import MAX_STREAMS
 from rendezvous import sessions
 from rendezvous.auth import agent_token, operator_token, reader_token, worker_token
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import ServerTls
+from rendezvous.server import RendezvousServer, ServerTls
 from tests.rendezvous.common import eventually
 from tests.runtime.test_api import TOKEN, NotingDriver
 from tests.support.certificates import CertificateAuthority

@@ -35,8 +35,7 @@ from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.core.progress import Progress
 from elastic_driver.rights import job_access
 from rendezvous.auth import make_token, write_token_file
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Succession
+from rendezvous.server import RendezvousServer, Succession
 from rendezvous.wire import DeletePrefix, Entries, Get, Set
 
 HOST = "testhost"

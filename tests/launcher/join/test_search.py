@@ -25,12 +25,10 @@ from launcher.join.plan import JoinPlan
 from launcher.join.search import FoundServer, find_server
 from launcher.launch.hosts import Join
 from launcher.options.table import LaunchOptions
-from rendezvous.auth import write_token_file
+from rendezvous.auth import Handshake, Speaker, make_nonce, write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
-from rendezvous.proof import Handshake, Speaker, make_nonce
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import ServerTls
+from rendezvous.server import RendezvousServer, ServerTls
 from rendezvous.tls import ServerCertificate, make_certificate
 from tests.support.job import eventually
 
