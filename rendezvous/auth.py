@@ -1,30 +1,26 @@
-"""The tokens of a job: one for each who takes part, all derived from the driver's token.
+"""The tokens of a server: one for each who takes part, all derived from the driver's token.
 
-The driver makes its own token, which may do everything. The others say the role and the subject of
-their owner and carry a proof, `agent:HOST:<hmac>`: an HMAC-SHA256 that nobody can make without the
-token it is derived from, and that does not give that token away. An agent makes the tokens of its
-workers, and the driver of a Brain's job the token of that job. The server checks them all with the
-driver's token alone (`Tokens`). So a driver that goes on with the job knows the tokens that the
-driver before it has given out. `rendezvous.access` says what each role may do.
+The driver, who starts the server, makes its own token, which may do everything. The others say the
+role and the subject of their owner and carry a proof, `reader::<hmac>`: an HMAC-SHA256 that nobody
+can make without the token it is derived from, and that does not give that token away. The owner of
+a token may so make tokens of a role below its own (`Role.key`). The server checks them all with the
+driver's token alone (`Tokens`). So a driver that takes the place of another one knows the tokens
+that the driver before it has given out. `rendezvous.access` says what each role may do.
 
 A token is kept in a file that only its owner may read, whose path others are told, and clients send
 it with every request as `Authorization: Bearer <token>`. It never goes into an argument list, an
 environment variable or a log. The second line of the file tells clients how they know the server's
 certificate (`rendezvous.tls`); without one the server speaks plain HTTP.
 
-A mutual proof of a shared secret, which comes before anything else is said. Pure.
-
-A node sends a nonce. The server answers with a nonce of its own and one proof for each secret that
-it takes. The node compares them, and answers with its own proof only if the server has proved a
-secret that the node knows, too. This is the three-pass mutual authentication of ISO/IEC 9798-4.
-
+A *mutual proof* of a shared secret comes before anything else is said with one who has no token
+yet. A node sends a nonce. The server answers with a nonce of its own and one proof for each secret
+that it takes. The node compares them, and answers with its own proof only if the server has proved
+a secret that the node knows, too. This is the three-pass mutual authentication of ISO/IEC 9798-4.
 A proof is HMAC-SHA256, with the secret as its key, over the role of its speaker, both nonces and
 the fingerprint of the server's certificate as the speaker sees it. So neither side shows the
 secret; a recorded proof is worth nothing, as the next nonces differ; and a program in the middle,
-which has another certificate, cannot pass proofs on (RFC 5929 calls this channel binding).
-
-The secret has to be too long to be guessed: whoever speaks with the server can test guesses.
-Times are seconds.
+which has another certificate, cannot pass proofs on (RFC 5929 calls this channel binding). The
+secret has to be too long to be guessed: whoever speaks with the server can test guesses.
 """
 
 import hashlib
@@ -33,10 +29,11 @@ import os
 import secrets
 import stat
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from rendezvous.errors import TokenError
 from rendezvous.limits import Limits
@@ -48,25 +45,34 @@ MAX_FILE_BYTES = 64 * 1024
 _MAX_TOKEN_CHARS = 1024
 
 
-class Role(Enum):
-    """The part that the owner of a token has in the job."""
+@dataclass(frozen=True, eq=False)
+class Role:
+    """The part that the owner of a token has; each is one object.
 
-    DRIVER = "driver"
-    OPERATOR = "operator"
-    READER = "reader"
-    AGENT = "agent"
-    WORKER = "worker"
-    NODE = "node"
-    JOB = "job"
+    A server knows the three below, and those that its table of rights brings. `value` is the name
+    that stands in tokens. `key(driver_token, subject)` returns the token or secret from which those
+    of this role are derived: by default the driver's token itself. The clients of a `crowd` leave
+    an eighth of the store to all others.
+    """
 
-    __hash__ = object.__hash__  # each is one object; callers are looked up with each request
+    value: str
+    key: Callable[[str, str], str] = lambda driver_token, _subject: driver_token
+    has_subject: bool = False  # a token without the name of its owner is none
+    crowd: bool = False
+
+    DRIVER: ClassVar["Role"]  # who has started the server: it may do everything
+    OPERATOR: ClassVar["Role"]  # people and programs that steer
+    READER: ClassVar["Role"]  # people and programs that only look
+
+
+Role.DRIVER = Role("driver")
+Role.OPERATOR, Role.READER = Role("operator"), Role("reader")
 
 
 class Caller(NamedTuple):
     """The owner of a token: its role, and its name.
 
-    This is the host of an agent, the name of a node, the id of a worker, or the run id of a job. A
-    session of a browser has a number, "page 3".
+    What a name says depends on the role. A session of a browser has a number, "page 3".
     """
 
     role: Role
@@ -78,7 +84,6 @@ class Caller(NamedTuple):
 
 
 DRIVER = Caller(Role.DRIVER)
-_DERIVED = {role.value: role for role in Role if role is not Role.DRIVER}
 
 
 # ---- tokens ------------------------------------------------------------------------------
@@ -89,56 +94,18 @@ def make_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def agent_token(driver_token: str, host: str) -> str:
-    """Return the token of the agents of this host."""
-    return _derived(driver_token, Role.AGENT, host)
-
-
-def node_token(driver_token: str, name: str) -> str:
-    """Return the token of a node that has joined under this name."""
-    return _derived(driver_token, Role.NODE, name)
-
-
-def worker_token(agent_token: str, worker: str) -> str:
-    """Return the token of a worker, whose id is `<host>.<slot>.<incarnation>`."""
-    return _derived(agent_token, Role.WORKER, worker)
-
-
 def operator_token(driver_token: str) -> str:
     """Return the token of people and programs that steer the job (`elasticctl scale`)."""
-    return _derived(driver_token, Role.OPERATOR)
+    return derived_token(driver_token, Role.OPERATOR)
 
 
 def reader_token(driver_token: str) -> str:
     """Return the token of programs that only look: status, metrics, event log."""
-    return _derived(driver_token, Role.READER)
+    return derived_token(driver_token, Role.READER)
 
 
-def jobs_token(brain_token: str) -> str:
-    """Return the secret that the tokens of all jobs of a Brain are derived from.
-
-    It is no token itself: a server does not take it.
-    """
-    return _derived(brain_token, Role.JOB)
-
-
-def job_token(token: str, job: str) -> str:
-    """Return the token of a job; `token`: the Brain's own one, that of all jobs, or this one."""
-    if token.startswith(f"{Role.JOB.value}:"):
-        of_all = token.startswith(f"{Role.JOB.value}::")
-        return _derived(token, Role.JOB, job) if of_all else token
-    return _derived(jobs_token(token), Role.JOB, job)
-
-
-def own_token(token: str, host: str) -> str:
-    """Return the token of the agent of this host, if need be derived from the driver's.
-
-    A backend may start its agents with either.
-    """
-    return token if token.startswith(f"{Role.AGENT.value}:") else agent_token(token, host)
-
-
-def _derived(key: str, role: Role, subject: str = "") -> str:
+def derived_token(key: str, role: Role, subject: str = "") -> str:
+    """Return the token of a role and the name of its owner; `key`: what it is derived from."""
     stated = f"{role.value}:{subject}"
     return f"{stated}:{hmac.digest(key.encode(), stated.encode(), 'sha256').hex()}"
 
@@ -146,13 +113,20 @@ def _derived(key: str, role: Role, subject: str = "") -> str:
 class Tokens:
     """The tokens that a server takes: the driver's, those derived from it, and `others`.
 
-    `others` are secrets with the role that each gives.
+    `others` are secrets with the role that each gives; `roles`: the roles beside operator and
+    reader.
     """
 
-    def __init__(self, driver_token: str, others: Mapping[str, Role] | None = None) -> None:
+    def __init__(
+        self,
+        driver_token: str,
+        others: Mapping[str, Role] | None = None,
+        roles: Iterable[Role] = (),
+    ) -> None:
         self._driver_token = driver_token
-        roles = {driver_token: Role.DRIVER, **(others or {})}
-        self._whole = tuple((token.encode(), Caller(role)) for token, role in roles.items())
+        self._derived = {role.value: role for role in (Role.OPERATOR, Role.READER, *roles)}
+        whole = {driver_token: Role.DRIVER, **(others or {})}
+        self._whole = tuple((token.encode(), Caller(role)) for token, role in whole.items())
 
     def identify(self, header: str | None) -> Caller | None:
         """Return the owner of the token in an Authorization header; None: it is not known.
@@ -169,15 +143,11 @@ class Tokens:
             return known[0]
         name, _, rest = token.partition(":")
         subject = rest.rpartition(":")[0]
-        role = _DERIVED.get(name)
-        if role is None or (role is Role.JOB and not subject):
+        role = self._derived.get(name)
+        if role is None or (role.has_subject and not subject):
             return None
-        key = self._driver_token
-        if role is Role.WORKER:
-            key = agent_token(key, subject.rsplit(".", 2)[0])
-        if role is Role.JOB:
-            key = jobs_token(key)
-        genuine = hmac.compare_digest(found, _derived(key, role, subject).encode())
+        key = role.key(self._driver_token, subject)
+        genuine = hmac.compare_digest(found, derived_token(key, role, subject).encode())
         return Caller(role, subject) if genuine else None
 
 

@@ -33,9 +33,9 @@ from rendezvous.answers import WAITS, PostAnswer, PostsOnce, RequestTimes
 from rendezvous.auth import Caller, Tokens
 from rendezvous.connections import Client, Connections
 from rendezvous.fairness import Queue, Turns, owner_of
-from rendezvous.general import GeneralConnection
+from rendezvous.routes import JSON, Answer, Post, Problem, busy, problem_body
 from rendezvous.service import Results, StoreService
-from rendezvous.web import JSON, Problem, busy, problem_body
+from rendezvous.web import GeneralConnection
 
 # ---- heads -------------------------------------------------------------------------------
 
@@ -102,12 +102,6 @@ LARGE_RESULTS = 256 * 1024  # bytes that are encoded in a turn of their own
 # The most that may arrive while a request is being answered.
 _AHEAD_BYTES = MAX_HEAD_BYTES + MAX_BODY_BYTES
 _END = b"\r\n\r\n"
-
-# Sends a status and a JSON document to a client.
-Answer = Callable[[int, bytes], None]
-# Takes a POST's caller, path and body, and answers it, at once or later, on the loop. Returns a
-# function to call when the client goes away; None: nothing was done, aiohttp has to answer.
-Post = Callable[[Caller, str, bytes, Answer], Callable[[], object] | None]
 
 
 class FastPath:

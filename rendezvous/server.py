@@ -41,26 +41,24 @@ from rendezvous.connections import (
 )
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
 from rendezvous.fairness import Turns
-from rendezvous.fast_path import FastConnection, FastPath, Post
-from rendezvous.general import around, within
+from rendezvous.fast_path import FastConnection, FastPath
 from rendezvous.limits import Hits, Limits
-from rendezvous.service import Done, OnChanges, Results, StoreService
-from rendezvous.sessions import Refusals, Sessions
-from rendezvous.tls import ServerCertificate
-from rendezvous.web import (
+from rendezvous.routes import (
     ACCESS,
     HITS,
     REFUSALS,
     REQUEST_TIMES,
     SESSIONS,
     TOKENS,
-    KVRoutes,
+    Post,
     Problem,
-    dress,
-    guard,
-    once,
     problem_body,
 )
+from rendezvous.service import Done, OnChanges, Results, StoreService
+from rendezvous.sessions import Refusals, Sessions
+from rendezvous.store_routes import PLAIN_STORE, mount_store
+from rendezvous.tls import ServerCertificate
+from rendezvous.web import around, dress, guard, once, within
 from rendezvous.wire import MAX_BODY_BYTES, Operation
 
 
@@ -168,7 +166,7 @@ class RendezvousServer:
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
-        self._host, self._wanted_port, self._tokens = host, port, Tokens(token, others)
+        self._host, self._wanted_port = host, port
         self._callbacks, self._succession = callbacks, succession
         certificate = tls.certificate
         self._tls = None if certificate is None else certificate.context()
@@ -178,7 +176,8 @@ class RendezvousServer:
         self._routes, self._posts = routes, posts or {}
         self.limits, self.hits = Limits() if limits is None else limits, Hits()
         self.refusals, self.request_times = Refusals(), RequestTimes()
-        self._access = Access() if access is None else access
+        self._access = Access(PLAIN_STORE) if access is None else access
+        self._tokens = Tokens(token, others, self._access.roles)
         self._port: int | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -398,7 +397,7 @@ class RendezvousServer:
         app[REQUEST_TIMES] = self.request_times
         app[SESSIONS], app[TOKENS] = sessions, self._tokens
         app.on_response_prepare.append(dress)
-        KVRoutes(service).add_to(app)
+        mount_store(app, service)
         if self._routes is not None:
             self._routes(app)
         runner = web.AppRunner(

@@ -23,16 +23,25 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from elastic_driver import contract
+from elastic_driver import contract, token_roles
 from elastic_driver.core import join_messages as join
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.node_proofs import NodeProofs
-from rendezvous.auth import Role, agent_token, node_token
+from elastic_driver.token_roles import NODES, agent_token, node_token
 from rendezvous.errors import StoppedError
+from rendezvous.routes import (
+    PEER,
+    Problem,
+    Route,
+    caller_of,
+    forbidden,
+    json_answer,
+    mount,
+    read_json,
+)
 from rendezvous.server import RendezvousServer
-from rendezvous.web import PEER, Problem, caller_of, forbidden, json_answer, read_json
 from rendezvous.wire import DeletePrefix, Operation, Set
 
 LOOK_S = 0.5  # `find` returns this often although nothing has changed
@@ -224,9 +233,7 @@ class JoinedNodes(Backend):
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        app.router.add_post(join.HELLO_PATH, self.post_hello)
-        app.router.add_post(join.PROOF_PATH, self.post_proof)
-        app.router.add_post(join.NODES_PATH, self.post_report)
+        mount(app, ROUTES, self)
 
     async def post_hello(self, request: web.Request) -> web.Response:
         """Prove to a node that this server knows the secret."""
@@ -240,7 +247,7 @@ class JoinedNodes(Backend):
     async def post_report(self, request: web.Request) -> web.Response:
         """Take in the end of a node's agents, its leaving, or its return to this driver."""
         report, caller = await read_json(request, _decode_report), caller_of(request)
-        if caller.role is Role.NODE and not self._is_of(report, caller.subject):
+        if caller.role is token_roles.NODE and not self._is_of(report, caller.subject):
             raise forbidden(f"the token of node {caller.subject} is not that of {report.name}")
         return self._take(report, request[PEER], proved=False)
 
@@ -376,3 +383,33 @@ class CheckOfNodes(Backend):
 
     def close(self, grace: float) -> None:
         """See `Backend.close`: nothing is left to close, as a check ends its agents itself."""
+
+
+ROUTES = (
+    Route(
+        "POST",
+        join.HELLO_PATH,
+        None,
+        JoinedNodes.post_hello,
+        join.HelloAnswer,
+        join.Hello,
+        note="see [Nodes that join](#nodes-that-join)",
+    ),
+    Route(
+        "POST",
+        join.PROOF_PATH,
+        None,
+        JoinedNodes.post_proof,
+        join.Joined,
+        join.NodeProof,
+        errors=("403 no_proof",),
+    ),
+    Route(
+        "POST",
+        join.NODES_PATH,
+        NODES,
+        JoinedNodes.post_report,
+        join.Joined,
+        join.NodeReport,
+    ),
+)

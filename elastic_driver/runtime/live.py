@@ -33,13 +33,13 @@ from elastic_driver.core.measured import History, Measured
 from elastic_driver.core.status import HostStatus, MemberStatus, SlowStatus
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.event_log import EventLog, LoggedEvent
+from elastic_driver.token_roles import WATCHERS
 from elastic_driver.words.log_lines import read_line
 from elastic_driver.words.log_sentences import sentence
 from rendezvous.auth import Caller
-from rendezvous.web import Problem, caller_of
+from rendezvous.routes import EVENT_STREAM, Problem, Route, caller_of, mount
 from rendezvous.wire import UNREADABLE
 
-EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE_S = 15.0  # a comment is sent if there is no news for so long
 LOOK_S, SOON_S = 1.0, 0.2  # between two looks; from an event to the next look
 SHARE = 100.0  # the wait after a look is at least this many times as long as the look
@@ -221,7 +221,7 @@ class Live:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the route."""
-        app.router.add_get(contract.LIVE_PATH, self.get, allow_head=False)
+        mount(app, ROUTES, self)
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Send the job as it changes, as server-sent events, until it is over."""
@@ -326,3 +326,15 @@ class Live:
             self._last_event = each.n
             self._events.append((each.n, msgspec.json.encode(event_row(each.line))))
         return bool(new)
+
+
+ROUTES = (
+    Route(
+        "GET",
+        contract.LIVE_PATH,
+        WATCHERS,
+        Live.get,
+        EVENT_STREAM,
+        note="see [page.md](page.md)",
+    ),
+)

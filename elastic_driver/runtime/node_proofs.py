@@ -18,7 +18,7 @@ from aiohttp import web
 from elastic_driver.core import join_messages as join
 from rendezvous.auth import Handshake, OpenHello, OpenHellos, Speaker, make_nonce
 from rendezvous.limits import Hits, Limits
-from rendezvous.web import PEER, Problem, json_answer, read_json
+from rendezvous.routes import PEER, Problem, json_answer, read_json
 
 PAUSE_S = 1.0  # before the answer to a wrong proof
 MOST_NAMED = 100  # addresses that are reported

@@ -15,7 +15,7 @@ from elastic_driver.core.job import Job
 from elastic_driver.core.rules.fleet import HostAgent
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import reachable_url
-from rendezvous.auth import agent_token
+from elastic_driver.token_roles import agent_token
 
 AGAIN_S = 0.5
 

@@ -14,7 +14,7 @@ from elastic_driver.core.decisions import ProbeAgent
 from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected, Evidence
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import probe
-from rendezvous.auth import agent_token
+from elastic_driver.token_roles import agent_token
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import MAX_WAIT_S, Entries, Get, Watch
 

@@ -25,8 +25,8 @@ from rendezvous.errors import (
     UnreachableError,
     WokenError,
 )
+from rendezvous.routes import Problem
 from rendezvous.server import RendezvousServer, Succession
-from rendezvous.web import Problem
 from rendezvous.wire import (
     Add,
     Append,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_driver import token_roles
 from rendezvous.auth import DRIVER, Caller, Role
 from rendezvous.fairness import Shares
 
@@ -12,7 +13,7 @@ READERS_PAGE = Caller(Role.READER, "page 1")
 
 
 def workers(count: int) -> list[Caller]:
-    return [Caller(Role.WORKER, f"a.0.{n}") for n in range(count)]
+    return [Caller(token_roles.WORKER, f"a.0.{n}") for n in range(count)]
 
 
 def fill(shares: Shares, caller: Caller | None) -> int:

@@ -22,7 +22,7 @@ from elastic_driver.core.join_messages import (
     NodeProof,
     NodeReport,
 )
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.runtime.page_routes import PageRoutes
 from rendezvous.auth import Handshake, Speaker, make_nonce, operator_token

@@ -24,10 +24,11 @@ from elastic_driver.core.join_messages import (
     node_order,
 )
 from elastic_driver.errors import ClusterError
-from elastic_driver.rights import job_access
 from elastic_driver.runtime import joined
+from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
-from rendezvous.auth import Handshake, Speaker, agent_token, make_nonce, node_token
+from elastic_driver.token_roles import agent_token, node_token
+from rendezvous.auth import Handshake, Speaker, make_nonce
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError
 from rendezvous.server import Callbacks, RendezvousServer

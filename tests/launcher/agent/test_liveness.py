@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from launcher.agent import liveness
 from launcher.agent.liveness import CutOffError, Heartbeats, Promise
 from rendezvous.client import RendezvousClient

@@ -17,7 +17,7 @@ import pytest
 
 from elastic_driver.core.join_messages import HelloAnswer, NodeReport
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.settings import Settings
 from launcher.join.identity import derive
