@@ -14,12 +14,12 @@ from prometheus_client.core import Metric
 from elastic_driver import contract
 from elastic_driver.core.fields import Count
 from elastic_driver.core.measured import Amount, History
-from elastic_driver.core.status import JobStatus
 from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.live import KEEP_ALIVE_S
+from elastic_driver.runtime.status_document import JobDocument
 from elastic_driver.token_roles import WATCHERS
 from rendezvous.auth import Caller
 from rendezvous.fairness import Shares
@@ -205,7 +205,7 @@ ROUTES = (
         more=(EVENT_STREAM,),
         note="as `text/event-stream` also new ones",
     ),
-    Route("GET", contract.STATUS_PATH, WATCHERS, StatusRoutes.get_status, JobStatus),
+    Route("GET", contract.STATUS_PATH, WATCHERS, StatusRoutes.get_status, JobDocument),
     Route(
         "GET",
         "/v1/history",
