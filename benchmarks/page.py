@@ -26,8 +26,7 @@ import msgspec
 
 from benchmarks.common import OURS, Figure, report
 from elastic_driver.core.measured import History
-from elastic_driver.rights import job_access
-from elastic_driver.runtime.api import DriverRoutes
+from elastic_driver.runtime.api import DriverRoutes, job_access
 from elastic_driver.runtime.event_log import EventLog
 from rendezvous.auth import reader_token
 from rendezvous.server import RendezvousServer

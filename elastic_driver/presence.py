@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rendezvous.proof import make_nonce
+from rendezvous.auth import make_nonce
 
 _PURPOSE = "elastic-driver: an agent is present, version 1"
 _ASKS = "elastic-driver: a Brain asks for a driver, version 1"

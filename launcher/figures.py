@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from msgspec import Struct
-
 from elastic_driver.core.measured import GpuUsage, HostUsage, WorkerMeasured
 
 T = TypeVar("T", int, float)
@@ -12,13 +10,6 @@ UNKNOWN = "-"
 HOST_NUMBERS = ("CPU", "MEMORY", "GPUS", "IN/S", "OUT/S")
 WORKER_NUMBERS = ("STEP", "STEPS/S", "SAMPLES/S", "MEMORY", "CPU")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-class GoodputFigures(Struct, frozen=True):
-    """The time of the worker slots by class: key `goodput` of `GET /v1/status`."""
-
-    seconds: dict[str, float] = {}  # of slots, by class
-    goodput: float | None = None  # 0 to 1
 
 
 def count(number: int | None) -> str:

@@ -6,9 +6,7 @@ process alone: requests do not, whatever their token. A route without a row is t
 The first row of `Table.keys` that a key begins with counts; for a key of no row `Table.others`
 does. In a prefix `{own}` stands for one name: of the caller, or one that belongs to it
 (`Table.owner_of`), and `{joined}` for a group that the caller is a member of. To the driver both
-stand for any.
-
-`PLAIN_STORE` is the table of a server that is given none. Pure.
+stand for any. Pure.
 """
 
 import re
@@ -24,20 +22,29 @@ Roles = frozenset[Role]
 IsMember = Callable[[str, str], bool]
 _OWN, _JOINED = "{own}/", "{joined}/"
 _BRACES = re.compile(r"\{[^}]*\}")
+_PATTERN = re.compile(r"{(\w+):[^}]*}")
 _FEW = 8
 _READ, _WRITE = 0, 1
 _MANY = (wire.Get, wire.Watch)
 _ITSELF = ": the driver does that itself"
 NOBODY: Roles = frozenset()  # but the driver; of keys: but the driver itself, without a request
-EVERYBODY: Roles = frozenset(Role)
 
 
-class RouteRights(NamedTuple):
-    """The roles that may use a route, beside the driver."""
+@dataclass(frozen=True)
+class RouteRights:
+    """A route, and the roles that may use it beside the driver; None: everybody, without a token.
+
+    `path` is as the router takes it: a name in braces may have a pattern, `{key:.+}`.
+    """
 
     method: str
     path: str
-    roles: Roles
+    roles: Roles | None
+
+    @property
+    def template(self) -> str:
+        """The path with bare names in braces."""
+        return _PATTERN.sub(r"{\1}", self.path)
 
 
 class KeyRights(NamedTuple):
@@ -68,35 +75,21 @@ class Reason(NamedTuple):
 class Table:
     """All rights of one server's tokens.
 
-    `others` has the rights to keys without a row. `open` are the routes that need no token. A 401
-    of `login_path` counts like a request with a wrong token. `sealers` may seal what is below a
-    prefix, for ever. `owner_of` gives the caller's name for a name in `{own}`, for roles where
-    these differ.
+    `roles` are those that the server knows beside driver, operator and reader. `others` has the
+    rights to keys without a row. A 401 of `login_path` counts like a request with a wrong token.
+    `sealers` may seal what is below a prefix, for ever. `owner_of` gives the caller's name for a
+    name in `{own}`, for roles where these differ.
     """
 
     routes: Sequence[RouteRights]
     keys: Sequence[KeyRights]
     others: KeyRights
-    open: frozenset[str] = frozenset({wire.HEALTH_PATH})
+    roles: Sequence[Role] = ()
     login_path: str | None = None
     sealers: Roles = NOBODY
     owner_of: Mapping[Role, Callable[[str], str]] = field(default_factory=dict)
     bare_leases: Sequence[BareLease] = ()
     reasons: Sequence[Reason] = ()
-
-
-_KEY_PATH = f"{wire.KV_PREFIX}/{{scope}}/{{key}}"
-# Every token may use the store, readers only look, and all other routes are the driver's.
-PLAIN_STORE = Table(
-    routes=(
-        RouteRights("POST", wire.BATCH_PATH, EVERYBODY),
-        RouteRights("GET", _KEY_PATH, EVERYBODY),
-        RouteRights("PUT", _KEY_PATH, EVERYBODY - {Role.READER}),
-        RouteRights("DELETE", _KEY_PATH, EVERYBODY - {Role.READER}),
-    ),
-    keys=(),
-    others=KeyRights("", EVERYBODY - {Role.READER}, EVERYBODY, "all keys"),
-)
 
 
 class Access:
@@ -108,30 +101,33 @@ class Access:
 
     def __init__(
         self,
-        table: Table = PLAIN_STORE,
+        table: Table,
         is_member: IsMember = lambda _caller, _group: False,
     ) -> None:
         self._table, self._is_member = table, is_member
-        self.open, self.login_path = table.open, table.login_path
+        self.roles, self.login_path = table.roles, table.login_path
+        # The paths that need no token.
+        self.open = frozenset(row.template for row in table.routes if row.roles is None)
         # All keys but those of no row begin with one of these.
         self.system = tuple(dict.fromkeys(row.prefix.partition("/")[0] + "/" for row in table.keys))
-        self._roles_of = {(row.method, row.path): row.roles for row in table.routes}
+        self._roles_of = {(row.method, row.template): row.roles for row in table.routes}
         # The POST routes by their path with nothing in place of a name in braces.
         self._posts = {
-            _BRACES.sub("", row.path): row.path for row in table.routes if row.method == "POST"
+            _BRACES.sub("", row.path): row.template for row in table.routes if row.method == "POST"
         }
         # None: there is nothing to look at.
         self._rights = {
             role: None if role is Role.DRIVER else _RoleRights(role, table, self.system)
-            for role in Role
+            for role in (Role.DRIVER, Role.OPERATOR, Role.READER, *table.roles)
         }
         self._longest = {row.role: row.seconds for row in table.bare_leases}
 
     def may_call(self, caller: Caller, method: str, path: str) -> bool:
         """Return whether a caller may use a route; `path` has its names in braces."""
-        return caller.role is Role.DRIVER or caller.role in self._roles_of.get(
-            (method, path), NOBODY
-        )
+        if caller.role is Role.DRIVER:
+            return True
+        roles = self._roles_of.get((method, path), NOBODY)
+        return roles is None or caller.role in roles
 
     def may_post(self, caller: Caller, path: str) -> bool:
         """Return whether a caller may use the POST route of a path as it was requested.

@@ -1,20 +1,25 @@
-"""Answers that are kept for requests that are repeated: a client whose connection broke asks again.
+"""What a server remembers of its answers: those that may be asked for again, and their times.
 
-`AnswerMemory` keeps answers of any kind. `PostsOnce` knows which POSTs were answered or are being
-answered, whichever way they came: the fast path and the middleware of aiohttp (`web.once`) share
-one. Everything runs on the server's loop. Times are seconds.
+A client whose connection broke asks again. `AnswerMemory` keeps answers of any kind. `PostsOnce`
+knows which POSTs were answered or are being answered, whichever way they came: the fast path and
+the middleware of aiohttp share one. Both run on the server's loop.
+
+`RequestTimes` has histograms of the time of each kind of request. A histogram is a fixed array of
+counters, so recording a duration takes a fraction of a microsecond and its memory never grows. One
+thread writes a histogram; any thread may read it. Times are seconds.
 """
 
 import asyncio
+from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from rendezvous import wire
 from rendezvous.auth import Caller
-from rendezvous.shares import Shares, owner_of
-from rendezvous.space import Owner
+from rendezvous.fairness import Shares, owner_of
+from rendezvous.limits import Owner
 
 _ANSWER_BYTES = 1024  # assumed size of an answer that is kept, without its body and key
 _MOST_PENDING = 65536  # POSTs that are being answered; each may outlive its client's connection
@@ -153,3 +158,64 @@ class PostsOnce:
         """Return the answer to a POST that was received before, once there is one."""
         kept = self._memory.get(key)
         return await asyncio.shield(self._pending[key]) if kept is None else kept
+
+
+# ---- times -------------------------------------------------------------------------------
+
+WAITS = "waits"  # requests that waited for a key to be written
+REQUEST_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+
+
+class Histogram:
+    """Counts of durations; bucket `i` has those up to `bounds[i]`, the last one all longer ones."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """Record a duration that was measured this many times."""
+        self.counts[bisect_left(self.bounds, seconds)] += times
+        self.sum += seconds * times
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """Return for each bound, as Prometheus writes it, how many durations were not longer."""
+        found, total = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), tuple(self.counts), strict=True):
+            total += count
+            found.append((bound, total))
+        return found
+
+
+class RequestTimes:
+    """The seconds from a request's arrival until its answer was written, by kind of route.
+
+    The kind is the first word of the route's path, so there are as many as the server has routes.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[str, Histogram] = {}
+        self._of_path: dict[str, Histogram] = {}  # the same, by path
+
+    def of(self, path: str) -> Histogram:
+        """Return the histogram of a route, by its path in the router."""
+        found = self._of_path.get(path)
+        if found is None:
+            kind = path.removeprefix("/v1").strip("/").partition("/")[0]
+            found = self._of_path[path] = self.of_kind(kind)
+        return found
+
+    def of_kind(self, kind: str) -> Histogram:
+        """Return the histogram of one kind of route."""
+        return self._times.setdefault(kind, Histogram(REQUEST_BOUNDS))
+
+    def record(self, path: str, seconds: float, *, waited: bool) -> None:
+        """Record the time of an answered request by its route; `waited`: for a key."""
+        (self.of_kind(WAITS) if waited else self.of(path)).observe(seconds)
+
+    def snapshot(self) -> Mapping[str, Histogram]:
+        """Return the histograms by kind of route."""
+        return dict(self._times)

@@ -1,28 +1,42 @@
-"""The tokens of a job: one for each who takes part, all derived from the driver's token.
+"""The tokens of a server: one for each who takes part, all derived from the driver's token.
 
-The driver makes its own token, which may do everything. The others say the role and the subject of
-their owner and carry a proof, `agent:HOST:<hmac>`: an HMAC-SHA256 that nobody can make without the
-token it is derived from, and that does not give that token away. An agent makes the tokens of its
-workers, and the driver of a Brain's job the token of that job. The server checks them all with the
-driver's token alone (`Tokens`). So a driver that goes on with the job knows the tokens that the
-driver before it has given out. `rendezvous.access` says what each role may do.
+The driver, who starts the server, makes its own token, which may do everything. The others say the
+role and the subject of their owner and carry a proof, `reader::<hmac>`: an HMAC-SHA256 that nobody
+can make without the token it is derived from, and that does not give that token away. The owner of
+a token may so make tokens of a role below its own (`Role.key`). The server checks them all with the
+driver's token alone (`Tokens`). So a driver that takes the place of another one knows the tokens
+that the driver before it has given out. `rendezvous.access` says what each role may do.
 
 A token is kept in a file that only its owner may read, whose path others are told, and clients send
 it with every request as `Authorization: Bearer <token>`. It never goes into an argument list, an
 environment variable or a log. The second line of the file tells clients how they know the server's
 certificate (`rendezvous.tls`); without one the server speaks plain HTTP.
+
+A *mutual proof* of a shared secret comes before anything else is said with one who has no token
+yet. A node sends a nonce. The server answers with a nonce of its own and one proof for each secret
+that it takes. The node compares them, and answers with its own proof only if the server has proved
+a secret that the node knows, too. This is the three-pass mutual authentication of ISO/IEC 9798-4.
+A proof is HMAC-SHA256, with the secret as its key, over the role of its speaker, both nonces and
+the fingerprint of the server's certificate as the speaker sees it. So neither side shows the
+secret; a recorded proof is worth nothing, as the next nonces differ; and a program in the middle,
+which has another certificate, cannot pass proofs on (RFC 5929 calls this channel binding). The
+secret has to be too long to be guessed: whoever speaks with the server can test guesses.
 """
 
+import hashlib
 import hmac
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from rendezvous.errors import TokenError
+from rendezvous.limits import Limits
 from rendezvous.own_files import open_own, write_own
 
 AUTHORIZATION = "Authorization"
@@ -31,25 +45,34 @@ MAX_FILE_BYTES = 64 * 1024
 _MAX_TOKEN_CHARS = 1024
 
 
-class Role(Enum):
-    """The part that the owner of a token has in the job."""
+@dataclass(frozen=True, eq=False)
+class Role:
+    """The part that the owner of a token has; each is one object.
 
-    DRIVER = "driver"
-    OPERATOR = "operator"
-    READER = "reader"
-    AGENT = "agent"
-    WORKER = "worker"
-    NODE = "node"
-    JOB = "job"
+    A server knows the three below, and those that its table of rights brings. `value` is the name
+    that stands in tokens. `key(driver_token, subject)` returns the token or secret from which those
+    of this role are derived: by default the driver's token itself. The clients of a `crowd` leave
+    an eighth of the store to all others.
+    """
 
-    __hash__ = object.__hash__  # each is one object; callers are looked up with each request
+    value: str
+    key: Callable[[str, str], str] = lambda driver_token, _subject: driver_token
+    has_subject: bool = False  # a token without the name of its owner is none
+    crowd: bool = False
+
+    DRIVER: ClassVar["Role"]  # who has started the server: it may do everything
+    OPERATOR: ClassVar["Role"]  # people and programs that steer
+    READER: ClassVar["Role"]  # people and programs that only look
+
+
+Role.DRIVER = Role("driver")
+Role.OPERATOR, Role.READER = Role("operator"), Role("reader")
 
 
 class Caller(NamedTuple):
     """The owner of a token: its role, and its name.
 
-    This is the host of an agent, the name of a node, the id of a worker, or the run id of a job. A
-    session of a browser has a number, "page 3".
+    What a name says depends on the role. A session of a browser has a number, "page 3".
     """
 
     role: Role
@@ -61,7 +84,6 @@ class Caller(NamedTuple):
 
 
 DRIVER = Caller(Role.DRIVER)
-_DERIVED = {role.value: role for role in Role if role is not Role.DRIVER}
 
 
 # ---- tokens ------------------------------------------------------------------------------
@@ -72,56 +94,18 @@ def make_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-def agent_token(driver_token: str, host: str) -> str:
-    """Return the token of the agents of this host."""
-    return _derived(driver_token, Role.AGENT, host)
-
-
-def node_token(driver_token: str, name: str) -> str:
-    """Return the token of a node that has joined under this name."""
-    return _derived(driver_token, Role.NODE, name)
-
-
-def worker_token(agent_token: str, worker: str) -> str:
-    """Return the token of a worker, whose id is `<host>.<slot>.<incarnation>`."""
-    return _derived(agent_token, Role.WORKER, worker)
-
-
 def operator_token(driver_token: str) -> str:
     """Return the token of people and programs that steer the job (`elasticctl scale`)."""
-    return _derived(driver_token, Role.OPERATOR)
+    return derived_token(driver_token, Role.OPERATOR)
 
 
 def reader_token(driver_token: str) -> str:
     """Return the token of programs that only look: status, metrics, event log."""
-    return _derived(driver_token, Role.READER)
+    return derived_token(driver_token, Role.READER)
 
 
-def jobs_token(brain_token: str) -> str:
-    """Return the secret that the tokens of all jobs of a Brain are derived from.
-
-    It is no token itself: a server does not take it.
-    """
-    return _derived(brain_token, Role.JOB)
-
-
-def job_token(token: str, job: str) -> str:
-    """Return the token of a job; `token`: the Brain's own one, that of all jobs, or this one."""
-    if token.startswith(f"{Role.JOB.value}:"):
-        of_all = token.startswith(f"{Role.JOB.value}::")
-        return _derived(token, Role.JOB, job) if of_all else token
-    return _derived(jobs_token(token), Role.JOB, job)
-
-
-def own_token(token: str, host: str) -> str:
-    """Return the token of the agent of this host, if need be derived from the driver's.
-
-    A backend may start its agents with either.
-    """
-    return token if token.startswith(f"{Role.AGENT.value}:") else agent_token(token, host)
-
-
-def _derived(key: str, role: Role, subject: str = "") -> str:
+def derived_token(key: str, role: Role, subject: str = "") -> str:
+    """Return the token of a role and the name of its owner; `key`: what it is derived from."""
     stated = f"{role.value}:{subject}"
     return f"{stated}:{hmac.digest(key.encode(), stated.encode(), 'sha256').hex()}"
 
@@ -129,13 +113,20 @@ def _derived(key: str, role: Role, subject: str = "") -> str:
 class Tokens:
     """The tokens that a server takes: the driver's, those derived from it, and `others`.
 
-    `others` are secrets with the role that each gives.
+    `others` are secrets with the role that each gives; `roles`: the roles beside operator and
+    reader.
     """
 
-    def __init__(self, driver_token: str, others: Mapping[str, Role] | None = None) -> None:
+    def __init__(
+        self,
+        driver_token: str,
+        others: Mapping[str, Role] | None = None,
+        roles: Iterable[Role] = (),
+    ) -> None:
         self._driver_token = driver_token
-        roles = {driver_token: Role.DRIVER, **(others or {})}
-        self._whole = tuple((token.encode(), Caller(role)) for token, role in roles.items())
+        self._derived = {role.value: role for role in (Role.OPERATOR, Role.READER, *roles)}
+        whole = {driver_token: Role.DRIVER, **(others or {})}
+        self._whole = tuple((token.encode(), Caller(role)) for token, role in whole.items())
 
     def identify(self, header: str | None) -> Caller | None:
         """Return the owner of the token in an Authorization header; None: it is not known.
@@ -152,15 +143,11 @@ class Tokens:
             return known[0]
         name, _, rest = token.partition(":")
         subject = rest.rpartition(":")[0]
-        role = _DERIVED.get(name)
-        if role is None or (role is Role.JOB and not subject):
+        role = self._derived.get(name)
+        if role is None or (role.has_subject and not subject):
             return None
-        key = self._driver_token
-        if role is Role.WORKER:
-            key = agent_token(key, subject.rsplit(".", 2)[0])
-        if role is Role.JOB:
-            key = jobs_token(key)
-        genuine = hmac.compare_digest(found, _derived(key, role, subject).encode())
+        key = role.key(self._driver_token, subject)
+        genuine = hmac.compare_digest(found, derived_token(key, role, subject).encode())
         return Caller(role, subject) if genuine else None
 
 
@@ -245,3 +232,110 @@ def read_credentials(path: str | os.PathLike[str]) -> Credentials:
     if not found.token:
         raise TokenError(f"the token file {path} is empty; start the job again")
     return found
+
+
+# ---- the proof of a shared secret --------------------------------------------------------
+
+_PURPOSE = "elastic-driver: proof of a joining node, version 1"
+
+
+class Speaker(Enum):
+    """The side that makes a proof; the other one cannot send it back as its own."""
+
+    NODE = "node"
+    SERVER = "server"
+
+
+class Handshake(NamedTuple):
+    """Everything that one exchange is bound to."""
+
+    node_nonce: str
+    server_nonce: str
+    fingerprint: str = ""  # of the server's certificate; "": the connection has none
+
+    def prove(self, secret: str, speaker: Speaker) -> str:
+        """Return the proof that this side knows the secret."""
+        message = "\n".join((_PURPOSE, speaker.value, *self)).encode()
+        return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
+
+    def proved(
+        self, candidates: Iterable[str], speaker: Speaker, proofs: Sequence[str]
+    ) -> str | None:
+        """Return the secret that one of these proofs proves; None: it is none of the candidates.
+
+        All are compared, each in constant time.
+        """
+        found = None
+        for secret in candidates:
+            right = self.prove(secret, speaker).encode()
+            matches = [hmac.compare_digest(right, p.encode()) for p in proofs]
+            if any(matches) and found is None:
+                found = secret
+        return found
+
+
+def make_nonce() -> str:
+    """Return 256 random bits in 64 hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+class OpenHello(NamedTuple):
+    """A hello that the server has answered and that waits for its proof."""
+
+    handshake: Handshake
+    peer: str  # the address of the node, and its user if it is on this machine
+    until: float
+
+
+class OpenHellos:
+    """The hellos that wait for a proof; each is good for one proof and a few seconds.
+
+    They are bounded (`Limits`). A new one replaces the oldest one of its peer, or of the peer with
+    the most, so that a program that only says hello does not keep others out.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._open: OrderedDict[str, OpenHello] = OrderedDict()  # by the server's nonce
+        self._of_peer: dict[str, OrderedDict[str, None]] = {}  # their nonces, by peer
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, handshake: Handshake, peer: str, now: float) -> list[OpenHello]:
+        """Record a hello; return those that have waited too long, or had to give way."""
+        gone = self.expire(now)
+        own = self._of_peer.get(peer, ())
+        if len(own) >= self._limits.hellos_of_peer:
+            gone.append(self._remove(next(iter(own))))
+        elif len(self._open) >= self._limits.hellos:
+            most = max(self._of_peer.values(), key=len)
+            gone.append(self._remove(next(iter(most))))
+        self._open[handshake.server_nonce] = OpenHello(handshake, peer, now + self._limits.hello_s)
+        self._of_peer.setdefault(peer, OrderedDict())[handshake.server_nonce] = None
+        return gone
+
+    def take(self, server_nonce: str, now: float) -> OpenHello | None:
+        """Return the hello with this nonce, and forget it; None: there is none, or it is too old.
+
+        A proof is tried once: after a wrong one the node has to say hello again.
+        """
+        if server_nonce not in self._open:
+            return None
+        hello = self._remove(server_nonce)
+        return hello if now < hello.until else None
+
+    def expire(self, now: float) -> list[OpenHello]:
+        """Forget the hellos that have waited too long; return them."""
+        gone = []
+        while self._open and now >= next(iter(self._open.values())).until:
+            gone.append(self._remove(next(iter(self._open))))
+        return gone
+
+    def _remove(self, server_nonce: str) -> OpenHello:
+        hello = self._open.pop(server_nonce)
+        own = self._of_peer[hello.peer]
+        del own[server_nonce]
+        if not own:
+            del self._of_peer[hello.peer]
+        return hello

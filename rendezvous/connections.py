@@ -1,22 +1,37 @@
-"""The open connections of one server: how many there may be, and how long each may take.
+"""The open connections of one server: accepted within its limits, with TLS or without it.
 
 A connection without an authorized request so far is one of a few, and has little time. If too many
 come, the oldest one of the peer with the most goes; if descriptors become scarce, one that rests
 goes too, and if none does, one of the client with the most. A client whose connection was closed
-connects again, and repeats the request if it had sent one.
+connects again, and repeats the request if it had sent one. `Acceptor` accepts no more than these
+bounds allow: asyncio's own server accepts as many as there are descriptors, and then logs an error
+for each try.
+
+asyncio documents no way to choose the size of the buffer of TLS, so `TlsConnection` is a subclass
+of its `SSLProtocol`. It uses the constructor, the callbacks of a protocol and `max_size`. With the
+buffer of asyncio a connection takes 278 KiB, with this one 54 KiB. On loopback a server also
+answers plain HTTP, for browsers and scripts: the first byte of a connection tells which one its
+client speaks (`EitherConnection`).
 
 Everything runs on the server's loop. Times are seconds.
 """
 
 import asyncio
+import contextlib
 import hmac
+import socket
+import ssl
+import sys
+import weakref
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
-from collections.abc import Hashable
-from typing import TypeVar
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TypeVar, cast
 
 from rendezvous.auth import Caller, Role, Tokens
+from rendezvous.fairness import Peers, Shares, open_to, share_of
 from rendezvous.limits import Hits, Limits, reserve_of
-from rendezvous.shares import Shares, open_to, share_of
 
 SWEEP_S = 1.0
 YOUNG_S = 0.2  # a connection has this long before it may be closed to make room for another one
@@ -279,3 +294,206 @@ def _remove(table: dict[K, dict[Client, None]], key: K, client: Client) -> None:
     clients.pop(client, None)
     if not clients:
         table.pop(key, None)
+
+
+# ---- accept ------------------------------------------------------------------------------
+
+AT_ONCE = 32  # in one turn of the loop; so the first bytes of each are read soon
+PAUSE_S = 0.05  # when there is no room
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
+    b"Connection: close\r\nContent-Length: %d\r\n\r\n%b"
+)
+
+# Makes the protocol of a new connection.
+Serve = Callable[[Client], asyncio.BaseProtocol]
+
+
+class Acceptor:
+    """Accepts connections on a listening socket until it is stopped.
+
+    `refusal`: the document that a client gets for which there is no descriptor; b"": none, because
+    the client expects TLS.
+    """
+
+    def __init__(
+        self, listener: socket.socket, connections: Connections, serve: Serve, refusal: bytes = b""
+    ) -> None:
+        self._listener, self._connections, self._serve = listener, connections, serve
+        self._refusal = _FULL % (len(refusal), refusal) if refusal else b""
+        self._loop = asyncio.get_running_loop()
+        self._peers = Peers()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._loop.add_reader(listener, self._accept)
+
+    def stop(self) -> None:
+        """Accept no more connections."""
+        self._loop.remove_reader(self._listener)
+        self._peers.close()
+        if self._pause is not None:
+            self._pause.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(AT_ONCE):
+            if not self._connections.may_open():
+                self._rest()
+                return
+            try:
+                accepted, name = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:  # no descriptor or no memory is left
+                self._connections.make_room()
+                self._rest()
+                return
+            room = self._connections.has_room(accepted.fileno())
+            if room or self._connections.make_room():
+                self._open(accepted, self._peers.of(accepted, name))
+            else:
+                self._refuse(accepted)
+
+    def _rest(self) -> None:
+        """Leave new clients in the queue of the system for a moment."""
+        self._loop.remove_reader(self._listener)
+        go_on = partial(self._loop.add_reader, self._listener, self._accept)
+        self._pause = self._loop.call_later(PAUSE_S, go_on)
+
+    def _open(self, accepted: socket.socket, peer: str) -> None:
+        accepted.setblocking(False)
+        client = self._connections.opened(peer)
+        task = self._loop.create_task(self._connect(accepted, client))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _connect(self, accepted: socket.socket, client: Client) -> None:
+        try:
+            transport, _ = await self._loop.connect_accepted_socket(
+                partial(self._serve, client), accepted
+            )
+        except OSError:  # the client has gone already
+            self._connections.closed(client)
+            accepted.close()
+        else:
+            client.transport = transport
+
+    def _refuse(self, accepted: socket.socket) -> None:
+        with accepted, contextlib.suppress(OSError):
+            accepted.setblocking(False)
+            accepted.send(self._refusal)
+            accepted.shutdown(socket.SHUT_WR)
+
+
+# ---- TLS ---------------------------------------------------------------------------------
+
+HANDSHAKE_S = 10.0  # for a client to end its handshake; later than that it is nobody
+# Before a connection counts as one that sends nothing: a server shakes hands with about a thousand
+# clients a second, so those of a large job that come together wait for each other.
+HANDSHAKE_WAIT_S = 3.0
+GOODBYE_S = 1.0  # for a client to answer the end of its session
+_HANDSHAKE = 0x16  # the type of a record, its first byte (RFC 8446, 5.1); no method begins with it
+
+
+class TlsConnection(SSLProtocol):
+    """One TLS connection of the server, from its first byte on.
+
+    asyncio has a buffer of `max_size` bytes for each; its own default is 256 KiB.
+    """
+
+    max_size = 32 * 1024
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        inner: asyncio.Protocol,
+        context: ssl.SSLContext,
+        on_end: Callable[[], None],
+    ) -> None:
+        nobody = None  # waits for the end of the handshake
+        times = {"ssl_handshake_timeout": HANDSHAKE_S}
+        if sys.version_info >= (3, 11):
+            times["ssl_shutdown_timeout"] = GOODBYE_S
+        super().__init__(loop, inner, context, nobody, True, **times)  # type: ignore[arg-type]
+        self._on_end = on_end
+        self._below: asyncio.Transport | None = None  # of the socket, while there is one
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake."""
+        self._below = cast("asyncio.Transport", transport)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """End the connection, also one whose handshake never ended."""
+        self._below = None
+        super().connection_lost(exc)
+        self._on_end()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        if self._below is not None:
+            self._below.abort()
+
+
+class TlsConnections:
+    """Makes the server's connections; create it on a running loop."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._context, self._loop = context, asyncio.get_running_loop()
+        self._open: weakref.WeakSet[TlsConnection] = weakref.WeakSet()
+
+    def around(self, inner: asyncio.Protocol, on_end: Callable[[], None]) -> TlsConnection:
+        """Return a connection that talks to `inner` after the handshake, and calls `on_end`."""
+        connection = TlsConnection(self._loop, inner, self._context, on_end)
+        self._open.add(connection)
+        return connection
+
+    def abort(self) -> None:
+        """End all connections, and those that wait for their client's goodbye."""
+        for connection in tuple(self._open):
+            connection.abort()
+
+
+class EitherConnection(asyncio.Protocol):
+    """A connection until its first byte, which makes it one of TLS or of plain HTTP.
+
+    `tls` and `plain` make the protocol that has the connection from then on; `on_end` is called if
+    no byte ever comes.
+    """
+
+    _transport: asyncio.Transport
+
+    def __init__(
+        self,
+        tls: Callable[[], asyncio.BaseProtocol],
+        plain: Callable[[], asyncio.BaseProtocol],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._tls, self._plain, self._on_end = tls, plain, on_end
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for the first byte."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """End a connection that has sent nothing."""
+        self._on_end()
+
+    def data_received(self, data: bytes) -> None:
+        """Hand the connection over, with what has arrived."""
+        protocol = (self._tls if data[0] == _HANDSHAKE else self._plain)()
+        self._transport.set_protocol(protocol)
+        protocol.connection_made(self._transport)
+        _feed(protocol, data, self._transport)
+
+
+def _feed(protocol: asyncio.BaseProtocol, data: bytes, transport: asyncio.Transport) -> None:
+    """Give bytes to a protocol; asyncio's TLS takes them in a buffer from Python 3.11 on."""
+    if isinstance(protocol, asyncio.Protocol):
+        protocol.data_received(data)
+        return
+    taker, rest = cast("asyncio.BufferedProtocol", protocol), memoryview(data)
+    while rest and not transport.is_closing():
+        room = memoryview(taker.get_buffer(len(rest)))
+        size = min(len(room), len(rest))
+        room[:size], rest = rest[:size], rest[size:]
+        taker.buffer_updated(size)

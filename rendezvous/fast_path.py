@@ -1,4 +1,4 @@
-"""The fast path for what workers send all the time: batches, events, requests for data shards.
+"""The fast path for what workers send all the time, such as batches.
 
 Every connection begins here. A plain POST to one of a few paths is carried out and answered
 without aiohttp, which would take several times as long as the store
@@ -12,7 +12,9 @@ connection of a client that reads nothing, or leaves a request half sent, for to
 
 A connection whose last requests were quick is served at once. All others wait for their turn
 (`Turns`), and so does an answer that is large.
-Everything runs on the server's loop.
+
+A plain request has a head (the request line and the headers) that `read_head` reads. All other
+heads are aiohttp's. Everything runs on the server's loop.
 """
 
 import asyncio
@@ -23,18 +25,74 @@ from http import HTTPStatus
 from time import monotonic, thread_time
 from typing import cast
 
+from msgspec import Struct
+
 from rendezvous import wire
 from rendezvous.access import Access
-from rendezvous.answers import PostAnswer, PostsOnce
+from rendezvous.answers import WAITS, PostAnswer, PostsOnce, RequestTimes
 from rendezvous.auth import Caller, Tokens
 from rendezvous.connections import Client, Connections
-from rendezvous.general import GeneralConnection
-from rendezvous.heads import MAX_BODY_BYTES, MAX_HEAD_BYTES, PlainHead, may_be_plain, read_head
-from rendezvous.request_times import WAITS, RequestTimes
+from rendezvous.fairness import Queue, Turns, owner_of
+from rendezvous.routes import JSON, Answer, Post, Problem, busy, problem_body
 from rendezvous.service import Results, StoreService
-from rendezvous.shares import owner_of
-from rendezvous.turns import Queue, Turns
-from rendezvous.web import JSON, Problem, busy, problem_body
+from rendezvous.web import GeneralConnection
+
+# ---- heads -------------------------------------------------------------------------------
+
+MAX_HEAD_BYTES = 8192  # as in aiohttp
+MAX_BODY_BYTES = 256 * 1024  # larger ones are rare, and need not be quick
+_NEEDED = ("authorization", "connection", "content-length", "x-request-id")
+_IGNORED = ("host", "content-type", "accept", "accept-encoding", "user-agent")
+_KNOWN = frozenset((*_NEEDED, *_IGNORED))
+
+
+class PlainHead(Struct, frozen=True):
+    """The parts of a plain POST's head that the fast path needs."""
+
+    path: str
+    authorization: str | None
+    request_id: str | None
+    length: int  # bytes of the body
+
+
+def may_be_plain(start: bytes, lines: Mapping[bytes, str]) -> bool:
+    """Return whether a request that begins like this may have one of these request lines."""
+    return any(start.startswith(line) or line.startswith(start) for line in lines)
+
+
+def read_head(head: bytes, lines: Mapping[bytes, str]) -> PlainHead | None:
+    """Return a request's head (given without its final empty line), or None if it is not plain.
+
+    A plain head has one of the request lines in `lines` (their values are paths), or begins with a
+    line that ends in "/". It has only headers that our clients send; aiohttp handles all others.
+    """
+    if not head.isascii() or b"\0" in head:
+        return None
+    first, *rest = head.decode("ascii").split("\r\n")
+    path = lines.get(f"{first}\r\n".encode())
+    if path is None:
+        folder, slash, name = first.removesuffix(" HTTP/1.1").rpartition("/")
+        above = lines.get(f"{folder}{slash}".encode())
+        path = above and above + name
+    if path is None or not head.count(b"\r") == head.count(b"\n") == len(rest):
+        return None
+    headers: dict[str, str] = {}
+    for line in rest:
+        name, colon, value = line.partition(":")
+        name = name.lower()
+        if not colon or name not in _KNOWN or name in headers:
+            return None
+        headers[name] = value.strip(" \t")
+    length = headers.get("content-length", "")
+    if not length.isdigit() or len(length) > 9 or int(length) > MAX_BODY_BYTES:
+        return None
+    if headers.get("connection", "keep-alive").lower() != "keep-alive":
+        return None
+    request_id = headers.get("x-request-id") or None
+    return PlainHead(path, headers.get("authorization"), request_id, int(length))
+
+
+# ---- connections -------------------------------------------------------------------------
 
 PIECE_BYTES = 64 * 1024  # the most of an answer in the memory of one connection
 QUICK_S = 0.001  # of the processor; a request of a connection that is served at once takes less
@@ -44,12 +102,6 @@ LARGE_RESULTS = 256 * 1024  # bytes that are encoded in a turn of their own
 # The most that may arrive while a request is being answered.
 _AHEAD_BYTES = MAX_HEAD_BYTES + MAX_BODY_BYTES
 _END = b"\r\n\r\n"
-
-# Sends a status and a JSON document to a client.
-Answer = Callable[[int, bytes], None]
-# Takes a POST's caller, path and body, and answers it, at once or later, on the loop. Returns a
-# function to call when the client goes away; None: nothing was done, aiohttp has to answer.
-Post = Callable[[Caller, str, bytes, Answer], Callable[[], object] | None]
 
 
 class FastPath:

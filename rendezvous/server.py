@@ -2,7 +2,9 @@
 
 The driver starts a server and writes with `post` and `apply`, without HTTP; agents and workers use
 HTTP. Other modules mount their routes with `routes`, behind the same token check. The constructor
-starts nothing; `start` binds in the caller's thread, so a port in use is an error there.
+starts nothing; `start` binds in the caller's thread, so a port in use is an error there. Beside its
+address and its rights a server is given three groups of values: `ServerTls`, `Callbacks` and
+`Succession`.
 
 The server resolves no names: its address is a number, and it never looks up its clients.
 """
@@ -18,46 +20,101 @@ import resource
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from rendezvous.accept import Acceptor
 from rendezvous.access import Access
-from rendezvous.answers import PostsOnce
+from rendezvous.answers import PostsOnce, RequestTimes
 from rendezvous.auth import Role, Tokens
 from rendezvous.client_connections import is_loopback
-from rendezvous.connections import Client, Connections
+from rendezvous.connections import (
+    HANDSHAKE_WAIT_S,
+    Acceptor,
+    Client,
+    Connections,
+    EitherConnection,
+    TlsConnections,
+)
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
-from rendezvous.fast_path import FastConnection, FastPath, Post
-from rendezvous.general import around, within
+from rendezvous.fairness import Turns
+from rendezvous.fast_path import FastConnection, FastPath
 from rendezvous.limits import Hits, Limits
-from rendezvous.refusals import Refusals
-from rendezvous.request_times import RequestTimes
-from rendezvous.service import Done, Results, StoreService
-from rendezvous.serving import Callbacks, ServerTls, Succession
-from rendezvous.sessions import Sessions
-from rendezvous.tls_connections import HANDSHAKE_WAIT_S, EitherConnection, TlsConnections
-from rendezvous.turns import Turns
-from rendezvous.web import (
+from rendezvous.routes import (
     ACCESS,
     HITS,
     REFUSALS,
     REQUEST_TIMES,
     SESSIONS,
     TOKENS,
-    KVRoutes,
+    Post,
     Problem,
-    dress,
-    guard,
-    once,
     problem_body,
 )
+from rendezvous.service import Done, OnChanges, Results, StoreService
+from rendezvous.sessions import Refusals, Sessions
+from rendezvous.store_routes import PLAIN_STORE, mount_store
+from rendezvous.tls import ServerCertificate
+from rendezvous.web import around, dress, guard, once, within
 from rendezvous.wire import MAX_BODY_BYTES, Operation
 
+
+def _ignore(_said: object) -> None:
+    pass
+
+
+def _nothing_first(_url: str) -> Sequence[Operation]:
+    return ()
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """How a server speaks TLS: not at all without a certificate.
+
+    `known_by` is what its clients are told of the certificate (default: its fingerprint, see
+    `tls`). With `also_plain` and an address of loopback, plain requests are answered at the same
+    port, too.
+    """
+
+    certificate: ServerCertificate | None = None
+    known_by: str = ""
+    also_plain: bool = False
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a server calls on its thread; none of these may block.
+
+    `on_lease_expired(key)` and `on_client_left(key)`: see `StoreService`. `on_failed` is called if
+    an error ends the server that was not expected.
+    """
+
+    on_lease_expired: Callable[[str], None] | None = None
+    on_client_left: Callable[[str], None] | None = None
+    on_failed: Callable[[Exception], None] = _ignore
+
+
+@dataclass(frozen=True)
+class Succession:
+    """What a server takes over from the one before it, and keeps for the one after it.
+
+    `first_revision`: see `KVStore`. `first(url)` returns operations that are carried out before
+    any client's. `on_changes` and `passing`: see `StoreService`; `on_changes` is called on the
+    server's thread and must not block.
+    """
+
+    first_revision: int = 0
+    first: Callable[[str], Sequence[Operation]] = _nothing_first
+    on_changes: OnChanges | None = None
+    passing: tuple[str, ...] = ()
+
+
 log = logging.getLogger(__name__)
+
+# ---- the server --------------------------------------------------------------------------
 
 START_S = 10.0  # for the thread to come up, and to go down
 _TURNS = 4  # of the loop: accept, make the transport, call the protocol, close
@@ -109,7 +166,7 @@ class RendezvousServer:
     ) -> None:
         if not token:
             raise ValueError("a rendezvous server needs a token (rendezvous.auth.make_token)")
-        self._host, self._wanted_port, self._tokens = host, port, Tokens(token, others)
+        self._host, self._wanted_port = host, port
         self._callbacks, self._succession = callbacks, succession
         certificate = tls.certificate
         self._tls = None if certificate is None else certificate.context()
@@ -119,7 +176,8 @@ class RendezvousServer:
         self._routes, self._posts = routes, posts or {}
         self.limits, self.hits = Limits() if limits is None else limits, Hits()
         self.refusals, self.request_times = Refusals(), RequestTimes()
-        self._access = Access() if access is None else access
+        self._access = Access(PLAIN_STORE) if access is None else access
+        self._tokens = Tokens(token, others, self._access.roles)
         self._port: int | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -339,7 +397,7 @@ class RendezvousServer:
         app[REQUEST_TIMES] = self.request_times
         app[SESSIONS], app[TOKENS] = sessions, self._tokens
         app.on_response_prepare.append(dress)
-        KVRoutes(service).add_to(app)
+        mount_store(app, service)
         if self._routes is not None:
             self._routes(app)
         runner = web.AppRunner(

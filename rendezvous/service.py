@@ -12,10 +12,9 @@ from functools import partial
 from typing import cast
 
 from rendezvous.answers import AnswerMemory
-from rendezvous.auth import Caller, Role
+from rendezvous.auth import Caller
 from rendezvous.errors import StoppedError
-from rendezvous.limits import Hits, Limits
-from rendezvous.space import Owner
+from rendezvous.limits import Hits, Limits, Owner
 from rendezvous.store import Answered, KVStore, Outcome
 from rendezvous.wire import Operation, Result, Set, Written, size_of
 
@@ -69,7 +68,7 @@ class StoreService:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         kept = None if on_changes is None else passing
-        self._store = KVStore(first_revision, kept, limits, hits, system, is_of_crowd=_is_worker)
+        self._store = KVStore(first_revision, kept, limits, hits, system, is_of_crowd=_is_of_crowd)
         self._on_changes = on_changes
         self._on_lease_expired, self._on_client_left = on_lease_expired, on_client_left
         self._requests: dict[str, _WaitingRequest] = {}
@@ -238,6 +237,6 @@ def _answer(done: Done, results: Results | None) -> None:
         log.exception("a batch was carried out, but telling its client failed")
 
 
-def _is_worker(owner: Owner) -> bool:
+def _is_of_crowd(owner: Owner) -> bool:
     """Return whether an owner of keys is a worker; agents and people have room beside all."""
-    return isinstance(owner, Caller) and owner.role is Role.WORKER
+    return isinstance(owner, Caller) and owner.role.crowd

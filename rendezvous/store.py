@@ -25,11 +25,19 @@ from collections.abc import Callable, Hashable, Sequence
 from msgspec import Struct
 
 from rendezvous import wire
-from rendezvous.budget import BYTES_PER_LOOK, DELETE_COST, READ_COST, TOLD_COST, Budget
-from rendezvous.deadlines import Deadlines
-from rendezvous.limits import UNLIMITED, Hits, Limits
-from rendezvous.space import Owner, StoreSpace
-from rendezvous.waiting import RunningBatch, WaitingBatches
+from rendezvous.limits import (
+    BYTES_PER_LOOK,
+    DELETE_COST,
+    READ_COST,
+    TOLD_COST,
+    UNLIMITED,
+    Budget,
+    Hits,
+    Limits,
+    Owner,
+    StoreSpace,
+)
+from rendezvous.waiting import Deadlines, RunningBatch, WaitingBatches
 
 _COUNTER_LIMIT = 2**63  # counters are what torch's stores hold: signed 64-bit
 _LONG_WAIT_S = 1.0

@@ -9,7 +9,7 @@ check the chain up to the site's CA, and the name. A client's knowledge of its s
     ca:NAME:BASE64        the CA's certificates (PEM), and the name that the server's is for
     first-seen            nothing yet: the first certificate that it shows is taken, and no other
 
-TLS 1.3 only. The server's connections are in `rendezvous.tls_connections`.
+TLS 1.3 only. The server's connections are in `rendezvous.connections`.
 """
 
 import base64

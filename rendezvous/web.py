@@ -1,65 +1,58 @@
-"""The HTTP routes of the key-value store, and the parts that all routes share.
+"""What stands around the handlers of aiohttp: who is let in, and how much one may take.
 
-| route | answer |
-|---|---|
-| `GET /healthz` | 200 without a token, for load balancers and people |
-| `PUT /v1/kv/{scope}/{key}[?lease=S]` | 204, raw bytes stored, `X-Revision` |
-| `GET /v1/kv/{scope}/{key}[?wait=S][&after=REV]` | 200, raw bytes, `X-Revision`; or 404 |
-| `DELETE /v1/kv/{scope}/{key}` | 204, or 404 if there was nothing |
-| `POST /v1/kv:batch` | `wire.BatchReply` for `wire.KVBatch` |
+Every request that the fast path does not answer passes these middlewares, in this order:
 
-A GET whose wait runs out is answered 408 `timed_out`: ask again. Keys below a sealed prefix
-are answered 410 `sealed`. In the store, scope and key are one name, `scope/key`.
+1. `around` knows when a request is being answered, and for how long.
+2. `guard` checks the token or the session and its rights, keeps its owner (`routes.caller_of`) and
+   gives errors one shape. An exception that is none of ours becomes a 500 that only tells the
+   client where to look.
+3. `within` lets requests begin one after the other, with their bodies, within the limits of memory
+   and time.
+4. `once` answers repeated POSTs.
 
-Other modules' handlers are mounted behind the same middlewares: `guard` checks the token or the
-session and its rights, keeps its owner (`caller_of`) and gives errors one shape, `once` answers
-repeated POSTs. Handlers read typed bodies with `read_json`, answer with `json_answer`, and
-raise `Problem` to answer with an error. Any other exception becomes a 500 that only tells the
-client where to look.
+aiohttp's protocol sits behind `GeneralConnection`, which keeps the record of its client up to date.
+Everything runs on the server's loop.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, TypeVar
+from time import monotonic
+from typing import cast
 from weakref import WeakKeyDictionary
 
-import msgspec
 from aiohttp import web, web_response
 from aiohttp.typedefs import Handler, Middleware
-from msgspec import Meta, Struct
 
 from rendezvous import wire
 from rendezvous.access import Access
 from rendezvous.answers import PostAnswer, PostsOnce
 from rendezvous.auth import AUTHORIZATION, Caller, Tokens
-from rendezvous.connections import Client
+from rendezvous.connections import Client, Connections
 from rendezvous.errors import RefusedError, StoppedError
-from rendezvous.limits import Hits
-from rendezvous.refusals import OF_CONNECTION, Refusals
-from rendezvous.request_times import RequestTimes
-from rendezvous.service import StoreService
-from rendezvous.sessions import HEADER, Session, Sessions
-from rendezvous.shares import owner_of
+from rendezvous.fairness import Queue, Turns, is_person
+from rendezvous.routes import (
+    CALLER,
+    CLIENT,
+    FORBIDDEN,
+    PEER,
+    REFUSALS,
+    REQUEST_TIMES,
+    SESSION,
+    Problem,
+    busy,
+    caller_of,
+    error_answer,
+    forbidden,
+    session_of,
+)
+from rendezvous.sessions import OF_CONNECTION, Refusals, Session, Sessions
+from rendezvous.wire import MAX_BODY_BYTES
 
 # Neither version nor library, in any answer: also in one to a request that is none.
 setattr(web_response, "SERVER_SOFTWARE", "elastic-driver")  # noqa: B010 - it is not exported
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-
-JSON = "application/json"
-CALLER = web.RequestKey("caller", Caller)
-CLIENT = web.RequestKey("client", Client)  # the connection that a request came by
-PEER = web.RequestKey("peer", str)  # who has connected (`peers`), whatever the request says
-SESSION = web.RequestKey("session", Session)  # of a request without a token
-FORBIDDEN = "forbidden"
-ACCESS = web.AppKey("access", Access)
-REFUSALS = web.AppKey("refusals", Refusals)
-HITS = web.AppKey("hits", Hits)  # of the server, for handlers that show them
-REQUEST_TIMES = web.AppKey("request_times", RequestTimes)
-SESSIONS = web.AppKey("sessions", Sessions)
-TOKENS = web.AppKey("tokens", Tokens)  # for a login
 _REFUSED = {"sealed": 410, "too_large": 413, "not_a_number": 409, "store_full": 503}
 _REFUSED |= {"busy": 429, "share_full": 429}
 # Status → code for programs, and a hint.
@@ -68,35 +61,6 @@ _OF_AIOHTTP = {
     405: ("method_not_allowed", "use one of the methods in the Allow header"),
     413: ("too_large", "send less at once"),
 }
-
-
-class Problem(Exception):
-    """Answers a request with an error: status, code for programs, message, hint what to try."""
-
-    def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.status, self.code, self.message, self.hint = status, code, message, hint
-
-
-def busy(sentence: str) -> Problem:
-    """Return the problem of a request for which a server has no room now."""
-    return Problem(503, "busy", sentence, "try again in a moment")
-
-
-def json_answer(document: msgspec.Struct, status: int = 200) -> web.Response:
-    """Return an answer with this document as its JSON body."""
-    return web.Response(body=wire.encode(document), status=status, content_type=JSON)
-
-
-async def read_json(request: web.Request, decode: Callable[[bytes], T]) -> T:
-    """Return the decoded body; raise Problem 400 (not JSON) or 422 (JSON of another type)."""
-    body = await request.read()
-    try:
-        return decode(body)
-    except msgspec.ValidationError as error:
-        raise Problem(422, "invalid", f"the body has the wrong form: {error}") from error
-    except wire.UNREADABLE as error:
-        raise Problem(400, "malformed", f"the body is not JSON: {error}") from error
 
 
 def guard(tokens: Tokens, access: Access, refusals: Refusals, sessions: Sessions) -> Middleware:
@@ -132,12 +96,6 @@ def guard(tokens: Tokens, access: Access, refusals: Refusals, sessions: Sessions
             return await shape_errors(request, handler)
 
     return guarded
-
-
-def session_of(request: web.Request, sessions: Sessions) -> Session | None:
-    """Return the session of a request, or None."""
-    now = asyncio.get_running_loop().time()
-    return sessions.find(request.cookies, request.headers.get(HEADER, ""), now)
 
 
 @contextmanager
@@ -211,17 +169,6 @@ def _right_lacking(request: web.Request, caller: Caller, access: Access) -> Prob
     return None
 
 
-def caller_of(request: web.Request) -> Caller:
-    """Return who has sent a request that `guard` has let in."""
-    return request[CALLER]
-
-
-def forbidden(sentence: str) -> Problem:
-    """Return the problem of a request to which its token gives no right."""
-    hint = "docs/security.md lists what each token may do"
-    return Problem(403, FORBIDDEN, sentence, hint)
-
-
 async def shape_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
@@ -248,18 +195,6 @@ async def shape_errors(
         log.exception("%s %s failed", request.method, request.path)
         bug = Problem(500, "internal", "this request met a bug of ours", "see the driver's log")
         return error_answer(bug)
-
-
-def problem_body(problem: Problem) -> bytes:
-    """Return the document for a problem: `{"error": {code, message, hint}}`."""
-    detail = wire.ErrorDetail(problem.code, problem.message, problem.hint)
-    return wire.encode(wire.ErrorBody(detail))
-
-
-def error_answer(problem: Problem, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Return the answer for a problem."""
-    body, status = problem_body(problem), problem.status
-    return web.Response(body=body, status=status, headers=headers, content_type=JSON)
 
 
 def once(posts_once: PostsOnce) -> Middleware:
@@ -299,91 +234,178 @@ def once(posts_once: PostsOnce) -> Middleware:
     return answered_once
 
 
-class KVQuery(Struct, frozen=True):
-    """The key and the query of a single key's route; times are seconds."""
+# ---- bounds ------------------------------------------------------------------------------
 
-    key: wire.Key
-    wait: wire.Seconds = 0.0
-    after: Annotated[int, Meta(ge=0)] = 0
-    lease: Annotated[float, Meta(ge=0.0, le=wire.MAX_LEASE_S)] = 0.0  # 0: none
+LARGE_ANSWER = 64 * 1024  # bytes; smaller ones fit into the buffer of each connection
+_OPEN_BODY_BYTES = 16 * 1024  # of a request without a token
 
 
-class KVRoutes:
-    """Handlers of the routes above."""
+class GeneralConnection(asyncio.Protocol):
+    """A connection that aiohttp's protocol serves."""
 
-    def __init__(self, service: StoreService) -> None:
-        self._service = service
+    def __init__(self, connections: Connections, client: Client, general: asyncio.Protocol) -> None:
+        self.client = client
+        self._connections, self._general = connections, general
+        self._ahead = False  # bytes have come while a request was being answered
 
-    def add_to(self, app: web.Application) -> None:
-        """Mount the routes."""
-        app.router.add_get(wire.HEALTH_PATH, self.health)
-        app.router.add_post(wire.BATCH_PATH, self.batch)
-        key = wire.KV_PREFIX + "/{scope}/{key:.+}"
-        app.router.add_get(key, self.get, allow_head=False)
-        app.router.add_put(key, self.put)
-        app.router.add_delete(key, self.delete)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to serve a client."""
+        self._general.connection_made(transport)
 
-    async def health(self, _request: web.Request) -> web.Response:
-        """Answer that the server is up."""
-        return web.Response(body=b'{"status":"ok"}', content_type=JSON)
+    def connection_lost(self, error: Exception | None) -> None:
+        """End what the client waits for."""
+        self._connections.closed(self.client)
+        self._general.connection_lost(error)
 
-    async def batch(self, request: web.Request) -> web.Response:
-        """Carry out many operations; a repeat of the same request changes nothing."""
-        batch = await read_json(request, wire.decode_batch)
-        _check(request, batch.operations)
-        caller = caller_of(request)
-        write_id, owner = caller.own_id(batch.write_id), owner_of(caller)
-        results = await self._service.carry_out(batch.operations, write_id, owner=owner)
-        return web.Response(body=wire.encode_reply(results), content_type=JSON)
+    def data_received(self, data: bytes) -> None:
+        """Pass bytes on."""
+        client = self.client
+        client.moved = self._connections.loop.time()
+        if client.busy:
+            self._ahead = True
+        elif not client.begun:
+            client.begun, client.has_head = client.moved, False
+        self._general.data_received(data)
 
-    async def get(self, request: web.Request) -> web.Response:
-        """Answer with a value as it was stored, at once or when it is newer than `after`."""
-        query = _read(request, request.query)
-        key = query.key
-        asked = wire.Get((key,), query.wait, query.after)
-        found = await self._one(request, asked, wire.Entries)
-        entry = found.entries.get(key)
-        if found.timed_out:
-            held = f"revision {entry.revision}" if entry else "nothing"
-            message = f"key {key!r} holds {held} after {query.wait:g} s"
-            raise Problem(408, "timed_out", message, "ask again")
-        if entry is None:
-            raise Problem(404, "not_found", f"no key {key!r}", "?wait=S waits until it is written")
-        headers = {wire.REVISION_HEADER: str(entry.revision)}
-        binary = "application/octet-stream"
-        return web.Response(body=entry.value, content_type=binary, headers=headers)
+    def eof_received(self) -> bool | None:
+        """Pass on that the client sends nothing more."""
+        return self._general.eof_received()
 
-    async def put(self, request: web.Request) -> web.Response:
-        """Store the body as it is, with a lease if one is given."""
-        query = _read(request, request.query)
-        put = wire.Set(query.key, await request.read(), query.lease or None)
-        written = await self._one(request, put, wire.Written)
-        return web.Response(status=204, headers={wire.REVISION_HEADER: str(written.revision)})
+    def pause_writing(self) -> None:
+        """Stop: the client has not taken all that was written."""
+        self.client.stuck = True
+        self._general.pause_writing()
 
-    async def delete(self, request: web.Request) -> web.Response:
-        """Delete one key."""
-        key = _read(request, {}).key
-        if (await self._one(request, wire.Delete(key), wire.Number)).number == 0:
-            raise Problem(404, "not_found", f"no key {key!r}")
-        return web.Response(status=204)
+    def resume_writing(self) -> None:
+        """Go on: the client has taken most of it."""
+        self.client.stuck = False
+        self.client.moved = self._connections.loop.time()
+        self._general.resume_writing()
 
-    async def _one(self, request: web.Request, operation: wire.Operation, kind: type[T]) -> T:
-        _check(request, (operation,))
-        owner = owner_of(caller_of(request))
-        (result,) = await self._service.carry_out((operation,), owner=owner)
-        return wire.expect(result, kind)
+    def begin(self) -> None:
+        """Record that the head of a request has arrived, and its handler begins."""
+        self.client.busy, self._ahead = True, False
+        self.client.begun = 0.0
+
+    def end(self) -> None:
+        """Record that a request has its answer; perhaps a part of the next one has arrived."""
+        now = self._connections.loop.time()
+        self.client.busy, self.client.moved = False, now
+        self.client.begun, self.client.has_head = now if self._ahead else 0.0, False
+
+    def has_body(self) -> None:
+        """Record that the whole request has arrived."""
+        self._ahead = False
 
 
-def _check(request: web.Request, operations: Sequence[wire.Operation]) -> None:
-    """Raise Problem if the caller may not carry out one of these."""
-    sentence = request.app[ACCESS].refused(caller_of(request), operations)
-    if sentence is not None:
-        raise forbidden(sentence)
+def _connection_of(request: web.Request) -> GeneralConnection | None:
+    """Return the connection of a request; None if it has ended."""
+    if request.transport is None:
+        return None
+    return cast("GeneralConnection", request.transport.get_protocol())
 
 
-def _read(request: web.Request, query: Mapping[str, str]) -> KVQuery:
-    key = f"{request.match_info['scope']}/{request.match_info['key']}"
+@web.middleware
+async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Record when a request begins and ends, and its time; the outermost middleware."""
+    connection = _connection_of(request)
+    if connection is None:
+        return web.Response(status=400)  # the client has gone
+    request[CLIENT], request[PEER] = connection.client, connection.client.peer
+    connection.begin()
+    began = monotonic()
     try:
-        return msgspec.convert({**query, "key": key}, KVQuery, strict=False)
-    except msgspec.ValidationError as error:
-        raise Problem(422, "invalid", f"the query has the wrong form: {error}") from error
+        response = await handler(request)
+    finally:
+        connection.end()
+    _record_time(request, response, monotonic() - began)
+    return response
+
+
+def _record_time(request: web.Request, response: web.StreamResponse, seconds: float) -> None:
+    """Record the time of a request with a good token; a stream of events has none."""
+    if CALLER not in request or not isinstance(response, web.Response):
+        return
+    resource, waited = request.match_info.route.resource, "wait" in request.query
+    if resource is not None or waited:
+        path = "" if resource is None else resource.canonical
+        request.app[REQUEST_TIMES].record(path, seconds, waited=waited)
+
+
+def within(connections: Connections, turns: Turns) -> Middleware:
+    """Return the middleware that keeps requests within the limits; it belongs behind `guard`."""
+
+    @web.middleware
+    async def bounded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        connection = _connection_of(request)
+        if connection is None:
+            return web.Response(status=400)  # the client has gone
+        size = _size_of_body(request)
+        if CALLER in request:
+            _prove(request, connections, connection.client)
+        elif size > _OPEN_BODY_BYTES:
+            raise Problem(413, "too_large", "a request without a token is short", "send less")
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            problem = "the body is compressed, and this server unpacks none"
+            raise Problem(415, "compressed", problem, "send it without Content-Encoding")
+        client = connection.client
+        await turns.wait(_queue_of(request), client.caller or client.peer)
+        try:
+            if size:
+                await _read_body(request, connections, connection.client, size)
+            connection.has_body()
+            response = await handler(request)
+        finally:
+            connections.hold(connection.client, 0)
+        body = response.body if isinstance(response, web.Response) else None
+        if isinstance(body, bytes) and len(body) > LARGE_ANSWER:
+            caller = connection.client.caller
+            if not connections.begin_leaving(body, caller):
+                raise busy("clients have not taken the answers to other requests yet")
+            try:
+                await response.prepare(request)
+                await response.write_eof()
+            finally:
+                connections.end_leaving(body, caller)
+        return response
+
+    return bounded
+
+
+def _queue_of(request: web.Request) -> Queue:
+    """Return where a request waits for its turn: however many others send, people come next."""
+    if CALLER not in request:
+        return Queue.STRANGERS
+    return Queue.PEOPLE if is_person(request[CALLER]) else Queue.GENERAL
+
+
+def _size_of_body(request: web.Request) -> int:
+    """Return how many bytes of a request's body may come."""
+    if not request.can_read_body:
+        return 0
+    length = request.content_length
+    return MAX_BODY_BYTES if length is None else min(length, MAX_BODY_BYTES)
+
+
+def _prove(request: web.Request, connections: Connections, client: Client) -> None:
+    caller = request[CALLER]
+    if not connections.prove(client, caller):
+        most = connections.limits.of_one_caller
+        problem = f"{caller.role.value} {caller.subject} has {most} connections already"
+        hint = "close some, or use one of them again"
+        raise Problem(429, "too_many_connections", problem, hint)
+
+
+async def _read_body(
+    request: web.Request, connections: Connections, client: Client, size: int
+) -> None:
+    """Read the body now, within its time; handlers find it read."""
+    if not connections.hold(client, size):
+        raise busy("too many large requests are arriving")
+    try:
+        await asyncio.wait_for(request.read(), connections.limits.body_s)
+    except asyncio.TimeoutError:
+        connections.hits.count("request_time")
+        within_s = connections.limits.body_s
+        problem = f"the body did not arrive within {within_s:g} s"
+        raise Problem(408, "timed_out", problem, "send it again, faster or in parts") from None

@@ -18,7 +18,7 @@ from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.documents import decode_world
 from elastic_driver.core.events import WorkerReady
-from rendezvous.auth import agent_token, worker_token
+from elastic_driver.token_roles import agent_token, worker_token
 from rendezvous.wire import (
     BATCH_PATH,
     Entries,

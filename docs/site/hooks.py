@@ -24,12 +24,12 @@ from mkdocs.structure.pages import Page
 
 import elastic_driver
 from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
-from elastic_driver.rights import PAGE_FILES, ROUTES, job_access
 from elastic_driver.runtime import openapi
-from elastic_driver.runtime.api import DriverRoutes
+from elastic_driver.runtime.api import ROUTES, DriverRoutes, job_access
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.output import AgentsOutput
+from elastic_driver.runtime.page_routes import PAGE_FILES
 from elastic_driver.runtime.worker_logs import WorkerLogs
 from launcher.ctl_commands import catalog
 from launcher.options import help as run_help
@@ -179,8 +179,8 @@ def _route(method: str, path: str, entry: Mapping[str, Any]) -> Iterator[str]:
 
 def _roles(method: str, path: str) -> str:
     """Return the roles whose tokens a route takes."""
-    found = [row.roles for row in ROUTES if (row.method, row.path) == (method, path)]
-    return ", ".join(["driver", *sorted(role.value for roles in found for role in roles)])
+    found = [row.roles for row in ROUTES if (row.method, row.template) == (method, path)]
+    return ", ".join(["driver", *sorted(role.value for roles in found for role in roles or ())])
 
 
 def _contents(content: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Messages and store keys between the driver and nodes that join by themselves.
 
-A node and the driver first prove to each other that both know the secret (`rendezvous.proof`):
+A node and the driver first prove to each other that both know the secret (`rendezvous.auth`):
 `POST HELLO_PATH` with a `Hello` is answered with a `HelloAnswer`, `POST PROOF_PATH` with a
 `NodeProof` is answered with `Joined`. From then on the node has a token of its own. It reports with
 `POST NODES_PATH`, and is a client of the ordinary store: it renews `node_lease` and waits for

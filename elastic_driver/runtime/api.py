@@ -1,74 +1,106 @@
-"""The driver's own HTTP routes, mounted on the rendezvous server behind its token check.
+"""The driver's HTTP routes together: the rows of all modules, their rights, and their parts.
 
-| route | answer |
-|---|---|
-| `POST /v1/events` | 202 once the journal has it; posts a `core.events.WireEvent` to the driver |
-| `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
-| `GET /v1/history?since=T` | `core.measured.History` of the last hour, after T (unix seconds) |
-| `GET /v1/openapi.json` | all routes and their messages, see `runtime.openapi` |
-| `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
-| `GET /v1/live` | the job as it changes, see `runtime.live` |
-| `/`, `/assets/…`, `/login` … | the page, see `runtime.page_routes` |
-| `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
-| `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
-| `POST /v1/plan` | 202; see `core.events.PlanApplied`; 409 `stale_plan` |
-| `POST /v1/hosts/{host}:drain` | 202; the host's workers leave in order; 404 for an unknown host |
-| `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
-| `POST /v1/stacks` | 202; every worker reports its stack: event `stacks_collected` |
-| `POST /v1/stop` | 202; the job ends with status 143; a second request ends it at once |
-| `/v1/shards/…`, `/v1/tf/…` | see `runtime.machine_api` |
-| `/v1/nodes` | see `runtime.joined` |
-| `POST /v1/output` | see `runtime.output` |
-| `POST /v1/logs`, `GET /v1/logs` | see `runtime.log_routes` |
-
-Every decision about the job is made in the driver's thread. Errors have the form of
-`rendezvous.web`.
+Each module has its rows beside its handlers (`rendezvous.routes`); a folder of
+`elastic_driver.features` may bring its own in `routes.py`, whose handlers get the `OpenRequests` of
+the driver. So a new route is a row in the module that owns it. Every decision about the job is made
+in the driver's thread.
 """
+
+from collections.abc import Mapping
 
 from aiohttp import web
 
-from elastic_driver import contract
-from elastic_driver.features.joining.driver import JoinedNodes
+from elastic_driver import token_roles
+from elastic_driver.features import chapters
+from elastic_driver.features.joining import driver as joined
+from elastic_driver.rights import access_of
 from elastic_driver.round_members import RoundMembers
-from elastic_driver.runtime import machine_api
+from elastic_driver.runtime import (
+    event_routes,
+    live,
+    log_routes,
+    machine_api,
+    openapi,
+    output,
+    page_routes,
+    status_routes,
+)
 from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.event_routes import EVENT_OF_PATH, EventRoutes, StopRequest
 from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.live import Live
-from elastic_driver.runtime.log_routes import LogRoutes
-from elastic_driver.runtime.openapi import OpenApi
-from elastic_driver.runtime.output import AgentsOutput
-from elastic_driver.runtime.page_routes import PageRoutes
-from elastic_driver.runtime.status_routes import StatusRoutes
+from rendezvous.access import Access
+from rendezvous.routes import Post, Route, collect, mount, short_ways
+from rendezvous.store_routes import store_rows
+
+_STORE = token_roles.TRAINERS | token_roles.AGENTS
+ROUTES: tuple[Route, ...] = (
+    *store_rows(_STORE, _STORE, _STORE | token_roles.NODES | token_roles.JOBS),
+    *collect(
+        (
+            event_routes,
+            status_routes,
+            live,
+            output,
+            log_routes,
+            page_routes,
+            openapi,
+            joined,
+            machine_api,
+            *chapters("routes"),
+        )
+    ),
+)
+
+
+def job_access(rounds: RoundMembers | None = None) -> Access:
+    """Return what a server of a job or of a Brain checks; `rounds`: who may write which round.
+
+    Without it, no worker is a member of any round.
+    """
+    return access_of(ROUTES, rounds)
 
 
 class DriverRoutes:
-    """All of the routes above."""
+    """What answers the routes."""
 
     def __init__(
         self,
         driver: DriverPort,
         log: EventLog,
-        joined: JoinedNodes | None = None,
-        output: AgentsOutput | None = None,
+        nodes: joined.JoinedNodes | None = None,
+        lines: output.AgentsOutput | None = None,
         *,
-        logs: LogRoutes | None = None,
+        logs: log_routes.LogRoutes | None = None,
         times: JobTimes | None = None,
     ) -> None:
         self.rounds = RoundMembers()
         self.requests = machine_api.OpenRequests(driver.post, self.rounds)
-        self.status = StatusRoutes(driver, log, JobTimes() if times is None else times)
-        self.events = EventRoutes(driver, self.status.status)
-        live = Live(self.status.status, driver.history, log, self.status.one_stream)
-        self._parts = joined, output, logs, live, PageRoutes()
+        self.status = status_routes.StatusRoutes(
+            driver, log, JobTimes() if times is None else times
+        )
+        self.events = event_routes.EventRoutes(driver, self.status.status)
+        self._parts = (
+            self.events,
+            self.status,
+            live.Live(self.status.status, driver.history, log, self.status.one_stream),
+            lines,
+            logs,
+            page_routes.PageRoutes(),
+            openapi.OpenApi(ROUTES),
+            nodes,
+            self.requests,
+        )
+
+    @property
+    def posts(self) -> Mapping[str, Post]:
+        """What answers POSTs the short way."""
+        of_requests = (*machine_api.ROUTES, *collect(chapters("routes")))
+        of_events = short_ways(event_routes.ROUTES, self.events)
+        return {**of_events, **short_ways(of_requests, self.requests)}
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        self.status.add_to(app)
-        self.events.add_to(app)
-        machine_api.add_machine_routes(app, self.requests)
-        OpenApi({**EVENT_OF_PATH, contract.STOP_PATH: StopRequest}).add_to(app)
         for part in self._parts:
             if part is not None:
                 part.add_to(app)
+        mount(app, collect(chapters("routes")), self.requests)

@@ -30,8 +30,9 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import reachable_url
 from elastic_driver.settings import DriverOptions
+from elastic_driver.token_roles import agent_token
 from rendezvous import tls
-from rendezvous.auth import Credentials, agent_token
+from rendezvous.auth import Credentials
 from rendezvous.errors import AddressError
 from rendezvous.server import RendezvousServer
 from rendezvous.tls import ServerCertificate

@@ -5,40 +5,42 @@ once the journal has the event.
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from msgspec import Struct
 
-from elastic_driver import contract
-from elastic_driver.contract import EVENTS_PATH
+from elastic_driver import contract, token_roles
 from elastic_driver.core import events as ev
 from elastic_driver.core.job_events import JobEvent
 from elastic_driver.errors import ExitCode
 from elastic_driver.features.checks.messages import TaskEnded
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.driver_port import DriverPort, Request
+from elastic_driver.token_roles import JOBS, MEMBERS, OPERATORS
 from elastic_driver.words import counted
 from rendezvous.auth import Caller, Role
-from rendezvous.shares import Shares
-from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
+from rendezvous.fairness import Shares
+from rendezvous.routes import (
+    ACCEPTED,
+    Accepted,
+    Problem,
+    Route,
+    accepted,
+    caller_of,
+    first_line,
+    forbidden,
+    mount,
+    read_json,
+)
 from rendezvous.wire import UNREADABLE
 
 MOST_MAIL = 65_536  # events that wait for the driver's thread, fewer than its mailbox takes
 TAKE_S = 5.0  # for an event to be taken from the mailbox and written into the journal
-# The event that a POST to each path puts into the mailbox. The event's fields are those of the
-# JSON body and the names in the path; a body may be empty if every other field has a default.
-EVENT_OF_PATH: dict[str, type[JobEvent]] = {
-    contract.SCALE_PATH: ev.ScaleRequested,
-    contract.PLAN_PATH: ev.PlanApplied,
-    contract.DRAIN_PATH: ev.DrainRequested,
-    contract.UNDRAIN_PATH: ev.DrainCancelled,
-    contract.STACKS_PATH: ev.StacksRequested,
-}
 
 
 class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,7 +53,6 @@ class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
 Reported: TypeAlias = ev.WireEvent | ev.StateDescribed | TaskEnded
 _decode_event: Callable[[bytes], Reported] = msgspec.json.Decoder(Reported).decode
 _decode_stop = msgspec.json.Decoder(StopRequest).decode
-_ACCEPTED = b'{"accepted":true}'
 # Events about a worker that only its agent sees.
 _OF_AGENTS = ev.WorkerStarted | ev.WorkerExited
 
@@ -69,10 +70,7 @@ class EventRoutes:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        app.router.add_post(EVENTS_PATH, self.post_event)
-        app.router.add_post(contract.STOP_PATH, self.stop)
-        for path, kind in EVENT_OF_PATH.items():
-            app.router.add_post(path, self._route_of(kind))
+        mount(app, ROUTES, self)
 
     async def post_event(self, request: web.Request) -> web.Response:
         """Take in an event of an agent or a worker."""
@@ -93,7 +91,7 @@ class EventRoutes:
         if not may_report(caller, event):
             return None
         self._loop = asyncio.get_running_loop()
-        if not self._deliver(caller, event, partial(answer, 202, _ACCEPTED)):
+        if not self._deliver(caller, event, partial(answer, 202, ACCEPTED)):
             return None
         return lambda: None  # the event stays, whether its sender reads the answer or not
 
@@ -119,19 +117,16 @@ class EventRoutes:
         if self._loop is not None:
             machine_api.call_on(self._loop, _call_all, acts)
 
-    def _route_of(self, kind: type[JobEvent]) -> Handler:
-        """Return the handler of a user's request, which becomes an event of this kind."""
+    async def take_request(self, request: web.Request, kind: type[JobEvent]) -> web.Response:
+        """Take in a user's request: an event of this kind."""
 
-        async def handler(request: web.Request) -> web.Response:
-            def decode(body: bytes) -> JobEvent:
-                fields = msgspec.json.decode(body or b"{}", type=dict[str, Any])
-                return msgspec.convert({**fields, **request.match_info}, kind)
+        def decode(body: bytes) -> JobEvent:
+            fields = msgspec.json.decode(body or b"{}", type=dict[str, Any])
+            return msgspec.convert({**fields, **request.match_info}, kind)
 
-            event = await read_json(request, decode)
-            await self._check(event)
-            return await self._accept(caller_of(request), event)
-
-        return handler
+        event = await read_json(request, decode)
+        await self._check(event)
+        return await self._accept(caller_of(request), event)
 
     async def _check(self, event: JobEvent) -> None:
         """Raise Problem for a request that does not fit the job."""
@@ -166,7 +161,7 @@ class EventRoutes:
         """End the job; the body may be empty."""
         reason = (await read_json(request, lambda body: _decode_stop(body or b"{}"))).reason
         self._driver.request_stop(f"told to stop: {reason}", int(ExitCode.TERMINATED))
-        return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
+        return accepted()
 
     async def _accept(self, caller: Caller, event: Request) -> web.Response:
         self._loop = asyncio.get_running_loop()
@@ -179,7 +174,7 @@ class EventRoutes:
         except asyncio.TimeoutError:
             problem = f"the driver has not taken this event within {TAKE_S:g} s"
             raise Problem(503, "busy", problem, "try again later") from None
-        return web.Response(body=_ACCEPTED, status=202, content_type=JSON)
+        return accepted()
 
 
 def may_report(caller: Caller, event: Reported) -> bool:
@@ -189,10 +184,10 @@ def may_report(caller: Caller, event: Reported) -> bool:
     if isinstance(event, ev.AgentEvent):
         told = event.workers if isinstance(event, ev.AgentReturned) else ()
         own = all(contract.host_of_worker(each.worker) == event.host for each in told)
-        return caller == (Role.AGENT, event.host) and own
-    if caller.role is Role.AGENT:
+        return caller == (token_roles.AGENT, event.host) and own
+    if caller.role is token_roles.AGENT:
         return contract.host_of_worker(event.worker) == caller.subject
-    return caller == (Role.WORKER, event.worker) and not isinstance(event, _OF_AGENTS)
+    return caller == (token_roles.WORKER, event.worker) and not isinstance(event, _OF_AGENTS)
 
 
 def _check_sizes(bounds: tuple[int, int | None], *sizes: int | None) -> None:
@@ -215,3 +210,94 @@ def _check_sizes(bounds: tuple[int, int | None], *sizes: int | None) -> None:
 def _call_all(acts: list[Callable[[], None]]) -> None:
     for act in acts:
         act()
+
+
+# ---- rows --------------------------------------------------------------------------------
+
+
+def _body_of(kind: type[Struct], path: str) -> type[Struct]:
+    """Return the type of the body of a request: its fields that are not in the path."""
+    names = re.findall(r"{(\w+)}", path)
+    fields: list[tuple[str, Any, Any]] = [
+        (field.name, field.type, msgspec.NODEFAULT if field.required else field.default)
+        for field in msgspec.structs.fields(kind)
+        if field.name not in names
+    ]
+    body = msgspec.defstruct(
+        f"{kind.__name__}Body", fields, frozen=True, forbid_unknown_fields=True
+    )
+    body.__doc__ = kind.__doc__
+    return body
+
+
+def _of_user(path: str, kind: type[JobEvent], *errors: str, note: str = "") -> Route:
+    """Return the row of a user's request that becomes an event of this kind.
+
+    The event's fields are those of the JSON body and the names in the path; the body may be empty
+    if every other field has a default.
+    """
+
+    async def handler(part: EventRoutes, request: web.Request) -> web.Response:
+        return await part.take_request(request, kind)
+
+    return Route(
+        "POST",
+        path,
+        OPERATORS,
+        handler,
+        Accepted,
+        _body_of(kind, path),
+        code=202,
+        optional=True,
+        errors=errors,
+        sentence=first_line(kind),
+        note=note,
+    )
+
+
+_SIZES = ("422 below_min", "422 above_max")
+ROUTES = (
+    Route(
+        # On the server of a Brain, jobs post events.
+        "POST",
+        contract.EVENTS_PATH,
+        MEMBERS | JOBS,
+        EventRoutes.post_event,
+        answer=Accepted,
+        body=ev.WireEvent | TaskEnded,
+        code=202,
+        short=EventRoutes.take_event,
+        note="the answer comes when the journal has it",
+    ),
+    _of_user(
+        contract.SCALE_PATH,
+        ev.ScaleRequested,
+        *_SIZES,
+        note="`null` leaves it to the job again",
+    ),
+    _of_user(
+        contract.PLAN_PATH,
+        ev.PlanApplied,
+        *_SIZES,
+        "409 stale_plan",
+        note="`number` has to be higher than before",
+    ),
+    _of_user(contract.DRAIN_PATH, ev.DrainRequested, "404 unknown_host"),
+    _of_user(contract.UNDRAIN_PATH, ev.DrainCancelled, "404 unknown_host", "409 not_drained"),
+    _of_user(
+        contract.STACKS_PATH,
+        ev.StacksRequested,
+        note="the answer is the event `stacks_collected`",
+    ),
+    Route(
+        "POST",
+        contract.STOP_PATH,
+        OPERATORS,
+        EventRoutes.stop,
+        Accepted,
+        body=_body_of(StopRequest, contract.STOP_PATH),
+        code=202,
+        optional=True,
+        note="its exit status is 143, and a second request ends it at once",
+    ),
+)

@@ -27,19 +27,26 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from msgspec import Struct
+from msgspec.structs import replace
 
 from elastic_driver import contract
 from elastic_driver.core.measured import History, Measured
-from elastic_driver.core.status import HostStatus, MemberStatus, SlowStatus
+from elastic_driver.core.status import HostStatus, MemberStatus
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.event_log import EventLog, LoggedEvent
+from elastic_driver.runtime.status_document import (
+    JobDocument,
+    RunCounters,
+    StartingDocument,
+    read_status,
+)
+from elastic_driver.token_roles import WATCHERS
 from elastic_driver.words.log_lines import read_line
 from elastic_driver.words.log_sentences import sentence
 from rendezvous.auth import Caller
-from rendezvous.web import Problem, caller_of
+from rendezvous.routes import EVENT_STREAM, Problem, Route, caller_of, mount
 from rendezvous.wire import UNREADABLE
 
-EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE_S = 15.0  # a comment is sent if there is no news for so long
 LOOK_S, SOON_S = 1.0, 0.2  # between two looks; from an event to the next look
 SHARE = 100.0  # the wait after a look is at least this many times as long as the look
@@ -49,35 +56,29 @@ MOST_EVENTS = 1000  # that a new reader gets
 Row = dict[str, Any]
 
 
-class _Document(Struct, frozen=True):
-    """The entries of the status that a stream needs; before the job there are fewer."""
-
-    run_id: str = ""
-    command: tuple[str, ...] = ()
-    started: float = 0.0
-    state: str = "checking"
-    kind: str = ""
-    reason: str = ""
-    round: int = 0
-    round_state: str = ""
-    round_age: float = 0.0
-    size: int = 0
-    wanted: int | None = None
-    min_np: int = 0
-    max_np: int | None = None
-    members: tuple[MemberStatus, ...] = ()
-    hosts: tuple[HostStatus, ...] = ()
-    counters: Row = {}
-    measured: Measured = Measured()
-    slow: tuple[SlowStatus, ...] = ()
-    goodput: Row = {}
-    node_check: Any = None
-
-
-_decode = msgspec.json.Decoder(_Document).decode
+# What is shown before the job begins, and where there is none.
+_NO_JOB = JobDocument(
+    run_id="",
+    endpoint="",
+    started=0.0,
+    state="checking",
+    kind="",
+    reason="",
+    exit_code=None,
+    round=0,
+    round_state="",
+    size=0,
+    wanted=None,
+    min_np=0,
+    max_np=None,
+    members=(),
+    hosts=(),
+    counters=RunCounters(0, None, 0, 0, 0, None, 0, 0),
+    ignored="",
+)
 _COPIED = (
     *("run_id", "command", "started", "state", "kind", "reason", "round", "round_state"),
-    *("size", "wanted", "min_np", "max_np", "slow", "goodput", "node_check"),
+    *("size", "wanted", "min_np", "max_np", "slow", "node_check"),
 )
 _OF_JOB = ("step", "total", "steps_per_s", "samples_per_s", "samples", "numbers")
 _OF_WORKER = ("step", "steps_per_s", "samples_per_s", "memory", "cpu")
@@ -96,13 +97,12 @@ class Picture(Struct):
 
 def picture_of(document: bytes) -> Picture:
     """Return the picture of a status; raises one of `UNREADABLE` if it is no JSON."""
-    try:
-        status = _decode(document)
-    except msgspec.ValidationError:  # the job has not begun, its nodes are checked
-        status = _Document()
+    status = _job_in(document)
     job: Row = {name: getattr(status, name) for name in _COPIED}
     job |= {name: getattr(status.measured, name) for name in _OF_JOB}
-    job["counters"] = {k: status.counters.get(k) for k in ("failures", "resets", "max_restarts")}
+    job["goodput"] = status.goodput or {}
+    counted = ("failures", "resets", "max_restarts")
+    job["counters"] = {name: getattr(status.counters, name) for name in counted}
     states: dict[str, Counter[str]] = {}
     for member in status.members:
         states.setdefault(member.host, Counter())[member.state] += 1
@@ -117,6 +117,19 @@ def picture_of(document: bytes) -> Picture:
         job,
         {host.host: _host_row(host, states.get(host.host), status.measured) for host in hosts},
         {m.worker: _member_row(m, status.measured, slow.get(m.worker, "")) for m in members},
+    )
+
+
+def _job_in(document: bytes) -> JobDocument:
+    try:
+        status = read_status(document)
+    except msgspec.ValidationError:
+        return _NO_JOB
+    if isinstance(status, JobDocument):
+        return status
+    check = status.node_check if isinstance(status, StartingDocument) else None
+    return replace(
+        _NO_JOB, run_id=status.run_id, started=status.started, state=status.state, node_check=check
     )
 
 
@@ -221,7 +234,7 @@ class Live:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the route."""
-        app.router.add_get(contract.LIVE_PATH, self.get, allow_head=False)
+        mount(app, ROUTES, self)
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Send the job as it changes, as server-sent events, until it is over."""
@@ -326,3 +339,15 @@ class Live:
             self._last_event = each.n
             self._events.append((each.n, msgspec.json.encode(event_row(each.line))))
         return bool(new)
+
+
+ROUTES = (
+    Route(
+        "GET",
+        contract.LIVE_PATH,
+        WATCHERS,
+        Live.get,
+        EVENT_STREAM,
+        note="see [page.md](page.md)",
+    ),
+)

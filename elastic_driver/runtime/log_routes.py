@@ -12,11 +12,12 @@ from weakref import WeakValueDictionary
 import msgspec
 from aiohttp import web
 
-from elastic_driver import contract
+from elastic_driver import contract, token_roles
 from elastic_driver.core.output_lines import LogsTaken, WorkerLines
-from elastic_driver.runtime.worker_logs import LogQuery, WorkerLogs, read_page
-from rendezvous.auth import Caller, Role
-from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
+from elastic_driver.runtime.worker_logs import LogPage, LogQuery, WorkerLogs, read_page
+from elastic_driver.token_roles import AGENTS, PEOPLE
+from rendezvous.auth import Caller
+from rendezvous.routes import JSON, Problem, Route, caller_of, forbidden, mount, read_json
 
 LEAST_WAIT_S = 0.5  # between two requests of an agent
 REQUESTS_PER_S = 200  # of all agents together
@@ -37,14 +38,13 @@ class LogRoutes:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        app.router.add_post(contract.LOGS_PATH, self.post_lines)
-        app.router.add_get(contract.LOGS_PATH, self.get_lines, allow_head=False)
+        mount(app, ROUTES, self)
 
     async def post_lines(self, request: web.Request) -> web.Response:
         """Keep lines of an agent's workers."""
         sent, caller = await read_json(request, _decode), caller_of(request)
         of_others = [x for x in sent.lines if contract.host_of_worker(x.worker) != sent.host]
-        if (caller.role is Role.AGENT and caller.subject != sent.host) or of_others:
+        if (caller.role is token_roles.AGENT and caller.subject != sent.host) or of_others:
             raise forbidden(f"the agent of {caller.subject} may not write for others")
         incarnation, last = self._taken.get(sent.host, (0, 0))
         known = last if incarnation == sent.incarnation else 0
@@ -70,3 +70,26 @@ class LogRoutes:
         async with reading:
             page = await asyncio.to_thread(read_page, self._logs.folder, query)
         return web.Response(body=msgspec.json.encode(page), content_type=JSON)
+
+
+ROUTES = (
+    Route(
+        "POST",
+        contract.LOGS_PATH,
+        AGENTS,
+        LogRoutes.post_lines,
+        LogsTaken,
+        WorkerLines,
+        code=202,
+        note="the answer says how long to wait before the next ones",
+    ),
+    Route(
+        "GET",
+        contract.LOGS_PATH,
+        PEOPLE,
+        LogRoutes.get_lines,
+        LogPage,
+        query=LogQuery,
+        note="with the place of the next one, and whether there is more now",
+    ),
+)

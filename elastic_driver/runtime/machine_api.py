@@ -1,26 +1,12 @@
 """The HTTP routes of data shards and of TensorFlow's cluster: a machine answers each request.
 
-| route | answer |
-|---|---|
-| `POST /v1/shards/{dataset}:next` | `Granted`, `Wait` or `End` for a `NextRequest` |
-| `POST /v1/shards/{dataset}:done` | `ShardAccepted` or `ShardRefused` for a `DoneRequest` |
-| `POST /v1/shards/{dataset}:resume` | `Resumed` for a `ResumeRequest` |
-| `POST /v1/shards/{dataset}:agree` | `Agreed` for an `AgreeRequest` |
-| `POST /v1/shards/{dataset}:extend` | 204; an `ExtendRequest` says how far a partition goes |
-| `GET /v1/shards/{dataset}` | `ShardStatus` |
-| `GET`, `PUT /v1/shards/{dataset}/checkpoint` | a `ShardCheckpoint` |
-| `POST /v1/tf/cluster_spec` | `ClusterSpec`, when the next cluster has formed; 408 `timed_out` |
-| `GET /v1/tf/waiting_nodes[?address=A]` | `WaitingNodes`; renews the lease of A |
-| `POST /v1/tf/barrier` | `Passed`, when every member has come |
-| `POST /v1/tf/synchronize` | `Synchronized`: every member's value |
-
 Handlers run on the server's loop: they decode a request, post it as an event with a ticket, and
-wait for the machine's `Reply`. Messages are in `policies.shard_messages` and
-`policies.tf_messages`.
+wait for the machine's `Reply` (`OpenRequests`). `machine_route` makes the row of such a request.
+Messages are in `policies.shard_messages` and `policies.tf_messages`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
@@ -29,34 +15,31 @@ import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from elastic_driver import contract
+from elastic_driver import contract, token_roles
 from elastic_driver.features.shards import messages as shards
 from elastic_driver.features.tensorflow import messages as tf
 from elastic_driver.kernel.machine import Reply
 from elastic_driver.kernel.services import Rejection, RequestDropped
 from elastic_driver.round_members import RoundMembers
-from rendezvous.auth import Caller, Role
-from rendezvous.web import JSON, Problem, caller_of, forbidden, problem_body, read_json
+from elastic_driver.token_roles import TRAINERS, WATCHERS
+from rendezvous.access import Roles
+from rendezvous.auth import Caller
+from rendezvous.routes import (
+    JSON,
+    Problem,
+    Route,
+    caller_of,
+    first_line,
+    forbidden,
+    mount,
+    problem_body,
+    read_json,
+)
 from rendezvous.wire import UNREADABLE
 
 Asking = shards.ShardRequest | tf.TfRequest
 RequestEvent = Asking | RequestDropped
 SHARDS_PATH = "/v1/shards/"
-_SHARDS = SHARDS_PATH + "{dataset:[^/:]+}"
-ROUTES: tuple[tuple[str, str, type[Struct]], ...] = (
-    ("POST", f"{_SHARDS}:next", shards.NextRequest),
-    ("POST", f"{_SHARDS}:done", shards.DoneRequest),
-    ("POST", f"{_SHARDS}:resume", shards.ResumeRequest),
-    ("POST", f"{_SHARDS}:agree", shards.AgreeRequest),
-    ("POST", f"{_SHARDS}:extend", shards.ExtendRequest),
-    ("GET", _SHARDS, shards.ReadStatus),
-    ("GET", f"{_SHARDS}/checkpoint", shards.ReadCheckpoint),
-    ("PUT", f"{_SHARDS}/checkpoint", shards.ShardCheckpoint),
-    ("POST", contract.TF_CLUSTER_SPEC_PATH, tf.ClusterSpecRequest),
-    ("GET", contract.TF_WAITING_NODES_PATH, tf.LookRequest),
-    ("POST", contract.TF_BARRIER_PATH, tf.BarrierRequest),
-    ("POST", contract.TF_SYNCHRONIZE_PATH, tf.SynchronizeRequest),
-)
 _UNPROCESSABLE = ("bad_bounds", "bad_dataset", "bad_name", "other_source", "unknown_partition")
 _STATUS = {"unknown_dataset": 404, "timed_out": 408, "too_large": 413}
 _STATUS |= dict.fromkeys(_UNPROCESSABLE, 422)  # 409 for all other rejections
@@ -151,7 +134,7 @@ class OpenRequests:
         A member of the newest world may also do so for the world. It alone may say what the model
         of the world was trained with, or how far a stream goes.
         """
-        if caller.role is not Role.WORKER or not isinstance(request, _OF_WORKERS):
+        if caller.role is not token_roles.WORKER or not isinstance(request, _OF_WORKERS):
             return True
         if isinstance(request, shards.ExtendRequest):
             return self._rounds.may_speak_for_world(caller.subject)
@@ -185,6 +168,11 @@ class OpenRequests:
             if done is not None:
                 done(answer)
 
+    def add_to(self, app: web.Application) -> None:
+        """Mount the routes."""
+        mount(app, ROUTES, self)
+        app.on_shutdown.append(self.close)
+
     async def close(self, _app: web.Application) -> None:
         """Refuse the waiting requests: the server stops."""
         waiting, self._open = self._open, {}
@@ -192,48 +180,63 @@ class OpenRequests:
             done(Problem(503, "stopping", "the driver is stopping", "ask its successor"))
 
 
-def add_machine_routes(app: web.Application, requests: OpenRequests) -> None:
-    """Mount the routes."""
-    for method, path, kind in ROUTES:
-        app.router.add_route(method, path, _handler(requests, kind))
-    app.on_shutdown.append(requests.close)
+def machine_route(
+    method: str,
+    path: str,
+    roles: Roles,
+    kind: type[Struct],
+    answer: Any,
+    *,
+    make: Callable[[int, Any, str, Mapping[str, str]], Asking],
+    short: Callable[..., Callable[[], object] | None] | None = None,
+    note: str = "",
+) -> Route:
+    """Return the row of a request that a machine answers.
 
-
-def _handler(
-    requests: OpenRequests, kind: type[Struct]
-) -> Callable[[web.Request], Awaitable[web.Response]]:
+    Args:
+        kind: the type of the request: of the body, or of a GET's query.
+        answer: that of the machine's answer; None: it has no content.
+        make: returns the event for a ticket, a request, the slot of its worker ("" for others), and
+            the names in the path.
+    """
     decode_body = msgspec.json.Decoder(kind).decode
+    is_get = method == "GET"
 
-    async def handler(request: web.Request) -> web.Response:
-        def decode(body: bytes) -> Struct:
-            if request.method == "GET":
-                return msgspec.convert(dict(request.query), kind)
-            return decode_body(body)
+    def decode(request: web.Request, body: bytes) -> Any:
+        return msgspec.convert(dict(request.query), kind) if is_get else decode_body(body)
 
-        asked: Any = await read_json(request, decode)
+    async def handler(requests: OpenRequests, request: web.Request) -> web.Response:
+        asked = await read_json(request, partial(decode, request))
         caller = caller_of(request)
         if not requests.may_ask(caller, asked):
             whom = getattr(asked, "worker", shards.WORLD)
             said = f"worker {caller.subject} may not speak for {whom!r} here"
             raise forbidden(f"{said}: it holds shards in its own name, or as a member of the world")
-        if isinstance(asked, shards.ShardCheckpoint) and caller.role is Role.WORKER:
+        if isinstance(asked, shards.ShardCheckpoint) and caller.role is token_roles.WORKER:
             asked = shards.RestoreRequest(caller.subject, asked)
-        dataset, owner = request.match_info.get("dataset"), _slot_of(caller)
-        if dataset is None:
-            found = await requests.ask(lambda ticket: tf.TfRequest(ticket, asked, owner))
-        else:
-            found = await requests.ask(
-                lambda ticket: shards.ShardRequest(ticket, dataset, asked, owner)
-            )
+        owner, names = _slot_of(caller), request.match_info
+        found = await requests.ask(lambda ticket: make(ticket, asked, owner, names))
         status = 204 if found is None else 200
         return web.Response(body=found, status=status, content_type=JSON)
 
-    return handler
+    return Route(
+        method,
+        path,
+        roles,
+        handler,
+        answer,
+        body=None if is_get else kind,
+        query=kind if is_get else None,
+        code=204 if answer is None else 200,
+        sentence=first_line(kind),
+        short=short,
+        note=note,
+    )
 
 
 def _slot_of(caller: Caller) -> str:
     """Return the slot of a worker, whose share its successors have too; "" for any other caller."""
-    return caller.subject.rpartition(".")[0] if caller.role is Role.WORKER else ""
+    return caller.subject.rpartition(".")[0] if caller.role is token_roles.WORKER else ""
 
 
 def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
@@ -243,3 +246,42 @@ def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arg
     except RuntimeError:
         if not loop.is_closed():
             raise
+
+
+# ---- rows --------------------------------------------------------------------------------
+
+
+def _of_shards(
+    method: str, action: str, kind: type[Struct], answer: Any, roles: Roles = TRAINERS, **more: Any
+) -> Route:
+    def make(ticket: int, asked: Any, owner: str, names: Mapping[str, str]) -> shards.ShardRequest:
+        return shards.ShardRequest(ticket, names["dataset"], asked, owner)
+
+    path = f"{SHARDS_PATH}{{dataset:[^/:]+}}{action}"
+    return machine_route(method, path, roles, kind, answer, make=make, **more)
+
+
+def _of_tf(method: str, path: str, kind: type[Struct], answer: Any) -> Route:
+    def make(ticket: int, asked: Any, owner: str, _names: Mapping[str, str]) -> tf.TfRequest:
+        return tf.TfRequest(ticket, asked, owner)
+
+    return machine_route(
+        method, path, TRAINERS, kind, answer, make=make, note="see [tensorflow.md](tensorflow.md)"
+    )
+
+
+_SHORT = OpenRequests.take_shard_request
+ROUTES = (
+    _of_shards("POST", ":next", shards.NextRequest, shards.NextAnswer, short=_SHORT),
+    _of_shards("POST", ":done", shards.DoneRequest, shards.DoneAnswer, short=_SHORT),
+    _of_shards("POST", ":resume", shards.ResumeRequest, shards.Resumed),
+    _of_shards("POST", ":agree", shards.AgreeRequest, shards.Agreed),
+    _of_shards("POST", ":extend", shards.ExtendRequest, None),
+    _of_shards("GET", "", shards.ReadStatus, shards.ShardStatus, WATCHERS),
+    _of_shards("GET", "/checkpoint", shards.ReadCheckpoint, shards.ShardCheckpoint),
+    _of_shards("PUT", "/checkpoint", shards.ShardCheckpoint, None),
+    _of_tf("POST", contract.TF_CLUSTER_SPEC_PATH, tf.ClusterSpecRequest, tf.ClusterSpec),
+    _of_tf("GET", contract.TF_WAITING_NODES_PATH, tf.LookRequest, tf.WaitingNodes),
+    _of_tf("POST", contract.TF_BARRIER_PATH, tf.BarrierRequest, tf.Passed),
+    _of_tf("POST", contract.TF_SYNCHRONIZE_PATH, tf.SynchronizeRequest, tf.Synchronized),
+)

@@ -7,9 +7,8 @@ them. Called in the server's thread.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
-import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -21,13 +20,20 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from elastic_driver.core.driver_events import Evidence
+from elastic_driver.core.measured import Measured
 from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.kernel.log import name_of
 from elastic_driver.runtime.job_times import JobTimes
+from elastic_driver.runtime.status_document import (
+    JobDocument,
+    StartingDocument,
+    StatusDocument,
+    read_status,
+)
 from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
-from rendezvous.request_times import Histogram
+from rendezvous.answers import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HOST_STATES = (
@@ -81,7 +87,6 @@ _OF_GPUS = (  # name, key in the host's `gpus`, help
     ("gpu_memory_used_bytes", "memory_used", "Memory of the GPU in use."),
     ("gpu_memory_bytes", "memory_total", "Memory of the GPU in all."),
 )
-_TF_NODES = {"member": "members", "waiting": "waiting", "lost": "lost"}  # state → key
 
 
 class ServerFigures(NamedTuple):
@@ -95,30 +100,32 @@ class ServerFigures(NamedTuple):
 def exposition(status: bytes, server: ServerFigures, times: JobTimes) -> bytes:
     """Return the metrics of a status document in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Picture(msgspec.json.decode(status), server, times))
+    registry.register(_Picture(read_status(status), server, times))
     return generate_latest(registry)
 
 
 def families(status: bytes, server: ServerFigures, times: JobTimes) -> Iterator[Metric]:
     """Return the same metrics for another format."""
-    return _Picture(msgspec.json.decode(status), server, times).collect()
+    return _Picture(read_status(status), server, times).collect()
 
 
 class _Picture(Collector):
     """The metrics of one document."""
 
-    def __init__(self, document: dict[str, Any], server: ServerFigures, times: JobTimes) -> None:
+    def __init__(self, document: StatusDocument, server: ServerFigures, times: JobTimes) -> None:
         self._document, self._server, self._times = document, server, times
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         document = self._document
-        if measured := document.get("measured"):  # with the steps of scripts that commit none
-            document = {**document, "step": max(document["step"], measured["step"])}
-        yield InfoMetricFamily("elastic_job", "The run.", value={"run_id": document["run_id"]})
+        yield InfoMetricFamily("elastic_job", "The run.", value={"run_id": document.run_id})
         for name, key, text in _GAUGES:
-            if document.get(key) is not None:
-                yield GaugeMetricFamily(f"elastic_{name}", text, value=document[key])
+            value = getattr(document, key, None)
+            if key == "step" and isinstance(document, JobDocument):
+                # With the steps of scripts that commit none.
+                value = max(document.step, document.measured.step)
+            if value is not None:
+                yield GaugeMetricFamily(f"elastic_{name}", text, value=value)
         text = "How often clients have hit a bound of the rendezvous."
         hits = CounterMetricFamily("elastic_limit_hits", text, labels=("limit",))
         for limit, count in self._server.limit_hits.items():
@@ -132,41 +139,48 @@ class _Picture(Collector):
         text = "From the arrival of a request to its answer, by kind of route."
         name, kinds = "elastic_request_duration_seconds", self._server.times
         yield _histogram(name, text, {(kind,): kinds[kind] for kind in sorted(kinds)}, "route")
-        if nodes := document.get("tf"):
+        nodes = None if isinstance(document, StartingDocument) else document.tf
+        if nodes is not None:
             text = "How often a cluster of TensorFlow nodes has formed."
-            yield GaugeMetricFamily("elastic_tf_generation", text, value=nodes["generation"])
-            counts = {state: len(nodes[key]) for state, key in _TF_NODES.items()}
+            yield GaugeMetricFamily("elastic_tf_generation", text, value=nodes.generation)
+            counts = {
+                "member": len(nodes.members),
+                "waiting": len(nodes.waiting),
+                "lost": len(nodes.lost),
+            }
             yield _by_label("elastic_tf_nodes", "TensorFlow nodes by state.", "state", counts)
-        if "counters" in document:
+        if isinstance(document, JobDocument):
             yield from self._of_the_job(document)
-            yield from _of_measured(document.get("measured") or {})
+            yield from _of_measured(document.measured)
             yield from _of_goodput(document)
 
-    def _of_the_job(self, document: dict[str, Any]) -> Iterator[Metric]:
-        counters, events = document["counters"], document["events"]
-        usable = (host["slots"] for host in document["hosts"] if host["state"] == "usable")
+    def _of_the_job(self, document: JobDocument) -> Iterator[Metric]:
+        events = document.events
+        usable = (host.slots for host in document.hosts if host.state == "usable")
         yield GaugeMetricFamily("elastic_slots", "Slots of usable hosts.", value=sum(usable))
-        states = {state: int(state == document["state"]) for state in JOB_STATES}
+        states = {state: int(state == document.state) for state in JOB_STATES}
         yield _by_label("elastic_job_state", "The job's state: 1.", "state", states)
         workers = Counter({state.value: 0 for state in WorkerState})
-        workers.update(member["state"] for member in document["members"])
+        workers.update(member.state for member in document.members)
         yield _by_label("elastic_workers", "Worker processes by state.", "state", workers)
         hosts = Counter(dict.fromkeys(HOST_STATES, 0))
-        hosts.update(host["state"] for host in document["hosts"])
+        hosts.update(host.state for host in document.hosts)
         yield _by_label("elastic_hosts", "Hosts by state.", "state", hosts)
         text = "Time of a slow rank over the usual time; missing: no rank is slow."
         slow = GaugeMetricFamily("elastic_slow_rank_ratio", text, labels=("rank", "host", "kind"))
-        for rank in document["slow"]:
-            slow.add_metric((str(rank["rank"]), rank["host"], rank["kind"]), rank["ratio"])
+        for rank in document.slow:
+            slow.add_metric((str(rank.rank), rank.host, rank.kind), rank.ratio)
         yield slow
         for name, key, text in _COUNTERS:
-            yield CounterMetricFamily(f"elastic_{name}", text, value=counters[key])
+            yield CounterMetricFamily(
+                f"elastic_{name}", text, value=getattr(document.counters, key)
+            )
         for name, event, text in _COUNTED:
             yield CounterMetricFamily(f"elastic_{name}", text, value=events.get(event, 0))
         text = "How often an agent was suspected to be lost."
         doubts = CounterMetricFamily("elastic_agent_suspicions", text, labels=("evidence",))
         for evidence in EVIDENCE:
-            doubts.add_metric((evidence,), document["suspicions"].get(evidence, 0))
+            doubts.add_metric((evidence,), document.suspicions.get(evidence, 0))
         yield doubts
         yield from self._of_durations()
         family = CounterMetricFamily("elastic_events", "Logged events by name.", labels=("event",))
@@ -183,43 +197,43 @@ class _Picture(Collector):
             yield _histogram(f"elastic_{name}_duration_seconds", text, {(): times})
 
 
-def _of_measured(measured: dict[str, Any]) -> Iterator[Metric]:
+def _of_measured(measured: Measured) -> Iterator[Metric]:
     """Yield what workers and agents have measured."""
     for name, key, text in _SPEEDS:
-        yield GaugeMetricFamily(f"elastic_{name}", text, value=measured.get(key))
+        yield GaugeMetricFamily(f"elastic_{name}", text, value=getattr(measured, key))
     text = "Samples that workers have trained, also in steps that were done again."
-    yield CounterMetricFamily("elastic_samples", text, value=measured.get("samples", 0))
-    hosts = dict(sorted(measured.get("hosts", {}).items())[:MOST_HOSTS])
+    yield CounterMetricFamily("elastic_samples", text, value=measured.samples)
+    hosts = dict(sorted(measured.hosts.items())[:MOST_HOSTS])
     for name, key, text in _OF_HOSTS:
         family = GaugeMetricFamily(f"elastic_{name}", text, labels=("host",))
         for host, usage in hosts.items():
-            if usage[key] is not None:
-                family.add_metric((host,), usage[key])
+            if (value := getattr(usage, key)) is not None:
+                family.add_metric((host,), value)
         yield family
     text = "Share of ten seconds in which a process waited for this resource, 0 to 1."
     family = GaugeMetricFamily("elastic_host_pressure_ratio", text, labels=("host", "resource"))
     for host, usage in hosts.items():
-        for resource, share in usage["pressure"].items():
-            if share is not None:
+        for resource in usage.pressure.__struct_fields__:
+            if (share := getattr(usage.pressure, resource)) is not None:
                 family.add_metric((host, resource), share)
     yield family
     for name, key, text in _OF_GPUS:
         family = GaugeMetricFamily(f"elastic_{name}", text, labels=("host", "gpu"))
         for host, usage in hosts.items():
-            for gpu in usage["gpus"]:
-                family.add_metric((host, str(gpu["index"])), gpu[key])
+            for gpu in usage.gpus:
+                family.add_metric((host, str(gpu.index)), getattr(gpu, key))
         yield family
 
 
-def _of_goodput(document: dict[str, Any]) -> Iterator[Metric]:
+def _of_goodput(document: JobDocument) -> Iterator[Metric]:
     """Yield the sums of the goodput ledger."""
     text = "Seconds of worker slots, by what they were spent with."
     family = CounterMetricFamily("elastic_goodput_seconds", text, labels=("class",))
-    for name, seconds in document["counters"].get("slot_seconds", {}).items():
+    for name, seconds in document.counters.slot_seconds.items():
         family.add_metric((name,), seconds)
     yield family
     text = "Share of all seconds of worker slots that was training, 0 to 1."
-    share = document.get("goodput", {}).get("goodput")
+    share = None if document.goodput is None else document.goodput.goodput
     yield GaugeMetricFamily("elastic_goodput_ratio", text, value=share)
 
 

@@ -15,11 +15,11 @@ from typing import TypeAlias
 import msgspec
 from aiohttp import web
 
-from elastic_driver import contract
+from elastic_driver import contract, token_roles
 from elastic_driver.console import STALL_S, Console
 from elastic_driver.core.output_lines import OutputLine, OutputLines
-from rendezvous.auth import Role
-from rendezvous.web import JSON, caller_of, forbidden, read_json
+from elastic_driver.token_roles import AGENTS
+from rendezvous.routes import Accepted, Route, accepted, caller_of, forbidden, mount, read_json
 
 _decode = msgspec.json.Decoder(OutputLines).decode
 _STREAMS = {1: "stdout", 2: "stderr"}
@@ -59,7 +59,7 @@ class AgentsOutput:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the route."""
-        app.router.add_post(contract.OUTPUT_PATH, self.post_lines)
+        mount(app, ROUTES, self)
         app.on_cleanup.append(self._close)
 
     async def post_lines(self, request: web.Request) -> web.Response:
@@ -69,7 +69,7 @@ class AgentsOutput:
         from then on, as an agent drops them that writes to the terminal itself.
         """
         sent, caller = await read_json(request, _decode), caller_of(request)
-        if caller.role is Role.AGENT and caller.subject != sent.host:
+        if caller.role is token_roles.AGENT and caller.subject != sent.host:
             raise forbidden(f"the agent of {caller.subject} may not write for {sent.host}")
         agent = f"{_NUMBERS}{sent.host}/{sent.incarnation}"
         known = self._taken.get(agent, 0)
@@ -78,7 +78,7 @@ class AgentsOutput:
         await asyncio.gather(*(each.drain(self._stall) for each in self._consoles.values()))
         if last > known and self._keep is not None:
             await self._note(self._keep, agent, last)
-        return web.Response(body=b'{"accepted":true}', status=202, content_type=JSON)
+        return accepted()
 
     async def _note(self, keep: Keep, agent: str, last: int) -> None:
         """Wait until the journal has the number, but not for long."""
@@ -104,3 +104,17 @@ class AgentsOutput:
         for console in self._consoles.values():
             await console.drain(self._stall)
             console.close()
+
+
+ROUTES = (
+    Route(
+        "POST",
+        contract.OUTPUT_PATH,
+        AGENTS,
+        AgentsOutput.post_lines,
+        Accepted,
+        OutputLines,
+        code=202,
+        note="they go to elasticrun's stdout and stderr",
+    ),
+)

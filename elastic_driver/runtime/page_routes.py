@@ -1,13 +1,5 @@
 """The page of a job: its files, and the login by which a browser gets a session.
 
-| route | answer |
-|---|---|
-| `GET /` and `GET /assets/…` | the page, without any data of the job |
-| `GET /login` | `LoginState`: whether this page has a session |
-| `POST /login` | a token or a code becomes a session: a cookie, and a key for the page alone |
-| `POST /logout` | 204; the sessions of this browser end |
-| `POST /v1/login-codes` | a code for one login, for `elasticctl open` |
-
 The files are the committed bundle in `elastic_driver/page/`, which `make page` builds. No script
 can read the cookie, and no other origin the key (`rendezvous.sessions`). A login has a header that
 pages of others cannot send, so nobody logs a browser in to a session of his own.
@@ -20,27 +12,30 @@ from typing import Annotated
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from msgspec import Meta, Struct
 
 from elastic_driver import contract
 from elastic_driver.core.documents import LoginCode
-from elastic_driver.rights import PAGE_FILES
+from elastic_driver.token_roles import OPERATORS, PEOPLE
 from rendezvous.auth import Caller, bearer
-from rendezvous.sessions import CODE_S, HEADER
-from rendezvous.web import (
+from rendezvous.routes import (
+    ANY,
     PEER,
     SESSION,
     SESSIONS,
     TOKENS,
     Problem,
+    Route,
     caller_of,
     json_answer,
+    mount,
     read_json,
     session_of,
 )
+from rendezvous.sessions import CODE_S, HEADER
 
 FOLDER = Path(__file__).resolve().parent.parent / "page"
+PAGE_FILES = ("/assets/app.css", "/assets/app.js", "/assets/icon.svg")
 CONTENT_TYPES = {
     ".html": "text/html",
     ".css": "text/css",
@@ -48,11 +43,16 @@ CONTENT_TYPES = {
     ".svg": "image/svg+xml",
 }
 POLICY = "; ".join(
-    (
-        *("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'"),
-        *("img-src 'self' data:", "form-action 'self'", "frame-ancestors 'none'"),
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
         "base-uri 'none'",
-    )
+    ]
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -87,14 +87,29 @@ _decode = msgspec.json.Decoder(Login).decode
 class PageRoutes:
     """The handlers of these routes."""
 
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[bytes, str]] = {}  # and the tag of each, by name
+
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        for path in ("/", *PAGE_FILES):
-            app.router.add_get(path, _file(path), allow_head=False)
-        app.router.add_get(contract.LOGIN_PATH, self.get_login, allow_head=False)
-        app.router.add_post(contract.LOGIN_PATH, self.login)
-        app.router.add_post(contract.LOGOUT_PATH, self.logout)
-        app.router.add_post(contract.LOGIN_CODES_PATH, self.make_code)
+        mount(app, ROUTES, self)
+
+    async def get_file(self, request: web.Request) -> web.Response:
+        """Answer with a file of the page."""
+        name = request.path.rpartition("/")[2] or "index.html"
+        body, tag = await self._read(name)
+        headers = {**HEADERS, "ETag": tag}
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers=headers)
+        kind = CONTENT_TYPES[Path(name).suffix]
+        return web.Response(body=body, headers=headers, content_type=kind, charset="utf-8")
+
+    async def _read(self, name: str) -> tuple[bytes, str]:
+        """Return a file and its tag; each is read once."""
+        if name not in self._files:
+            body = await asyncio.to_thread((FOLDER / name).read_bytes)
+            self._files[name] = body, f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        return self._files[name]
 
     async def get_login(self, request: web.Request) -> web.Response:
         """Answer whether this page has a session."""
@@ -146,26 +161,6 @@ class PageRoutes:
         return json_answer(LoginCode(code, CODE_S))
 
 
-def _file(path: str) -> Handler:
-    """Return the handler of one file of the page; it is read once."""
-    name = "index.html" if path == "/" else path.rpartition("/")[2]
-    found: list[tuple[bytes, str]] = []
-
-    async def get(request: web.Request) -> web.Response:
-        """Answer with a file of the page."""
-        if not found:
-            body = await asyncio.to_thread((FOLDER / name).read_bytes)
-            found.append((body, f'"{hashlib.sha256(body).hexdigest()[:16]}"'))
-        body, tag = found[0]
-        headers = {**HEADERS, "ETag": tag}
-        if request.headers.get("If-None-Match") == tag:
-            return web.Response(status=304, headers=headers)
-        kind = CONTENT_TYPES[Path(name).suffix]
-        return web.Response(body=body, headers=headers, content_type=kind, charset="utf-8")
-
-    return get
-
-
 def _not_known(given: Login) -> Problem:
     if given.code:
         problem = "the code in this address has been used, or is older than five minutes"
@@ -181,3 +176,29 @@ def _no_session(caller: Caller) -> Problem:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+ROUTES = (
+    *(Route("GET", path, None, PageRoutes.get_file, ANY) for path in ("/", *PAGE_FILES)),
+    Route("GET", contract.LOGIN_PATH, None, PageRoutes.get_login, LoginState),
+    Route(
+        "POST",
+        contract.LOGIN_PATH,
+        None,
+        PageRoutes.login,
+        LoginState,
+        Login,
+        errors=("401 unauthorized", "403 no_session"),
+        note="it has a cookie and a key, which goes in the header `X-Elastic` with each request",
+    ),
+    Route("POST", "/logout", PEOPLE, PageRoutes.logout, None, Nothing, code=204, optional=True),
+    Route(
+        "POST",
+        contract.LOGIN_CODES_PATH,
+        OPERATORS,
+        PageRoutes.make_code,
+        LoginCode,
+        Nothing,
+        optional=True,
+    ),
+)

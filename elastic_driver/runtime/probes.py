@@ -29,7 +29,7 @@ from elastic_driver.core.driver_events import (
 )
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import probe
-from rendezvous.auth import agent_token
+from elastic_driver.token_roles import agent_token
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import MAX_WAIT_S, Entries, Get, Watch
 

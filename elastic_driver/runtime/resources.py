@@ -13,7 +13,6 @@ from typing import Protocol
 
 from elastic_driver import contract
 from elastic_driver.brain.store.address import Address
-from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.core.job_spec import JobSpec
@@ -22,9 +21,8 @@ from elastic_driver.features.checks.driver import NodeChecks
 from elastic_driver.features.goodput.driver import RunLedger
 from elastic_driver.features.joining.driver import JoinedNodes
 from elastic_driver.kernel.machine import ForMachine
-from elastic_driver.rights import job_access
 from elastic_driver.runtime import mailbox as mail
-from elastic_driver.runtime.api import DriverRoutes
+from elastic_driver.runtime.api import DriverRoutes, job_access
 from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
 from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.discovery import HostDiscovery
@@ -48,7 +46,6 @@ from elastic_driver.runtime.journal.store import Head, JournalStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.library_logs import described, logs_shown
 from elastic_driver.runtime.log_routes import LogRoutes
-from elastic_driver.runtime.machine_api import SHARDS_PATH
 from elastic_driver.runtime.mailbox import RunClock
 from elastic_driver.runtime.output import AgentsOutput, without_numbers
 from elastic_driver.runtime.probes import Suspects
@@ -59,8 +56,7 @@ from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
 from elastic_driver.settings import DriverOptions, Settings
 from rendezvous.auth import Role, make_token, read_credentials, read_token_file
 from rendezvous.errors import CertificateError, RendezvousError
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks, ServerTls, Succession
+from rendezvous.server import Callbacks, RendezvousServer, ServerTls, Succession
 
 
 @dataclass(kw_only=True, eq=False)
@@ -248,10 +244,7 @@ class DriverResources:
                 on_failed=self._cannot_serve,
             ),
             routes=routes.add_to,
-            posts={
-                EVENTS_PATH: routes.events.take_event,
-                SHARDS_PATH: routes.requests.take_shard_request,
-            },
+            posts=routes.posts,
             succession=Succession(
                 first_revision=setup.term << 40,  # clients have seen older revisions only
                 first=partial(first_documents, setup.term, setup.spec, kept),

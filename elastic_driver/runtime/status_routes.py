@@ -4,25 +4,59 @@ import asyncio
 import concurrent.futures
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 from prometheus_client.core import Metric
 
 from elastic_driver import contract
-from elastic_driver.contract import EVENTS_PATH
+from elastic_driver.core.fields import Count
+from elastic_driver.core.measured import Amount, History
 from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.live import EVENT_STREAM, KEEP_ALIVE_S
-from elastic_driver.runtime.openapi import HistorySince
+from elastic_driver.runtime.live import KEEP_ALIVE_S
+from elastic_driver.runtime.status_document import JobDocument
+from elastic_driver.token_roles import WATCHERS
 from rendezvous.auth import Caller
-from rendezvous.shares import Shares
-from rendezvous.web import HITS, JSON, REFUSALS, REQUEST_TIMES, Problem, caller_of
+from rendezvous.fairness import Shares
+from rendezvous.routes import (
+    EVENT_STREAM,
+    HITS,
+    JSON,
+    REFUSALS,
+    REQUEST_TIMES,
+    TEXT,
+    Problem,
+    Route,
+    caller_of,
+    mount,
+)
 
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
 MAX_STREAMS = 64  # readers that follow the job or its event log at the same time
+
+
+class LoggedEvents(Struct, frozen=True):
+    """Lines of the event log, and the number of the last one."""
+
+    events: tuple[dict[str, Any], ...]
+    last: int
+
+
+class Since(Struct, frozen=True):
+    """The number of the last event that the reader knows."""
+
+    since: Count = 0
+
+
+class HistorySince(Struct, frozen=True):
+    """The time after which a reader wants the history, in unix seconds."""
+
+    since: Amount = 0.0
 
 
 class StatusRoutes:
@@ -39,10 +73,7 @@ class StatusRoutes:
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
         self._app = app
-        app.router.add_get(EVENTS_PATH, self.get_events, allow_head=False)
-        app.router.add_get(contract.STATUS_PATH, self.get_status, allow_head=False)
-        app.router.add_get(contract.HISTORY_PATH, self.get_history, allow_head=False)
-        app.router.add_get(contract.METRICS_PATH, self.get_metrics, allow_head=False)
+        mount(app, ROUTES, self)
 
     async def get_status(self, _request: web.Request) -> web.Response:
         """Answer with the status document."""
@@ -161,3 +192,35 @@ def _since(request: web.Request) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
         raise Problem(422, "invalid", f"since={text[:40]!r} is not an event's number", "since=0")
     return int(text)
+
+
+ROUTES = (
+    Route(
+        "GET",
+        contract.EVENTS_PATH,
+        WATCHERS,
+        StatusRoutes.get_events,
+        LoggedEvents,
+        query=Since,
+        more=(EVENT_STREAM,),
+        note="as `text/event-stream` also new ones",
+    ),
+    Route("GET", contract.STATUS_PATH, WATCHERS, StatusRoutes.get_status, JobDocument),
+    Route(
+        "GET",
+        "/v1/history",
+        WATCHERS,
+        StatusRoutes.get_history,
+        History,
+        query=HistorySince,
+        note="see [operations.md](operations.md)",
+    ),
+    Route(
+        "GET",
+        contract.METRICS_PATH,
+        WATCHERS,
+        StatusRoutes.get_metrics,
+        TEXT,
+        note="see [operations.md](operations.md)",
+    ),
+)

@@ -26,6 +26,7 @@ from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.ports import listening_ports, none_left, store_ports
 from elastic_driver.presence import Presence
 from elastic_driver.runtime.library_logs import logs_shown
+from elastic_driver.token_roles import own_token
 from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, term_in
 from launcher.agent.environment import Meeting
@@ -51,7 +52,7 @@ from launcher.network import (
     interfaces_with_addresses,
     meeting_point,
 )
-from rendezvous.auth import Credentials, own_token
+from rendezvous.auth import Credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import UNREADABLE, Entries, Get, expect

@@ -2,7 +2,7 @@
 
 Everybody may connect: what is answered tells nothing (`elastic_driver.presence`), and what is
 believed is signed (`elastic_driver.announcement`). Connections that say nothing keep nobody out,
-however many they are: each peer (`rendezvous.peers`) has a share of the places.
+however many they are: each peer (`rendezvous.fairness`) has a share of the places.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from elastic_driver.announcement import MAX_LINE, READ
-from rendezvous.peers import THIS_MACHINE, Peers, of_user
+from rendezvous.fairness import THIS_MACHINE, Peers, of_user
 
 LINE_S = 2.0  # for the lines of a connection to arrive
 MOST = 256  # connections at the same time; one more, and the oldest of the peer with most has to go

@@ -20,6 +20,7 @@ from elastic_driver.core.tf_config import own_port
 from elastic_driver.errors import ExitCode
 from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.ports import none_left
+from elastic_driver.token_roles import worker_token
 from launcher.agent import processes
 from launcher.agent.binding import choose, gpu_nodes, in_words, usable_cores
 from launcher.agent.environment import Meeting, worker_environment
@@ -30,7 +31,7 @@ from launcher.agent.recorded_output import Record
 from launcher.agent.stacks import look
 from launcher.agent.stdin import is_terminal
 from launcher.agent.warm.starter import WorkerStarter
-from rendezvous.auth import Credentials, worker_token, write_token_file
+from rendezvous.auth import Credentials, write_token_file
 from rendezvous.errors import TokenError
 
 DRAIN_S = 2.0  # for pipes to end; a process that we cannot kill may hold them open

@@ -30,13 +30,14 @@ from elastic_driver.runtime.backend import (
     OnLost,
 )
 from elastic_driver.runtime.discovery import Hosts
+from elastic_driver.token_roles import agent_token
 from launcher.agent.marks import up_in
 from launcher.backends.addresses import endpoint_for
 from launcher.backends.base import AgentPlan, agent_arguments, unfollowed
 from launcher.backends.client import EMPTY_AFTER_S, END_STDIN_S, Client, Login, OnLines
 from launcher.backends.remote_shell import RemoteShell, precheck
 from launcher.backends.words import FILES, ONLY_INTERACTIVE, quoted
-from rendezvous.auth import agent_token, read_credentials, read_token_file
+from rendezvous.auth import read_credentials, read_token_file
 from rendezvous.errors import TokenError
 
 AT_ONCE = 32  # connections being set up; more would overload the hosts and our cores

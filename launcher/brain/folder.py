@@ -20,14 +20,8 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver.errors import ClusterError, UsageError
-from rendezvous.auth import (
-    Credentials,
-    jobs_token,
-    make_token,
-    node_token,
-    read_credentials,
-    write_token_file,
-)
+from elastic_driver.token_roles import jobs_token, node_token
+from rendezvous.auth import Credentials, make_token, read_credentials, write_token_file
 from rendezvous.own_files import own_folder
 from rendezvous.tls import ServerCertificate, certificate_in
 from rendezvous.wire import UNREADABLE

@@ -1,10 +1,10 @@
 """What jobs send to the Brain, bounded before the Brain's loop sees it.
 
 All who may start jobs share one token, so bounds are by job, and for new names by peer
-(`rendezvous.peers`). Of each job one report waits for the loop, the newest. The loop takes so many
-reports of a job at once and each second, and new names come so fast; who brings few of them has a
-reserve. When the Brain is full, a job without slots gives way to a new one: one that nobody speaks
-for, else one of the peer with the most. Times are seconds of a monotonic clock.
+(`rendezvous.fairness`). Of each job one report waits for the loop, the newest. The loop takes so
+many reports of a job at once and each second, and new names come so fast; who brings few of them
+has a reserve. When the Brain is full, a job without slots gives way to a new one: one that nobody
+speaks for, else one of the peer with the most. Times are seconds of a monotonic clock.
 """
 
 import threading

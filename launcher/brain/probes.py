@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, cast
 
 from elastic_driver.brain.messages import DriverProbed, ProbeDriver
 from elastic_driver.presence import Asked, DriverPresence
-from rendezvous.auth import job_token
+from elastic_driver.token_roles import job_token
 
 LOOK_S = 4.0  # to connect and to hear the proof
 # A machine that has gone without a word is noticed after half a minute.

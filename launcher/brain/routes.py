@@ -19,13 +19,14 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
+from elastic_driver import token_roles
 from elastic_driver.brain.documents import JobOver, JobReport
 from elastic_driver.brain.messages import JobEnded, JobHeard
 from elastic_driver.contract import EVENTS_PATH, STATUS_PATH
 from elastic_driver.runtime.run_dir import MAX_RUN_ID_CHARS, is_run_id
 from launcher.brain.intake import MOST_JOBS
-from rendezvous.auth import Caller, Role
-from rendezvous.web import JSON, PEER, Problem, caller_of, forbidden, read_json
+from rendezvous.auth import Caller
+from rendezvous.routes import JSON, PEER, Problem, caller_of, forbidden, read_json
 from rendezvous.wire import UNREADABLE
 
 ANSWER_S = 5.0
@@ -43,7 +44,7 @@ AskForget = Callable[[str, Callable[[bool | None], None]], None]  # the reply: s
 
 def problem_with(caller: Caller, said: JobReport | JobOver) -> Problem | None:
     """Return why a caller may not say this; None: it may."""
-    if caller.role is not Role.JOB:
+    if caller.role is not token_roles.JOB:
         return forbidden("only the token of a job reports a job")
     if not is_run_id(caller.subject):
         hint = f"use letters, digits, '.', '_' and '-', at most {MAX_RUN_ID_CHARS}"

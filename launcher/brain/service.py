@@ -38,7 +38,7 @@ from elastic_driver.brain.receipts import Receipts
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered, Tick
 from elastic_driver.kernel.machine import stamped
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
 from elastic_driver.runtime.endpoint import Identity
 from elastic_driver.runtime.event_log import EventLog
@@ -51,8 +51,7 @@ from launcher.brain.priors import Priors
 from launcher.brain.probes import Drivers
 from launcher.brain.routes import BrainRoutes, job_of_lease
 from launcher.brain.status import is_silent, status_document
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks, ServerTls, Succession
+from rendezvous.server import Callbacks, RendezvousServer, ServerTls, Succession
 from rendezvous.wire import Delete, Set
 
 LONGEST_WAIT_S = 1.0

@@ -3,8 +3,8 @@
 import sys
 
 from elastic_driver.errors import UsageError
+from elastic_driver.runtime.status_document import JobDocument
 from elastic_driver.words import counted
-from launcher.ctl_commands.show import JobDocument
 
 
 def of_drain(job: JobDocument, host: str) -> str | None:

@@ -15,11 +15,12 @@ from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.features.goodput.story import Story, picture, read_story
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE
+from elastic_driver.runtime.status_document import GoodputStatus
 from elastic_driver.words import counted
 from launcher.ctl_commands import show
 from launcher.ctl_commands.find import PROBE_S, Where, file_of_run, find
 from launcher.ctl_commands.running import CommandParser
-from launcher.figures import GoodputFigures, count, duration
+from launcher.figures import count, duration
 from rendezvous.errors import RendezvousError
 
 _REPORT = (
@@ -130,7 +131,7 @@ def text(story: Story, path: Path, now: float, silent: str = "") -> str:
     redone = f", {count(ledger.steps_redone)} of them trained again" * bool(ledger.steps_redone)
     drivers = f"; another driver went on {counted(story.resumed, 'time')}" * bool(story.resumed)
     shares = ledger.document(now)
-    figures = GoodputFigures(shares["seconds"], shares["goodput"])
+    figures = GoodputStatus(shares["seconds"], shares["goodput"])
     drawn = f"workers, 0 to {most}: {picture(story.worlds, began, began + wall)}"
     steps = f"{'at least ' * bool(silent)}{counted(ledger.step, 'step')}"
     failures = counted(ledger.failures, "worker failure")

@@ -1,38 +1,33 @@
 """Shows a job to people: from the driver's documents to lines of text. Pure."""
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from elastic_driver import words
 from elastic_driver.core.measured import Measured
-from elastic_driver.core.status import HostStatus, JobStatus, MemberStatus, SlowStatus
+from elastic_driver.core.status import HostStatus, MemberStatus
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.features import chapters
 from elastic_driver.kernel.log import name_of
 from elastic_driver.runtime.results import JobResult, describe_failure
+from elastic_driver.runtime.status_document import (
+    GoodputStatus,
+    JobDocument,
+    ServiceDocument,
+    StartingDocument,
+    read_status,
+)
 from elastic_driver.words import counted
 from elastic_driver.words.findings import Failure, StackGroup
 from elastic_driver.words.log_sentences import sentence
 from elastic_driver.words.worker_log_events import StacksCollected
 from launcher import figures
-from launcher.figures import UNKNOWN, GoodputFigures, duration
-
-
-class JobDocument(JobStatus, frozen=True, kw_only=True):
-    """The answer of `GET /v1/status`: the job, and what the driver adds."""
-
-    run_id: str
-    endpoint: str
-    started: float  # unix seconds
-    slow: tuple[SlowStatus, ...] = ()
-    measured: Measured = Measured()
-    goodput: GoodputFigures | None = None
+from launcher.figures import UNKNOWN, duration
 
 
 class ShownEvent(Struct, frozen=True):
@@ -51,42 +46,12 @@ MOST_ROWS = 50  # of hosts, and of workers; more are shown in groups
 MOST_ODD = 20  # of those in trouble that are shown beside the groups
 STACKS_COLLECTED = name_of(StacksCollected)
 _PLACES = {"collective": "in a collective", "elsewhere": "outside of collectives"}
-_decode_job = msgspec.json.Decoder(JobDocument).decode
 read_event = msgspec.json.Decoder(ShownEvent).decode
-
-
-class ServiceDocument(Struct, frozen=True, kw_only=True):
-    """The answer of `GET /v1/status` where TensorFlow nodes are served without a job."""
-
-    run_id: str
-    endpoint: str
-    started: float  # unix seconds
-    state: Literal["serving"]
-
-
-class StartingDocument(Struct, frozen=True, kw_only=True):
-    """The answer of `GET /v1/status` before the job begins, and while its hosts are checked."""
-
-    run_id: str
-    started: float  # unix seconds
-    state: Literal["starting", "checking"]
-
-
-_decode_starting = msgspec.json.Decoder(StartingDocument).decode
-_decode_service = msgspec.json.Decoder(ServiceDocument).decode
-
-
-def read_document(document: bytes) -> JobDocument | ServiceDocument | StartingDocument:
-    """Return the status of a job, of one that has not begun, or of a service that has no job."""
-    for decode in (_decode_service, _decode_starting):
-        with contextlib.suppress(msgspec.ValidationError):
-            return decode(document)
-    return _decode_job(document)
 
 
 def read_job(document: bytes) -> JobDocument:
     """Return the status of a job; raises UsageError if there is none, ClusterError if not yet."""
-    found = read_document(document)
+    found = read_status(document)
     if isinstance(found, StartingDocument):
         raise ClusterError(f"run {found.run_id} is {found.state}; try again when it has begun")
     if isinstance(found, ServiceDocument):
@@ -99,7 +64,7 @@ def status(document: bytes, now: float, *, every: bool = False) -> str:
 
     `every`: a row for each host and worker, however many there are.
     """
-    found = read_document(document)
+    found = read_status(document)
     if isinstance(found, JobDocument):
         return job(found, now, every=every) + features(document)
     since = duration(now - found.started)
@@ -174,7 +139,7 @@ def progress(measured: Measured) -> list[str]:
     return [", ".join(parts)]
 
 
-def goodput(found: GoodputFigures | None) -> list[str]:
+def goodput(found: GoodputStatus | None) -> list[str]:
     """Return a line about the part of the slots' time that trained; none if it is not known."""
     if found is None or found.goodput is None:
         return []

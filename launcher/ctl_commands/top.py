@@ -25,10 +25,10 @@ from rich.text import Text
 
 from elastic_driver import contract
 from elastic_driver.core.status import MemberStatus
+from elastic_driver.runtime.status_document import JobDocument
 from launcher import figures
 from launcher.ctl_commands import caution, show
 from launcher.ctl_commands.ask import ask_stacks, stacks_after
-from launcher.ctl_commands.show import JobDocument
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 

@@ -7,7 +7,7 @@ the node keeps its name.
 Server and node both have the secret, and it is in no argument. It is one of three, in this order:
 a key derived from the text of --token-file; the run's own token, if node and server share a state
 directory; a key derived from --run-id, which is only as secret as the id. Each proves to the other
-that it has it (`rendezvous.proof`), and the node gets a token of its own, a new one for each run.
+that it has it (`rendezvous.auth`), and the node gets a token of its own, a new one for each run.
 So no process of a run that is over can talk to the next run.
 """
 

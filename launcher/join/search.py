@@ -1,7 +1,7 @@
 """The way of a node to its server: both prove that they know the secret, then the node is taken in.
 
 Anyone may listen at the server's port. So a node says nothing of itself, and believes nothing,
-before the program there has proved that it knows the secret (`rendezvous.proof`). Whatever another
+before the program there has proved that it knows the secret (`rendezvous.auth`). Whatever another
 program answers, the node goes on waiting for the right one. Times are seconds.
 """
 
@@ -19,8 +19,8 @@ from launcher.join.identity import of_node
 from launcher.join.plan import JoinPlan
 from launcher.network import addresses_of, bracketed
 from rendezvous import errors
+from rendezvous.auth import Handshake, Speaker, make_nonce
 from rendezvous.client import RendezvousClient
-from rendezvous.proof import Handshake, Speaker, make_nonce
 from rendezvous.tls import FIRST_SEEN, NotTlsError, WrongServerError, known_by_ca
 from rendezvous.wire import UNREADABLE
 

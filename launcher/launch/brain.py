@@ -22,10 +22,11 @@ from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.measurements import kind_of
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
+from elastic_driver.token_roles import job_token
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.signals import ended_by_signals
 from launcher.launch.submit import submit
-from rendezvous.auth import job_token, read_credentials
+from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.client_connections import is_loopback
 from rendezvous.errors import TokenError

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rendezvous.auth import agent_token, read_token_file, worker_token
+from elastic_driver.token_roles import agent_token, worker_token
+from rendezvous.auth import read_token_file
 
 WORKER = "rogue.0.1"
 IDLE = 200  # sockets that say nothing

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from elastic_driver.contract import host_of_worker
+from elastic_driver.token_roles import agent_token, node_token
 from launcher.join.identity import derive
-from rendezvous.auth import agent_token, node_token, read_token_file, write_token_file
+from rendezvous.auth import read_token_file, write_token_file
 from tests.support.capture import captured
 from tests.support.cluster import Cluster, Node
 from tests.support.cluster_job import HEARTBEAT_S, ClusterJob

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import elastic_driver
-from elastic_driver.rights import ROUTES
+from elastic_driver.runtime.api import ROUTES
 from launcher.ctl_commands import catalog
 from tests.support.browser import needs_chromium, tab
 from tests.support.job import ROOT

@@ -21,8 +21,7 @@ import pytest
 
 from elastic_driver.core.join_messages import HelloAnswer
 from launcher.join.identity import derive, own_name
-from rendezvous.auth import write_token_file
-from rendezvous.proof import make_nonce
+from rendezvous.auth import make_nonce, write_token_file
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, eventually
 from tests.support.nodes import Nodes
 from tests.support.ports import free_port

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from elastic_driver.runtime.run_dir import read_endpoint
-from rendezvous.auth import agent_token, read_token_file, worker_token
+from elastic_driver.token_roles import agent_token, worker_token
+from rendezvous.auth import read_token_file
 from tests.e2e.test_control import ctl, here
 from tests.support.job import JOBS, RunningJob, elasticrun
 

@@ -15,7 +15,8 @@ from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import documents
 from elastic_driver.core.events import HostLeaving, WorkerExited, WorkerReady
 from elastic_driver.runtime.run_dir import read_endpoint
-from rendezvous.auth import agent_token, read_token_file, worker_token
+from elastic_driver.token_roles import agent_token, worker_token
+from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RefusedError, RequestError, UnauthorizedError
 from rendezvous.wire import Count, Delete, DeletePrefix, Get, Operation, Set

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import psutil
 import pytest
 
-from elastic_driver.worker.tf import ClusterSpec, TfNode, tf_config
+from elastic_driver.features.tensorflow.worker import ClusterSpec, TfNode, tf_config
 from launcher.agent.ports import free_ports
 from tests.support.job import JOBS, ROOT, Hosts, RunningJob, elasticrun
 from tests.support.orchestrators import Orchestrators

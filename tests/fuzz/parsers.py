@@ -60,7 +60,7 @@ from launcher.options.values import resolve
 from rendezvous import wire
 from rendezvous.auth import Caller, Role, Tokens, read_credentials, read_token_file
 from rendezvous.errors import TokenError
-from rendezvous.heads import MAX_BODY_BYTES, may_be_plain, read_head
+from rendezvous.fast_path import MAX_BODY_BYTES, may_be_plain, read_head
 from rendezvous.sessions import Sessions
 from rendezvous.store import Answered, KVStore
 from tests.fuzz.documents import ANYTHING, TEXTS, damaged, nearly, nearly_packed

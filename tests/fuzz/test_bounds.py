@@ -15,7 +15,7 @@ from elastic_driver.core.progress import Progress
 from elastic_driver.features.checks.messages import TaskEnded, TaskResult
 from elastic_driver.features.shards import messages as shards
 from elastic_driver.features.tensorflow import messages as tf
-from elastic_driver.runtime.event_routes import EVENT_OF_PATH, StopRequest
+from elastic_driver.runtime.event_routes import ROUTES
 
 RECEIVED = (
     *(
@@ -27,7 +27,7 @@ RECEIVED = (
         join.NodeReport,
     ),
     *(*get_args(tf.TfRequest.__annotations__["request"]), OutputLines),
-    *(Progress, StopRequest, *EVENT_OF_PATH.values()),
+    *(Progress, *(row.body for row in ROUTES)),
 )
 
 

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import Case
 
 from elastic_driver.contract import STOP_PATH
-from rendezvous.auth import agent_token, operator_token, read_token_file, worker_token
+from elastic_driver.token_roles import agent_token, worker_token
+from rendezvous.auth import operator_token, read_token_file
 from tests.chaos.watch import longest_gap
 from tests.support.job import JOBS, elasticrun
 

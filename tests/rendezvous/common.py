@@ -10,9 +10,14 @@ from collections.abc import Callable
 from http.client import HTTPConnection
 from typing import Any
 
+from elastic_driver import token_roles
+from rendezvous.access import Access
 from rendezvous.server import RendezvousServer
+from rendezvous.store_routes import plain_store
 
 TOKEN = "the-token-of-this-test"
+STORE = plain_store(*token_roles.ALL)  # the rights of a server that knows the roles of a job
+ACCESS = Access(STORE)
 
 
 def eventually(condition: Callable[[], bool], what: str, within: float = 10.0) -> None:

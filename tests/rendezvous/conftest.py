@@ -6,12 +6,12 @@ import pytest
 
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
-from tests.rendezvous.common import TOKEN
+from tests.rendezvous.common import ACCESS, TOKEN
 
 
 @pytest.fixture
 def server() -> Iterator[RendezvousServer]:
-    with RendezvousServer(token=TOKEN) as server:
+    with RendezvousServer(token=TOKEN, access=ACCESS) as server:
         yield server
 
 

@@ -6,22 +6,25 @@ from pathlib import Path
 
 import pytest
 
+from elastic_driver import token_roles
+from elastic_driver.token_roles import (
+    agent_token,
+    job_token,
+    jobs_token,
+    node_token,
+    own_token,
+    worker_token,
+)
 from rendezvous.auth import (
     DRIVER,
     Caller,
     Role,
     Tokens,
-    agent_token,
     bearer,
-    job_token,
-    jobs_token,
     make_token,
-    node_token,
     operator_token,
-    own_token,
     read_token_file,
     reader_token,
-    worker_token,
     write_token_file,
 )
 from rendezvous.errors import TokenError
@@ -95,9 +98,9 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_only_the_right_token_opens(header: str | None, allowed: bool) -> None:
-    tokens = Tokens("secret", {"other": Role.NODE})
+    tokens = Tokens("secret", {"other": token_roles.NODE}, token_roles.ALL)
     assert tokens.identify(header) == (DRIVER if allowed else None)
-    assert tokens.identify("Bearer other") == Caller(Role.NODE)
+    assert tokens.identify("Bearer other") == Caller(token_roles.NODE)
 
 
 def test_what_clients_send_is_what_the_server_accepts() -> None:
@@ -111,14 +114,17 @@ OF_A = agent_token("secret", "a")
 @pytest.mark.parametrize(
     ("token", "owner"),
     [
-        (OF_A, Caller(Role.AGENT, "a")),
-        (agent_token("secret", "fe80::1%eth0"), Caller(Role.AGENT, "fe80::1%eth0")),
-        (worker_token(OF_A, "a.0.1"), Caller(Role.WORKER, "a.0.1")),
-        (worker_token(agent_token("secret", "a.b"), "a.b.0.1"), Caller(Role.WORKER, "a.b.0.1")),
-        (node_token("secret", "n-2"), Caller(Role.NODE, "n-2")),
-        (job_token("secret", "night"), Caller(Role.JOB, "night")),
-        (job_token(jobs_token("secret"), "night"), Caller(Role.JOB, "night")),
-        (job_token(job_token("secret", "night"), "other"), Caller(Role.JOB, "night")),
+        (OF_A, Caller(token_roles.AGENT, "a")),
+        (agent_token("secret", "fe80::1%eth0"), Caller(token_roles.AGENT, "fe80::1%eth0")),
+        (worker_token(OF_A, "a.0.1"), Caller(token_roles.WORKER, "a.0.1")),
+        (
+            worker_token(agent_token("secret", "a.b"), "a.b.0.1"),
+            Caller(token_roles.WORKER, "a.b.0.1"),
+        ),
+        (node_token("secret", "n-2"), Caller(token_roles.NODE, "n-2")),
+        (job_token("secret", "night"), Caller(token_roles.JOB, "night")),
+        (job_token(jobs_token("secret"), "night"), Caller(token_roles.JOB, "night")),
+        (job_token(job_token("secret", "night"), "other"), Caller(token_roles.JOB, "night")),
         (operator_token("secret"), Caller(Role.OPERATOR)),
         (reader_token("secret"), Caller(Role.READER)),
         # Those of another job, of another host, of another role, and half ones:
@@ -140,7 +146,34 @@ OF_A = agent_token("secret", "a")
     ],
 )
 def test_a_derived_token_says_who_its_owner_is(token: str, owner: Caller | None) -> None:
-    assert Tokens("secret").identify(bearer(token)) == owner
+    assert Tokens("secret", roles=token_roles.ALL).identify(bearer(token)) == owner
+
+
+def test_a_role_that_the_server_does_not_know_has_no_tokens() -> None:
+    tokens = Tokens("secret", roles=[token_roles.NODE])
+    assert tokens.identify(bearer(node_token("secret", "n"))) == Caller(token_roles.NODE, "n")
+    assert tokens.identify(bearer(OF_A)) is None
+    assert tokens.identify(bearer(reader_token("secret"))) == Caller(Role.READER)
+
+
+def test_tokens_are_those_of_earlier_versions() -> None:
+    """A driver of this version goes on with agents and workers that have theirs already."""
+    proofs = {
+        OF_A: "agent:a:fc8d40136b4c97fdcc2c422356696d5dc16efcae5d76eed4206037a5656542ae",
+        node_token("secret", "n"): (
+            "node:n:aaa57fb9bd2f857e03e8edb46e5def2482fa2c8e222901e20e0ee03f384d8904"
+        ),
+        worker_token(OF_A, "a.0.1"): (
+            "worker:a.0.1:a204d408f3ca3c89cf85c8c45555a06dcd7271a8cd2128bf0b9ccb852d82ca1e"
+        ),
+        operator_token("secret"): (
+            "operator::199d9aaab07e85221741cc050c9113d3c5267aca2d77745112aecbf3e0a1c810"
+        ),
+        job_token("secret", "night"): (
+            "job:night:f08530efd04169178c5132073dac6a1eb750739d5915273b6eb9dae2bedba7fe"
+        ),
+    }
+    assert all(made == expected for made, expected in proofs.items())
 
 
 def test_an_agent_makes_its_own_token_of_the_drivers() -> None:

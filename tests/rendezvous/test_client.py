@@ -25,9 +25,8 @@ from rendezvous.errors import (
     UnreachableError,
     WokenError,
 )
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Succession
-from rendezvous.web import Problem
+from rendezvous.routes import Problem
+from rendezvous.server import RendezvousServer, Succession
 from rendezvous.wire import (
     Add,
     Append,

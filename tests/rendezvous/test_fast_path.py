@@ -10,13 +10,15 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from elastic_driver import token_roles
+from elastic_driver.token_roles import agent_token, worker_token
 from rendezvous import auth, connections, fast_path
-from rendezvous.access import PLAIN_STORE, Access, RouteRights
+from rendezvous.access import Access, RouteRights
 from rendezvous.client import RendezvousClient
 from rendezvous.limits import Limits
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Add, Get, KVBatch, Number, Set, Watch, decode_reply, encode
-from tests.rendezvous.common import TOKEN, error_of, eventually, request, waiting
+from tests.rendezvous.common import STORE, TOKEN, error_of, eventually, request, waiting
 
 POST = "/v1/told"
 BELOW = "/v1/later/"
@@ -61,15 +63,15 @@ def server(told: list[bytes], later: Later) -> Iterator[RendezvousServer]:
     def take(
         caller: auth.Caller, _path: str, body: bytes, answer: fast_path.Answer
     ) -> Callable[[], None] | None:
-        assert caller == auth.DRIVER or caller.role is auth.Role.WORKER
+        assert caller == auth.DRIVER or caller.role is token_roles.WORKER
         if body == b"not here":
             return None
         told.append(body)
         answer(202, b'{"number":%d}' % len(told))
         return lambda: None
 
-    route = RouteRights("POST", POST, frozenset({auth.Role.WORKER}))
-    access = Access(replace(PLAIN_STORE, routes=(*PLAIN_STORE.routes, route)))
+    route = RouteRights("POST", POST, frozenset({token_roles.WORKER}))
+    access = Access(replace(STORE, routes=(*STORE.routes, route)))
     posts = {POST: take, BELOW: later.take}
     with RendezvousServer(token=TOKEN, access=access, posts=posts) as server:
         yield server
@@ -182,7 +184,7 @@ def test_another_caller_with_the_same_id_gets_an_answer_of_its_own(
     server: RendezvousServer, told: list[bytes]
 ) -> None:
     """Else it would read the other's answer, and its own request would not be carried out."""
-    tokens = [auth.worker_token(auth.agent_token(TOKEN, h), f"{h}.0.1") for h in ("a", "b")]
+    tokens = [worker_token(agent_token(TOKEN, h), f"{h}.0.1") for h in ("a", "b")]
     by_id = "X-Request-Id: 7\r\n"
     for number, token in enumerate(tokens):
         with Caller(server) as caller:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rendezvous.heads import MAX_BODY_BYTES, PlainHead, may_be_plain, read_head
+from rendezvous.fast_path import MAX_BODY_BYTES, PlainHead, may_be_plain, read_head
 
 LINES = {b"POST /v1/kv:batch HTTP/1.1\r\n": "/v1/kv:batch"}
 PLAIN = b"POST /v1/kv:batch HTTP/1.1\r\nHost: a:1\r\nAuthorization: Bearer t\r\nContent-Length: 12"

@@ -12,11 +12,12 @@ import pytest
 
 import rendezvous
 from elastic_driver import contract, rights
+from elastic_driver.runtime.api import ROUTES
 from rendezvous import wire
 
 FILES = sorted(Path(rendezvous.__file__).parent.glob("*.py"))
 STORE = {wire.BATCH_PATH, wire.HEALTH_PATH, f"{wire.KV_PREFIX}/{{scope}}/{{key}}"}
-PATHS = {row.path for row in rights.ROUTES} | rights.OPEN
+PATHS = {row.template for row in ROUTES}
 PATHS |= {value for name, value in vars(contract).items() if name.endswith("_PATH")}
 PATHS -= STORE | {"/"}
 SCOPES = {*contract.PASSING_SCOPES, *(row.prefix.partition("/")[0] + "/" for row in rights.KEYS)}

@@ -15,13 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastic_driver.token_roles import agent_token, node_token, worker_token
 from rendezvous import connections
-from rendezvous.auth import agent_token, node_token, operator_token, reader_token, worker_token
+from rendezvous.auth import operator_token, reader_token
 from rendezvous.client import RendezvousClient
 from rendezvous.limits import Limits
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Add, Get, KVBatch, Number, Operation, Set, Watch, encode
-from tests.rendezvous.common import TOKEN, error_of, eventually, request
+from tests.rendezvous.common import ACCESS, TOKEN, error_of, eventually, request
 from tests.rendezvous.test_fast_path import Caller, batch, head
 
 WORKER = worker_token(agent_token(TOKEN, "a"), "a.0.1")
@@ -34,6 +35,11 @@ with RendezvousServer(token=sys.argv[1]) as server:
     print(server.port, flush=True)
     sys.stdin.read()
 """
+
+
+def serve(limits: Limits) -> RendezvousServer:
+    """Return a server with these bounds, not yet started."""
+    return RendezvousServer(token=TOKEN, access=ACCESS, limits=limits)
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +129,10 @@ def test_who_comes_when_all_descriptors_are_in_use_is_told_so(distant: Distant) 
 
 def test_a_connection_without_a_token_has_little_time() -> None:
     bounds = Limits(unproven_s=0.3)
-    with RendezvousServer(token=TOKEN, limits=bounds) as server, Caller(server) as proven:
+    with (
+        serve(bounds) as server,
+        Caller(server) as proven,
+    ):
         proven.send(batch(Add("n", 1)))
         assert proven.answer()[0] == 200
         with Caller(server) as silent, Caller(server) as slow, Caller(server) as wrong:
@@ -140,7 +149,7 @@ def test_a_connection_without_a_token_has_little_time() -> None:
 def test_one_worker_has_a_bounded_number_of_connections() -> None:
     with contextlib.ExitStack() as stack:
         bounds = Limits(of_one_caller=3)
-        server = stack.enter_context(RendezvousServer(token=TOKEN, limits=bounds))
+        server = stack.enter_context(serve(bounds))
 
         def call(token: str) -> tuple[Caller, int, bytes]:
             caller = stack.enter_context(Caller(server))
@@ -163,7 +172,10 @@ def test_one_worker_has_a_bounded_number_of_connections() -> None:
 
 def test_a_half_sent_head_or_body_is_cut_off_also_by_the_general_server() -> None:
     bounds = Limits(head_s=0.3, body_s=0.3)
-    with RendezvousServer(token=TOKEN, limits=bounds) as server, contextlib.ExitStack() as stack:
+    with (
+        serve(bounds) as server,
+        contextlib.ExitStack() as stack,
+    ):
         calls = [stack.enter_context(Caller(server)) for _ in range(3)]
         for each in calls:
             each.send(f"GET /v1/kv/a/b HTTP/1.1\r\n{HEADERS}\r\n".encode())
@@ -197,7 +209,10 @@ def test_a_compressed_body_is_refused_and_never_unpacked(
 
 def test_requests_that_arrive_slowly_have_a_bounded_size_together() -> None:
     bounds = Limits(arriving_bytes=1_000_000)
-    with RendezvousServer(token=TOKEN, limits=bounds) as server, contextlib.ExitStack() as stack:
+    with (
+        serve(bounds) as server,
+        contextlib.ExitStack() as stack,
+    ):
         first, second, third = (stack.enter_context(Caller(server)) for _ in range(3))
         put = (f"PUT /v1/kv/a/b HTTP/1.1\r\n{HEADERS}Content-Length: 800000\r\n\r\n").encode()
         first.send(put + b"x")
@@ -223,7 +238,7 @@ def test_answers_that_nobody_takes_have_a_bounded_size_together() -> None:
     size = 6_000_000
     with contextlib.ExitStack() as stack:
         bounds = Limits(leaving_bytes=3 * size)
-        server = stack.enter_context(RendezvousServer(token=TOKEN, limits=bounds))
+        server = stack.enter_context(serve(bounds))
         server.apply([Set(f"k/{n}", bytes(size)) for n in range(4)])
 
         def ask(number: int) -> Caller:
@@ -254,7 +269,7 @@ def test_one_client_neither_fills_what_arrives_nor_what_leaves() -> None:
     size = 3_000_000
     bounds = Limits(arriving_bytes=4_000_000, leaving_bytes=17 * size)
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(RendezvousServer(token=TOKEN, limits=bounds))
+        server = stack.enter_context(serve(bounds))
         server.apply([Set(f"u/{n}", bytes(size)) for n in range(8)])
         others = (worker_token(agent_token(TOKEN, "a"), "a.0.2"), operator_token(TOKEN))
 
@@ -294,7 +309,7 @@ def batch_of(*operations: Operation) -> bytes:
 def test_a_reader_has_a_bounded_number_of_connections() -> None:
     with contextlib.ExitStack() as stack:
         bounds = Limits(of_one_caller=3)
-        server = stack.enter_context(RendezvousServer(token=TOKEN, limits=bounds))
+        server = stack.enter_context(serve(bounds))
 
         def ask(token: str) -> int:
             caller = stack.enter_context(Caller(server))
@@ -326,7 +341,10 @@ sys.stdin.read()
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may be somebody else")
 def test_a_user_who_connects_without_end_closes_his_own_connections_whatever_his_address() -> None:
     bounds = Limits(unproven=20, unproven_s=30.0)
-    with RendezvousServer(token=TOKEN, limits=bounds) as server, contextlib.ExitStack() as stack:
+    with (
+        serve(bounds) as server,
+        contextlib.ExitStack() as stack,
+    ):
         made = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(3)]
         quiet = [stack.enter_context(each) for each in made]
         argv = [sys.executable, "-c", _CONNECTS, str(server.port), str(connections.YOUNG_S)]
@@ -344,7 +362,7 @@ def test_a_user_who_connects_without_end_closes_his_own_connections_whatever_his
 def test_a_client_that_leaves_in_the_middle_of_its_request_is_no_bug(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with RendezvousServer(token=TOKEN) as server:
+    with serve(Limits()) as server:
         with Caller(server) as caller:
             caller.send(
                 f"PUT /v1/kv/a/b HTTP/1.1\r\n{HEADERS}Content-Length: 800\r\n\r\nx".encode()

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from rendezvous.peers import Peers
+from rendezvous.fairness import Peers
 
 
 def peer_of(connection: socket.socket, name: tuple[str, int]) -> str:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rendezvous.auth import Handshake, OpenHellos, Speaker, make_nonce
 from rendezvous.limits import Limits
-from rendezvous.proof import Handshake, OpenHellos, Speaker, make_nonce
 
 SECRET, OTHER = "the secret of this job", "the secret of another job"
 HELLO_S = Limits().hello_s

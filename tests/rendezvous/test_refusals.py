@@ -9,10 +9,13 @@ from http.client import HTTPConnection
 
 import pytest
 
+from elastic_driver import token_roles
+from elastic_driver.token_roles import agent_token, worker_token
 from rendezvous import auth
-from rendezvous.auth import Caller, Role
+from rendezvous.auth import Caller
 from rendezvous.client import RendezvousClient
-from rendezvous.refusals import (
+from rendezvous.server import RendezvousServer
+from rendezvous.sessions import (
     FIRST_PAUSE_S,
     FORGET_S,
     FREE,
@@ -22,7 +25,6 @@ from rendezvous.refusals import (
     OF_CONNECTION,
     Refusals,
 )
-from rendezvous.server import RendezvousServer
 from tests.rendezvous.common import TOKEN, error_of, eventually, request
 
 
@@ -53,7 +55,7 @@ def test_few_requests_of_a_peer_wait_at_the_same_time() -> None:
 
 
 def test_each_peer_and_each_caller_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    refusals, worker = Refusals(), Caller(Role.WORKER, "a.0.1")
+    refusals, worker = Refusals(), Caller(token_roles.WORKER, "a.0.1")
     for _ in range(FREE):
         refusals.unauthorized("10.0.0.7", 0.0)
         refusals.unauthorized("10.0.0.8", 0.0)
@@ -115,7 +117,7 @@ def test_guessing_is_slow_while_good_tokens_of_the_same_address_are_served(
 def test_forbidden_requests_are_counted_too(server: RendezvousServer) -> None:
     reader = auth.reader_token(TOKEN)
     assert request(server, "PUT", "/v1/kv/a/b", b"", token=reader)[0] == 403
-    worker = auth.worker_token(auth.agent_token(TOKEN, "a"), "a.0.1")
+    worker = worker_token(agent_token(TOKEN, "a"), "a.0.1")
     seals = b'{"operations":[{"type":"delete_prefix","prefix":"a/","seal":true}],"request_id":"x"}'
     assert request(server, "POST", "/v1/kv:batch", seals, token=worker)[0] == 403
     assert server.refusals.snapshot() == {"unauthorized": 0, "forbidden": 2}

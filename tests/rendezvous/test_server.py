@@ -11,8 +11,7 @@ from aiohttp import web
 
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AddressError, RendezvousError, StoppedError
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks
+from rendezvous.server import Callbacks, RendezvousServer
 from rendezvous.wire import Add, Count, Entries, Entry, Get, Number, Set, Watch, Written
 from tests.rendezvous.common import TOKEN, eventually, request, waiting
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_driver import token_roles
 from rendezvous.auth import Caller, Role
 from rendezvous.sessions import CODE_S, MOST_CODES, MOST_SESSIONS, SESSION_S, Begun, Sessions
 
@@ -27,9 +28,9 @@ def caller(sessions: Sessions, begun: Begun, now: float = 1.0) -> Caller | None:
         (Caller(Role.DRIVER), OPERATOR),
         (OPERATOR, OPERATOR),
         (READER, READER),
-        (Caller(Role.AGENT, "a"), None),
-        (Caller(Role.WORKER, "a.0.1"), None),
-        (Caller(Role.NODE, "n"), None),
+        (Caller(token_roles.AGENT, "a"), None),
+        (Caller(token_roles.WORKER, "a.0.1"), None),
+        (Caller(token_roles.NODE, "n"), None),
     ],
 )
 def test_a_session_has_the_rights_of_an_operator_or_a_reader(

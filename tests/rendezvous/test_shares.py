@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_driver import token_roles
 from rendezvous.auth import DRIVER, Caller, Role
-from rendezvous.shares import Shares
+from rendezvous.fairness import Shares
 
 READER, OPERATOR = Caller(Role.READER), Caller(Role.OPERATOR)
 READERS_PAGE = Caller(Role.READER, "page 1")
 
 
 def workers(count: int) -> list[Caller]:
-    return [Caller(Role.WORKER, f"a.0.{n}") for n in range(count)]
+    return [Caller(token_roles.WORKER, f"a.0.{n}") for n in range(count)]
 
 
 def fill(shares: Shares, caller: Caller | None) -> int:

@@ -13,8 +13,7 @@ import pytest
 from rendezvous import tls
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import ServerTls
+from rendezvous.server import RendezvousServer, ServerTls
 from rendezvous.wire import Entries, Entry, Get
 from tests.rendezvous.common import TOKEN
 

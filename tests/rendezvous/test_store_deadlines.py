@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rendezvous.deadlines import Deadlines
+from rendezvous.waiting import Deadlines
 
 
 def test_items_come_out_in_the_order_of_their_times() -> None:

@@ -19,7 +19,7 @@ import pytest
 from rendezvous import tls
 from rendezvous.auth import Credentials, read_credentials, read_token_file, write_token_file
 from rendezvous.client import RendezvousClient
-from rendezvous.connections import Connections
+from rendezvous.connections import HANDSHAKE_WAIT_S, Connections
 from rendezvous.errors import (
     AbortedError,
     CertificateError,
@@ -28,10 +28,8 @@ from rendezvous.errors import (
     WokenError,
 )
 from rendezvous.limits import Hits, Limits
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import ServerTls
+from rendezvous.server import RendezvousServer, ServerTls
 from rendezvous.tls import ServerCertificate, make_certificate
-from rendezvous.tls_connections import HANDSHAKE_WAIT_S
 from rendezvous.wire import Get, Set
 from tests.rendezvous.common import TOKEN, eventually, waiting
 

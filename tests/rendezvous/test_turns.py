@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 
-from rendezvous.turns import SLICE_S, Queue, Turns
+from rendezvous.fairness import SLICE_S, Queue, Turns
 
 
 def test_between_two_pieces_of_long_work_the_loop_does_everything_else() -> None:

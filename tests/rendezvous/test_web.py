@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rendezvous import auth
+from rendezvous.routes import Problem
 from rendezvous.server import RendezvousServer
-from rendezvous.web import Problem
 from rendezvous.wire import (
     MAX_BODY_BYTES,
     BatchReply,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.rights import job_access
 from elastic_driver.round_members import RoundMembers
+from elastic_driver.runtime.api import job_access
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 from tests.rendezvous.common import TOKEN

@@ -1,4 +1,4 @@
-"""The tables of docs/security.md about rights, made from those of the code.
+"""The tables of docs/security.md and docs/protocol.md about rights and routes, made from the rows.
 
     python -m tests.rights.tables
 
@@ -8,12 +8,17 @@ prints them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import UnionType
+from typing import Any, get_args
 
-from elastic_driver.rights import KEYS, OPEN, ROUTES, USERS
+from elastic_driver.rights import KEYS, USERS
+from elastic_driver.runtime.api import ROUTES
+from elastic_driver.token_roles import ALL
 from rendezvous.access import Roles
 from rendezvous.auth import Role
+from rendezvous.routes import JSON, Route
 
-ORDER = [role for role in Role if role is not Role.DRIVER]
+ORDER = [Role.OPERATOR, Role.READER, *ALL]
 
 
 def names(roles: Roles) -> str:
@@ -21,11 +26,11 @@ def names(roles: Roles) -> str:
 
 
 def tables() -> str:
-    """Both tables, in Markdown."""
-    return "\n".join(_lines()) + "\n"
+    """The tables of docs/security.md: keys, and routes by those who may use them; in Markdown."""
+    return "\n".join(_rights()) + "\n"
 
 
-def _lines() -> Iterator[str]:
+def _rights() -> Iterator[str]:
     yield "| keys | hold | written by | read by |"
     yield "|---|---|---|---|"
     for row in (*KEYS, USERS):
@@ -34,14 +39,53 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "| route | used by |"
     yield "|---|---|"
-    for path in sorted(OPEN):
-        yield f"| `{path}` | everybody, without a token |"
-    by_roles: dict[Roles, list[str]] = {}
-    for right in ROUTES:
-        by_roles.setdefault(right.roles, []).append(f"`{right.method} {right.path}`")
+    by_roles: dict[Roles | None, list[str]] = {}
+    for route in ROUTES:
+        by_roles.setdefault(route.roles, []).append(f"`{route.method} {route.template}`")
     for roles, routes in by_roles.items():
-        yield f"| {' '.join(routes)} | {names(roles)} |"
+        who = "everybody, without a token" if roles is None else names(roles)
+        yield f"| {' '.join(routes)} | {who} |"
+
+
+def routes_table() -> str:
+    """The table of docs/protocol.md: what each route takes and answers, in Markdown."""
+    return "\n".join(_routes()) + "\n"
+
+
+def _routes() -> Iterator[str]:
+    yield "| route | takes | answers | does |"
+    yield "|---|---|---|---|"
+    for row in ROUTES:
+        route = f"`{row.method} {row.template}{_query(row)}`"
+        takes = _message(row.body) + (" or nothing" if row.optional and _message(row.body) else "")
+        good = " or ".join(filter(None, [_message(row.answer), *(f"`{m}`" for m in row.more)]))
+        errors = "".join(f"; {error[:4]}`{error[4:]}`" for error in row.errors)
+        does = row.summary.rstrip(".") + (f"; {row.note}" if row.note else "")
+        yield f"| {route} | {takes} | {row.code} {good}".rstrip() + f"{errors} | {does} |"
+
+
+def _query(row: Route) -> str:
+    fields = row.query.__struct_fields__ if row.query else ()
+    given = [f"{name}=…" for name in fields if f"{{{name}}}" not in row.template]
+    return f"[?{'&'.join(given)}]" if given else ""
+
+
+def _message(kind: Any) -> str:
+    """A message as the table names it: its types, or its media type."""
+    if kind is None or (isinstance(kind, type) and not getattr(kind, "__struct_fields__", True)):
+        return ""
+    if isinstance(kind, str):
+        return f"`{kind}`"
+    if isinstance(kind, UnionType):
+        kinds = get_args(kind)
+        return " or ".join(map(_message, kinds)) if len(kinds) <= 3 else "one of many events"
+    if not isinstance(kind, type):
+        return f"`{JSON}`"
+    if kind.__name__.endswith("Body"):
+        return ", ".join(f"`{field}`" for field in kind.__struct_fields__)
+    return f"`{kind.__name__}`"
 
 
 if __name__ == "__main__":
-    print(tables(), end="")
+    print(tables(), end="\n")
+    print(routes_table(), end="")

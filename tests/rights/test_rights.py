@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.rights import JOB_LEASE_S, KEYS, ROUTES, job_access
+from elastic_driver import token_roles
+from elastic_driver.rights import JOB_LEASE_S, KEYS
 from elastic_driver.round_members import RoundMembers
+from elastic_driver.runtime.api import ROUTES, job_access
+from elastic_driver.token_roles import agent_token, worker_token
 from rendezvous import auth
 from rendezvous.auth import Caller, Role
 from rendezvous.client import RendezvousClient
@@ -28,12 +31,12 @@ from rendezvous.wire import (
     Written,
 )
 from tests.rendezvous.common import TOKEN, error_of, request
-from tests.rights.tables import tables
+from tests.rights.tables import routes_table, tables
 
-AGENT = Caller(Role.AGENT, "a")
-WORKER = Caller(Role.WORKER, "a.0.1")
-OPERATOR, READER, NODE = Caller(Role.OPERATOR), Caller(Role.READER), Caller(Role.NODE, "n")
-JOB = Caller(Role.JOB, "night")
+AGENT = Caller(token_roles.AGENT, "a")
+WORKER = Caller(token_roles.WORKER, "a.0.1")
+OPERATOR, READER, NODE = Caller(Role.OPERATOR), Caller(Role.READER), Caller(token_roles.NODE, "n")
+JOB = Caller(token_roles.JOB, "night")
 ALL = {AGENT, WORKER, OPERATOR, READER, NODE, JOB}
 ROUNDS = RoundMembers()  # the worker is a member of round 7, and round 5 is over
 ROUNDS.publish(7, ["a.0.1", "b.0.1"])
@@ -192,10 +195,10 @@ def test_a_route_of_no_row_is_the_drivers() -> None:
 
 
 def test_only_operators_steer_and_readers_only_look() -> None:
-    steering = [row for row in ROUTES if row.path in ("/v1/scale", "/v1/stop", "/v1/stacks")]
+    steering = [row for row in ROUTES if row.template in ("/v1/scale", "/v1/stop", "/v1/stacks")]
     assert len(steering) == 3
     assert all(row.roles == {Role.OPERATOR} for row in steering)
-    read = {(row.method, row.path) for row in ROUTES if Role.READER in row.roles}
+    read = {(row.method, row.template) for row in ROUTES if Role.READER in (row.roles or ())}
     assert {path for method, path in read if method != "GET"} == {"/logout"}
     assert {"/v1/status", "/metrics", "/v1/events"} <= {path for _, path in read}
     assert not any(Role.READER in row.writers | row.readers for row in KEYS)
@@ -206,11 +209,16 @@ def test_the_page_of_security_has_the_tables_of_the_code() -> None:
     assert tables() in page, "put in what python -m tests.rights.tables prints"
 
 
+def test_the_page_of_the_protocol_has_the_table_of_the_routes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    assert routes_table() in page, "put in what python -m tests.rights.tables prints"
+
+
 # ---- over HTTP ---------------------------------------------------------------------------
 
 
 def test_no_token_writes_what_agents_and_workers_start_over_http(server: RendezvousServer) -> None:
-    for token in (TOKEN, auth.operator_token(TOKEN), auth.agent_token(TOKEN, "a")):
+    for token in (TOKEN, auth.operator_token(TOKEN), agent_token(TOKEN, "a")):
         for key in ("job/spec", "job/world", "agents/a.1/orders/1"):
             for method in ("PUT", "DELETE"):
                 status, _, body = request(server, method, f"/v1/kv/{key}", b"x", token=token)
@@ -228,9 +236,9 @@ def test_no_token_writes_what_agents_and_workers_start_over_http(server: Rendezv
 def test_a_refused_request_changes_nothing_and_says_why(
     server: RendezvousServer, client: RendezvousClient
 ) -> None:
-    agent = auth.agent_token(TOKEN, "a")
+    agent = agent_token(TOKEN, "a")
     server.apply([Set("agents/a.1/orders/1", b"the driver's")])
-    with RendezvousClient(server.url, auth.worker_token(agent, "a.0.1")) as worker:
+    with RendezvousClient(server.url, worker_token(agent, "a.0.1")) as worker:
         with pytest.raises(RequestError, match=r"403 forbidden: .*worker.*agents/a.1/orders/1"):
             worker.batch(Set("mine/key", b"1"), Set("agents/a.1/orders/1", b"mine"))
         assert worker.get("mine/key") is None, "nothing of that batch was carried out"
@@ -244,7 +252,7 @@ def test_a_worker_writes_keys_of_its_own_round_only(
     server: RendezvousServer, rounds: RoundMembers
 ) -> None:
     clients = {
-        name: RendezvousClient(server.url, auth.worker_token(auth.agent_token(TOKEN, "a"), name))
+        name: RendezvousClient(server.url, worker_token(agent_token(TOKEN, "a"), name))
         for name in ("a.0.1", "a.1.1")
     }
     member, other = clients["a.0.1"], clients["a.1.1"]
@@ -266,7 +274,7 @@ def test_a_worker_writes_keys_of_its_own_round_only(
 
 
 def test_single_keys_have_the_same_rights(server: RendezvousServer) -> None:
-    worker = auth.worker_token(auth.agent_token(TOKEN, "a"), "a.0.1")
+    worker = worker_token(agent_token(TOKEN, "a"), "a.0.1")
     for method in ("GET", "PUT", "DELETE"):
         status, _, body = request(server, method, "/v1/kv/agents/a.1/lease", b"", token=worker)
         assert (status, error_of(body)["code"]) == (403, "forbidden")
@@ -278,7 +286,7 @@ def test_single_keys_have_the_same_rights(server: RendezvousServer) -> None:
 
 
 def test_a_connection_may_show_one_token_after_the_other(server: RendezvousServer) -> None:
-    worker = auth.worker_token(auth.agent_token(TOKEN, "a"), "a.0.1")
+    worker = worker_token(agent_token(TOKEN, "a"), "a.0.1")
     with RendezvousClient(server.url, worker) as client:
         client.set("mine/key", b"1")
         for token, status in ((worker[:-1] + "x", 401), (TOKEN, 200), (worker, 403)):

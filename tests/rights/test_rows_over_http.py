@@ -9,8 +9,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from elastic_driver.rights import KEYS, OPEN, ROUTES, USERS, job_access
+from elastic_driver import token_roles
+from elastic_driver.rights import KEYS, USERS
 from elastic_driver.round_members import RoundMembers
+from elastic_driver.runtime.api import ROUTES, job_access
+from elastic_driver.token_roles import agent_token, job_token, node_token, worker_token
 from rendezvous import auth, wire
 from rendezvous.access import KeyRights, RouteRights
 from rendezvous.auth import Role
@@ -23,13 +26,18 @@ TOKENS = {
     Role.DRIVER: (TOKEN, "any"),
     Role.OPERATOR: (auth.operator_token(TOKEN), "any"),
     Role.READER: (auth.reader_token(TOKEN), "any"),
-    Role.AGENT: (auth.agent_token(TOKEN, "a"), "a.1"),
-    Role.WORKER: (auth.worker_token(auth.agent_token(TOKEN, "a"), "a.0.1"), "a.0.1"),
-    Role.NODE: (auth.node_token(TOKEN, "n"), "n"),
-    Role.JOB: (auth.job_token(TOKEN, "night"), "night"),
+    token_roles.AGENT: (agent_token(TOKEN, "a"), "a.1"),
+    token_roles.WORKER: (
+        worker_token(agent_token(TOKEN, "a"), "a.0.1"),
+        "a.0.1",
+    ),
+    token_roles.NODE: (node_token(TOKEN, "n"), "n"),
+    token_roles.JOB: (job_token(TOKEN, "night"), "night"),
 }
 JOINED, NOT_JOINED, STRANGER = "7", "8", "stranger.1"
-STORE = (wire.BATCH_PATH, wire.KV_PREFIX)
+STORE = (wire.BATCH_PATH, wire.KV_PREFIX, wire.HEALTH_PATH)
+LIMITED = [row for row in ROUTES if row.roles is not None]
+OPEN = [row for row in ROUTES if row.roles is None]
 COUNT = b'{"operations":[{"type":"count"}],"request_id":"x"}'
 NOT_PLAIN = {"X-Odd": "1"}  # a header with which aiohttp answers
 
@@ -43,8 +51,6 @@ def add_stubs(app: web.Application) -> None:
     for row in ROUTES:
         if not row.path.startswith(STORE):
             app.router.add_route(row.method, row.path, answer)
-    for path in OPEN - {wire.HEALTH_PATH}:
-        app.router.add_get(path, answer)
     app.router.add_get("/v1/of_no_row", answer)
 
 
@@ -69,18 +75,18 @@ def is_refused(status: int, body: bytes) -> bool:
 # ---- routes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", ROUTES, ids=lambda row: f"{row.method} {row.path}")
+@pytest.mark.parametrize("row", LIMITED, ids=lambda row: f"{row.method} {row.template}")
 def test_a_route_is_open_to_the_roles_of_its_row(
     server: RendezvousServer, row: RouteRights
 ) -> None:
-    path = row.path.replace("{scope}/{key}", "mine/key").replace("{host}", "h")
+    path = row.template.replace("{scope}/{key}", "mine/key").replace("{host}", "h")
     path = path.replace("{dataset}", "d")
     for role, (token, _own) in TOKENS.items():
         body = COUNT if row.path == wire.BATCH_PATH else b"{}"
         for headers in ({}, NOT_PLAIN):
             status, _, answer = request(server, row.method, path, body, token, **headers)
-            may = role is Role.DRIVER or role in row.roles
-            said = f"a token of role {role.value} may not {row.method} {row.path}"
+            may = role is Role.DRIVER or role in (row.roles or ())
+            said = f"a token of role {role.value} may not {row.method} {row.template}"
             # Whoever may use a route of the store may still be refused the key.
             refused = is_refused(status, answer) and error_of(answer)["message"] == said
             assert refused is not may, (role, headers)
@@ -93,8 +99,9 @@ def test_a_route_of_no_row_is_the_drivers_and_an_open_one_is_everybodys(
     for role, (token, _own) in TOKENS.items():
         status, _, body = request(server, "GET", "/v1/of_no_row", None, token)
         assert is_refused(status, body) is (role is not Role.DRIVER)
-    for path in OPEN:
-        assert request(server, "GET", path, None, None)[0] == 200
+    for row in OPEN:
+        body = None if row.method == "GET" else b"{}"
+        assert request(server, row.method, row.path, body, None)[0] == 200
 
 
 # ---- keys --------------------------------------------------------------------------------
@@ -129,7 +136,7 @@ def test_keys_of_a_row_are_written_and_read_by_its_roles(
         prefix = row.prefix.replace("{own}", name)
         prefix = prefix.replace("{joined}", JOINED if is_own else NOT_JOINED) or "mine/"
         key = f"{prefix}x"
-        is_joined = role is Role.WORKER or "{joined}" not in counts.prefix
+        is_joined = role is token_roles.WORKER or "{joined}" not in counts.prefix
         may_write = role in counts.writers and is_joined and (is_own or not is_bound)
         may_read = role in counts.readers and (is_own or not is_bound)
         if role is Role.DRIVER:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from elastic_driver import token_roles
 from elastic_driver.core.events import (
     AgentReturned,
     DrainCancelled,
@@ -21,12 +22,12 @@ from elastic_driver.core.events import (
     WorkerStarted,
 )
 from elastic_driver.core.measured import History
-from elastic_driver.rights import job_access
-from elastic_driver.runtime.api import DriverRoutes
+from elastic_driver.runtime.api import DriverRoutes, job_access
 from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.event_routes import may_report
-from rendezvous.auth import Caller, Role, agent_token, operator_token, worker_token
+from elastic_driver.token_roles import agent_token, worker_token
+from rendezvous.auth import Caller, operator_token
 from rendezvous.server import RendezvousServer
 from tests.runtime.waiting import until
 
@@ -319,8 +320,8 @@ def test_an_agent_returns_with_workers_of_its_own_host_only() -> None:
         running = tuple(RunningWorker(worker, 7) for worker in workers)
         return AgentReturned("a", 1, 1, "x", (5000,), term=2, workers=running)
 
-    agent = Caller(Role.AGENT, "a")
+    agent = Caller(token_roles.AGENT, "a")
     assert may_report(agent, returned("a.0.1", "a.1.2"))
     assert may_report(agent, returned())
     assert not may_report(agent, returned("a.0.1", "b.0.1"))
-    assert not may_report(Caller(Role.AGENT, "b"), returned("b.0.1"))
+    assert not may_report(Caller(token_roles.AGENT, "b"), returned("b.0.1"))

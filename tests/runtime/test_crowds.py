@@ -23,11 +23,10 @@ from elastic_driver.core.join_messages import (
     NodeReport,
 )
 from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.page_routes import PageRoutes
-from rendezvous.auth import operator_token
+from rendezvous.auth import Handshake, Speaker, make_nonce, operator_token
 from rendezvous.client import RendezvousClient
-from rendezvous.proof import Handshake, Speaker, make_nonce
 from rendezvous.server import RendezvousServer
 
 TOKEN = "token"

@@ -12,8 +12,7 @@ from elastic_driver.settings import DriverOptions
 from rendezvous.auth import Credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import CertificateError
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import ServerTls
+from rendezvous.server import RendezvousServer, ServerTls
 from rendezvous.tls import ServerCertificate, certificate_in
 from tests.support.certificates import CertificateAuthority
 

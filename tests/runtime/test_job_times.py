@@ -8,7 +8,7 @@ from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
-from rendezvous.request_times import Histogram, RequestTimes
+from rendezvous.answers import Histogram, RequestTimes
 
 
 def world(number: int, *workers: str) -> World:

@@ -21,7 +21,7 @@ def test_a_small_job_is_sent_row_by_row() -> None:
     assert row is not None
     assert (row["rank"], row["state"], row["step"], row["cpu"]) == (2, "running", 7, 0.5)
     assert picture.job["states"] == {"running": 3}
-    assert picture.job["goodput"]["goodput"] == 1.0
+    assert picture.job["goodput"].goodput == 1.0
 
 
 def test_a_large_job_is_sent_in_groups_with_those_in_trouble_one_by_one() -> None:

@@ -17,7 +17,7 @@ from elastic_driver.core.events import ScaleRequested
 from elastic_driver.core.measured import GpuUsage, HostUsage, Measured, Pressure
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.metrics import MOST_HOSTS, ServerFigures, exposition
-from rendezvous.request_times import RequestTimes
+from rendezvous.answers import RequestTimes
 from tests.runtime.jobs import StartJob
 from tests.runtime.waiting import until
 
@@ -45,9 +45,15 @@ USED = HostUsage(
 )
 STATUS: dict[str, Any] = {
     "run_id": 'a "quoted" run',
+    "endpoint": "http://127.0.0.1:1",
     "started": 1000.5,
     "state": "running",
+    "kind": "elastic",
+    "reason": "",
+    "exit_code": None,
+    "ignored": "",
     "round": 4,
+    "round_state": "complete",
     "step": 170,
     "size": 2,
     "min_np": 1,
@@ -65,7 +71,11 @@ STATUS: dict[str, Any] = {
     ],
     "counters": {
         "failures": 5,
+        "max_restarts": None,
+        "fruitless": 0,
+        "fruitless_restarts": 3,
         "resets": 3,
+        "reset_limit": None,
         "restart_count": 2,
         "ignored_events": 7,
         "false_alarms": 1,
@@ -182,7 +192,7 @@ def test_the_figures_are_those_of_the_status() -> None:
 
 
 def test_the_documentation_names_every_metric_and_no_other() -> None:
-    nodes = {"generation": 1, "members": [], "waiting": [], "lost": []}
+    nodes = {"generation": 1, "members": {}, "waiting": [], "lost": []}
     document = msgspec.json.encode({**STATUS, "max_np": 8, "tf": nodes})
     text = exposition(document, ServerFigures({}, {}, {}), JobTimes()).decode()
     kinds = dict(re.findall(r"^# TYPE elastic_(\w+) (\w+)$", text, re.MULTILINE))

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.core.output_lines import OutputLine, OutputLines
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.output import AgentsOutput
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError

@@ -14,7 +14,7 @@ from elastic_driver.brain.documents import Kind
 from elastic_driver.core.documents import encode
 from elastic_driver.core.measured import HostUsage, Pressure, StepTimes, Usage
 from elastic_driver.core.progress import Progress
-from elastic_driver.features.sizes import machine as starvation
+from elastic_driver.features.sizes import autoscaler as starvation
 from elastic_driver.runtime.brain_link import BrainLink
 from elastic_driver.runtime.brain_report import BrainReports
 from rendezvous.client import RendezvousClient

@@ -19,10 +19,10 @@ from elastic_driver.core.decisions import ProbeAgent
 from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import Result, probe
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.probes import Suspects
+from elastic_driver.token_roles import agent_token
 from launcher.agent.probe_port import MOST, ProbePort
-from rendezvous.auth import agent_token
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import DeletePrefix, Set
 from tests.runtime.waiting import until

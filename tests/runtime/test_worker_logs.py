@@ -13,7 +13,7 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.core.output_lines import LogsTaken, WorkerLine, WorkerLines
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.log_routes import LEAST_WAIT_S, LogRoutes
 from elastic_driver.runtime.worker_logs import (
     FILES,
@@ -23,7 +23,8 @@ from elastic_driver.runtime.worker_logs import (
     WorkerLogs,
     read_page,
 )
-from rendezvous.auth import agent_token, reader_token, worker_token
+from elastic_driver.token_roles import agent_token, worker_token
+from rendezvous.auth import reader_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 from rendezvous.server import RendezvousServer

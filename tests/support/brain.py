@@ -16,10 +16,10 @@ import msgspec
 
 from elastic_driver.brain.documents import Grant, JobOver, JobReport, grant_key
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.rights import job_access
-from rendezvous.auth import Caller, job_token, jobs_token, write_token_file
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks, Succession
+from elastic_driver.runtime.api import job_access
+from elastic_driver.token_roles import job_token, jobs_token
+from rendezvous.auth import Caller, write_token_file
+from rendezvous.server import Callbacks, RendezvousServer, Succession
 from rendezvous.wire import Set
 from tests.support.cluster import Cluster
 from tests.support.job import ROOT, eventually

@@ -33,10 +33,9 @@ from elastic_driver.core.documents import DriverTerm, Notice, World, decode, enc
 from elastic_driver.core.events import WireEvent, WorkerReady, WorkerStepped
 from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.core.progress import Progress
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from rendezvous.auth import make_token, write_token_file
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Succession
+from rendezvous.server import RendezvousServer, Succession
 from rendezvous.wire import DeletePrefix, Entries, Get, Set
 
 HOST = "testhost"

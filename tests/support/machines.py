@@ -9,8 +9,8 @@ from elastic_driver.core.driver_events import Tick
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.kernel.machine import Reply
-from elastic_driver.rights import job_access
 from elastic_driver.round_members import RoundMembers
+from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.machine_api import OpenRequests, RequestEvent, add_machine_routes
 from rendezvous.server import RendezvousServer
 

@@ -13,7 +13,7 @@ and orders for them wait. A node that comes back in time keeps its name and its 
 A lock guards the table: routes and leases run on the server's thread, `find` on the discovery
 thread, `start` and `kill` on the driver's thread. Times are seconds.
 
-The server's part in the proof of a node that wants to join (`rendezvous.proof`).
+The server's part in the proof of a node that wants to join (`rendezvous.auth`).
 
 These are the only routes besides `/healthz` that need no token, and the only ones that a secret
 opens. A wrong proof is answered late; each address that fails is reported once. The routes run on
@@ -33,17 +33,26 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from elastic_driver import contract
+from elastic_driver import contract, token_roles
 from elastic_driver.core import join_messages as join
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost
 from elastic_driver.runtime.discovery import Hosts
-from rendezvous.auth import Role, agent_token, node_token
+from elastic_driver.token_roles import NODES, agent_token, node_token
+from rendezvous.auth import Handshake, OpenHello, OpenHellos, Speaker, make_nonce
 from rendezvous.errors import StoppedError
 from rendezvous.limits import Hits, Limits
-from rendezvous.proof import Handshake, OpenHello, OpenHellos, Speaker, make_nonce
+from rendezvous.routes import (
+    PEER,
+    Problem,
+    Route,
+    caller_of,
+    forbidden,
+    json_answer,
+    mount,
+    read_json,
+)
 from rendezvous.server import RendezvousServer
-from rendezvous.web import PEER, Problem, caller_of, forbidden, json_answer, read_json
 from rendezvous.wire import DeletePrefix, Operation, Set
 
 PAUSE_S = 1.0  # before the answer to a wrong proof
@@ -141,7 +150,7 @@ class _JoinedNode:
     name: str
     offer: join.NodeReport
     slots: int
-    peer: str = ""  # who has connected to join (`rendezvous.peers`)
+    peer: str = ""  # who has connected to join (`rendezvous.fairness`)
     agents: dict[int, OnLost] = field(default_factory=dict)  # started, and not known to be gone
     killed: int = 0  # the newest incarnation that was killed
     check_killed: int = 0  # of the agents of node checks
@@ -310,9 +319,7 @@ class JoinedNodes(Backend):
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        app.router.add_post(join.HELLO_PATH, self.post_hello)
-        app.router.add_post(join.PROOF_PATH, self.post_proof)
-        app.router.add_post(join.NODES_PATH, self.post_report)
+        mount(app, ROUTES, self)
 
     async def post_hello(self, request: web.Request) -> web.Response:
         """Prove to a node that this server knows the secret."""
@@ -326,7 +333,7 @@ class JoinedNodes(Backend):
     async def post_report(self, request: web.Request) -> web.Response:
         """Take in the end of a node's agents, its leaving, or its return to this driver."""
         report, caller = await read_json(request, _decode_report), caller_of(request)
-        if caller.role is Role.NODE and not self._is_of(report, caller.subject):
+        if caller.role is token_roles.NODE and not self._is_of(report, caller.subject):
             raise forbidden(f"the token of node {caller.subject} is not that of {report.name}")
         return self._take(report, request[PEER], proved=False)
 
@@ -462,3 +469,33 @@ class CheckOfNodes(Backend):
 
     def close(self, grace: float) -> None:
         """See `Backend.close`: nothing is left to close, as a check ends its agents itself."""
+
+
+ROUTES = (
+    Route(
+        "POST",
+        join.HELLO_PATH,
+        None,
+        JoinedNodes.post_hello,
+        join.HelloAnswer,
+        join.Hello,
+        note="see [Nodes that join](#nodes-that-join)",
+    ),
+    Route(
+        "POST",
+        join.PROOF_PATH,
+        None,
+        JoinedNodes.post_proof,
+        join.Joined,
+        join.NodeProof,
+        errors=("403 no_proof",),
+    ),
+    Route(
+        "POST",
+        join.NODES_PATH,
+        NODES,
+        JoinedNodes.post_report,
+        join.Joined,
+        join.NodeReport,
+    ),
+)

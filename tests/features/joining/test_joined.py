@@ -26,13 +26,12 @@ from elastic_driver.core.join_messages import (
 from elastic_driver.errors import ClusterError
 from elastic_driver.features.joining import driver as joined
 from elastic_driver.features.joining.driver import CheckOfNodes, JoinedNodes, NodeRules
-from elastic_driver.rights import job_access
-from rendezvous.auth import agent_token, node_token
+from elastic_driver.runtime.api import job_access
+from elastic_driver.token_roles import agent_token, node_token
+from rendezvous.auth import Handshake, Speaker, make_nonce
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError
-from rendezvous.proof import Handshake, Speaker, make_nonce
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks
+from rendezvous.server import Callbacks, RendezvousServer
 from tests.support.job import eventually
 
 PATIENCE_S = 0.6

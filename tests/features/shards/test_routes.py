@@ -12,7 +12,7 @@ import pytest
 from elastic_driver.core.driver_events import AgentLost
 from elastic_driver.core.events import WorkerExited, WorkerStarted
 from elastic_driver.features.shards import machine as datasets
-from rendezvous.auth import agent_token, worker_token
+from elastic_driver.token_roles import agent_token, worker_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 from tests.runtime.jobs import JobUnderTest, StartJob

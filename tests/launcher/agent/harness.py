@@ -39,10 +39,9 @@ from elastic_driver.core.events import (
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.members import SlotInfo
 from elastic_driver.core.output_lines import OutputLines
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from rendezvous.auth import write_token_file
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks, Succession
+from rendezvous.server import Callbacks, RendezvousServer, Succession
 from rendezvous.wire import Get, Set
 
 T = TypeVar("T")

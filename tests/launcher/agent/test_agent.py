@@ -14,7 +14,7 @@ import psutil
 from elastic_driver import contract
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
-from rendezvous.auth import agent_token, worker_token
+from elastic_driver.token_roles import agent_token, worker_token
 from rendezvous.wire import Set
 from tests.launcher.agent.harness import (
     DAEMON,

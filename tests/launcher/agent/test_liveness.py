@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from launcher.agent import liveness
 from launcher.agent.liveness import CutOffError, Heartbeats, Promise
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks
+from rendezvous.server import Callbacks, RendezvousServer
 from rendezvous.wire import DeletePrefix
 
 KEY = "agents/a.1/heartbeat"

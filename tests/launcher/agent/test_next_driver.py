@@ -23,7 +23,7 @@ from elastic_driver.core.events import (
 )
 from elastic_driver.presence import Presence
 from elastic_driver.runtime.run_dir import RunLock
-from rendezvous.auth import agent_token, worker_token
+from elastic_driver.token_roles import agent_token, worker_token
 from rendezvous.wire import DeletePrefix
 from tests.launcher.agent.harness import (
     HOST,

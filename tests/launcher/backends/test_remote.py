@@ -21,10 +21,11 @@ import pytest
 
 from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
 from elastic_driver.runtime.backend import BackendJob, UnreachableReason
+from elastic_driver.token_roles import agent_token
 from launcher.agent import folders, remote
 from launcher.backends.remote import RemoteBackend, _first_of
 from launcher.backends.ssh import SshShell
-from rendezvous.auth import agent_token, read_token_file
+from rendezvous.auth import read_token_file
 from tests.launcher.agent.harness import (
     DAEMON,
     HOST,

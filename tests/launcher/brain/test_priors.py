@@ -18,9 +18,10 @@ from elastic_driver.brain.store.database import Database
 from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import JobKey
 from elastic_driver.contract import EVENTS_PATH
+from elastic_driver.token_roles import job_token
 from launcher.brain import priors as module
 from launcher.brain.priors import Priors
-from rendezvous.auth import job_token, read_credentials
+from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 from tests.support.brain import elasticbrain
 from tests.support.job import eventually

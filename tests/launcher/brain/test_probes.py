@@ -12,9 +12,10 @@ import pytest
 
 from elastic_driver.brain.messages import DriverProbed, ProbeDriver
 from elastic_driver.presence import DriverPresence
+from elastic_driver.token_roles import job_token
 from launcher.brain import probes
 from launcher.brain.probes import Drivers
-from rendezvous.auth import job_token, make_token
+from rendezvous.auth import make_token
 from tests.support.liveness import driver, stranger
 
 TOKEN, BEGAN = make_token(), 5.0

@@ -21,14 +21,15 @@ import pytest
 from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, grant_key, lease_key
 from elastic_driver.brain.store.records import Node
 from elastic_driver.contract import EVENTS_PATH
+from elastic_driver.token_roles import job_token, jobs_token
 from launcher.brain.database import address_of
 from launcher.brain.intake import NAMES
 from launcher.launch.brain import brain_client
-from rendezvous.auth import bearer, job_token, jobs_token, read_credentials, write_token_file
+from rendezvous.auth import bearer, read_credentials, write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnauthorizedError, UnreachableError
+from rendezvous.routes import JSON
 from rendezvous.tls import certificate_in, make_certificate
-from rendezvous.web import JSON
 from tests.support.brain import RunningBrain, elasticbrain
 from tests.support.job import ROOT, eventually
 from tests.support.squatter import squatting

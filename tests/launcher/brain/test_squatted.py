@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.brain.documents import JobReport, Kind
+from elastic_driver.token_roles import job_token
 from launcher.brain.folder import BrainFolder
 from launcher.brain.show import ask
-from rendezvous.auth import job_token, read_token_file
+from rendezvous.auth import read_token_file
 from tests.launcher.brain.test_serve import Job
 from tests.support.brain import RunningBrain, elasticbrain
 from tests.support.job import eventually

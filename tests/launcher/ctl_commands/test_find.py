@@ -29,8 +29,7 @@ from elastic_driver.runtime.run_dir import Endpoint, RunLock
 from launcher.ctl_commands.find import Target, Where, file_of_run, find, run_folder
 from rendezvous.auth import Role, operator_token, reader_token, write_token_file
 from rendezvous.errors import TokenError
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import ServerTls
+from rendezvous.server import RendezvousServer, ServerTls
 from rendezvous.tls import certificate_in, make_certificate
 from tests.support.etcd import EtcdCluster, why_not
 from tests.support.ports import free_ports

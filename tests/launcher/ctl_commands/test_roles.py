@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.rights import ROUTES
+from elastic_driver.runtime.api import ROUTES
 from launcher.ctl_commands.running import ACTIONS, _role, make_parser
 from rendezvous.auth import Role
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.join_messages import NODES_PATH, Joined, NodeReport
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.endpoint import first_documents
 from launcher.join.membership import Membership
 from rendezvous.client import RendezvousClient

@@ -18,19 +18,17 @@ import pytest
 from elastic_driver.core.join_messages import HelloAnswer, NodeReport
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
-from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import job_access
 from elastic_driver.settings import Settings
 from launcher.join.identity import derive
 from launcher.join.plan import JoinPlan
 from launcher.join.search import FoundServer, find_server
 from launcher.launch.hosts import Join
 from launcher.options.table import LaunchOptions
-from rendezvous.auth import write_token_file
+from rendezvous.auth import Handshake, Speaker, make_nonce, write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
-from rendezvous.proof import Handshake, Speaker, make_nonce
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import ServerTls
+from rendezvous.server import RendezvousServer, ServerTls
 from rendezvous.tls import ServerCertificate, make_certificate
 from tests.support.job import eventually
 

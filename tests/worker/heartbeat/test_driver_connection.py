@@ -15,8 +15,7 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from rendezvous.server import RendezvousServer
-from rendezvous.serving import Callbacks
+from rendezvous.server import Callbacks, RendezvousServer
 from rendezvous.wire import Set
 from tests.support.job import eventually
 from tests.worker.heartbeat.conftest import TOKEN, sending_heartbeats
