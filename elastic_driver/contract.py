@@ -61,10 +61,6 @@ OUTPUT_PATH = "/v1/output"
 LOGS_PATH = "/v1/logs"
 DRAIN_PATH = "/v1/hosts/{host}:drain"  # {host}: a name as it stands in a URL
 UNDRAIN_PATH = "/v1/hosts/{host}:undrain"
-TF_CLUSTER_SPEC_PATH = "/v1/tf/cluster_spec"
-TF_WAITING_NODES_PATH = "/v1/tf/waiting_nodes"
-TF_BARRIER_PATH = "/v1/tf/barrier"
-TF_SYNCHRONIZE_PATH = "/v1/tf/synchronize"
 
 # ---- keys of the store: "<scope>/<key>" --------------------------------------------------
 # Scopes that the driver fills anew when it goes on with a job; keys of all others are users'.

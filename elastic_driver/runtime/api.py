@@ -29,7 +29,7 @@ from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.job_times import JobTimes
 from rendezvous.access import Access
-from rendezvous.routes import Post, Route, collect, mount, short_ways
+from rendezvous.routes import Post, Route, collect, short_ways
 from rendezvous.store_routes import store_rows
 
 _STORE = token_roles.TRAINERS | token_roles.AGENTS
@@ -45,7 +45,6 @@ ROUTES: tuple[Route, ...] = (
             page_routes,
             openapi,
             joined,
-            machine_api,
             *chapters("routes"),
         )
     ),
@@ -94,7 +93,7 @@ class DriverRoutes:
     @property
     def posts(self) -> Mapping[str, Post]:
         """What answers POSTs the short way."""
-        of_requests = (*machine_api.ROUTES, *collect(chapters("routes")))
+        of_requests = collect(chapters("routes"))
         of_events = short_ways(event_routes.ROUTES, self.events)
         return {**of_events, **short_ways(of_requests, self.requests)}
 
@@ -103,4 +102,3 @@ class DriverRoutes:
         for part in self._parts:
             if part is not None:
                 part.add_to(app)
-        mount(app, collect(chapters("routes")), self.requests)

@@ -7,7 +7,7 @@ from elastic_driver.core.events import StateDescribed
 from elastic_driver.core.job_events import JobEvent
 from elastic_driver.core.measured import History
 from elastic_driver.features.checks.messages import TaskEnded
-from elastic_driver.runtime.machine_api import RequestEvent
+from elastic_driver.kernel.machine import ForMachine
 
 # An event that a client sends.
 Request: TypeAlias = JobEvent | TaskEnded | StateDescribed
@@ -20,7 +20,7 @@ class DriverPort(Protocol):
     def size_bounds(self) -> tuple[int, int | None]:
         """The fewest and (None: no limit) the most workers the job may have."""
 
-    def post(self, event: RequestEvent) -> bool:
+    def post(self, event: ForMachine) -> bool:
         """Put an event into the mailbox; False when it is full or the job is over."""
 
     def deliver(self, event: Request, acknowledge: Callable[[], None]) -> bool:

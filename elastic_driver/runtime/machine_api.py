@@ -1,27 +1,25 @@
-"""The HTTP routes of data shards and of TensorFlow's cluster: a machine answers each request.
+"""Requests over HTTP that a machine answers, such as those for data shards.
 
 Handlers run on the server's loop: they decode a request, post it as an event with a ticket, and
-wait for the machine's `Reply` (`OpenRequests`). `machine_route` makes the row of such a request.
-Messages are in `policies.shard_messages` and `policies.tf_messages`.
+wait for the machine's `Reply` (`OpenRequests`). `machine_route` makes the row of such a request;
+the rows are in the chapters `routes` of the features.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 from msgspec import Struct
 
-from elastic_driver import contract, token_roles
-from elastic_driver.features.shards import messages as shards
-from elastic_driver.features.tensorflow import messages as tf
-from elastic_driver.kernel.machine import Reply
+from elastic_driver import token_roles
+from elastic_driver.features import chapters
+from elastic_driver.kernel.machine import ForMachine, Reply
 from elastic_driver.kernel.services import Rejection, RequestDropped
 from elastic_driver.round_members import RoundMembers
-from elastic_driver.token_roles import TRAINERS, WATCHERS
 from rendezvous.access import Roles
 from rendezvous.auth import Caller
 from rendezvous.routes import (
@@ -29,31 +27,28 @@ from rendezvous.routes import (
     Problem,
     Route,
     caller_of,
+    collect,
     first_line,
     forbidden,
     mount,
-    problem_body,
     read_json,
 )
-from rendezvous.wire import UNREADABLE
 
-Asking = shards.ShardRequest | tf.TfRequest
-RequestEvent = Asking | RequestDropped
-SHARDS_PATH = "/v1/shards/"
-_UNPROCESSABLE = ("bad_bounds", "bad_dataset", "bad_name", "other_source", "unknown_partition")
-_STATUS = {"unknown_dataset": 404, "timed_out": 408, "too_large": 413}
-_STATUS |= dict.fromkeys(_UNPROCESSABLE, 422)  # 409 for all other rejections
-_OF_WORKERS = (
-    *(shards.NextRequest, shards.DoneRequest),
-    *(shards.ResumeRequest, shards.AgreeRequest, shards.ExtendRequest),
-)
 _encode = msgspec.json.Encoder().encode
-_DECODE_FAST: dict[str, Callable[[bytes], shards.NextRequest | shards.DoneRequest]] = {
-    "next": msgspec.json.Decoder(shards.NextRequest).decode,
-    "done": msgspec.json.Decoder(shards.DoneRequest).decode,
-}
 
 
+class Asked(ForMachine, Protocol):
+    """An event with a request."""
+
+    @property
+    def ticket(self) -> int:
+        """What the machine's `Reply` to it is known by."""
+
+
+# Returns the event for a ticket, a request, its caller, and the names in its path.
+MakeEvent = Callable[[int, Any, Caller, Mapping[str, str]], Asked]
+# Returns why a caller may not ask this; None: it may.
+Refuse = Callable[[RoundMembers, Caller, Any], str | None]
 # An encoded answer; None: one without content.
 Answer = bytes | Problem | None
 
@@ -65,14 +60,17 @@ class OpenRequests:
     `rounds` knows the members of the job's world.
     """
 
-    def __init__(self, post: Callable[[RequestEvent], bool], rounds: RoundMembers) -> None:
+    def __init__(self, post: Callable[[ForMachine], bool], rounds: RoundMembers) -> None:
         self._post, self._rounds = post, rounds
         self._tickets = count(1)
         self._open: dict[int, Callable[[Answer], None]] = {}
+        self._status: dict[str, int] = {}  # of HTTP, by the code of a rejection
+        for chapter in chapters("routes"):
+            self._status |= getattr(chapter, "STATUS", {})
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def begin(
-        self, make: Callable[[int], Asking], done: Callable[[Answer], None]
+        self, make: Callable[[int], Asked], done: Callable[[Answer], None]
     ) -> Callable[[], None] | None:
         """Post a request; call `done` with its answer.
 
@@ -86,11 +84,11 @@ class OpenRequests:
         del self._open[event.ticket]
         return None
 
-    def _drop(self, event: Asking) -> None:
+    def _drop(self, event: Asked) -> None:
         if self._open.pop(event.ticket, None) is not None:
             self._post(RequestDropped(event.machine, event.ticket))
 
-    async def ask(self, make: Callable[[int], Asking]) -> bytes | None:
+    async def ask(self, make: Callable[[int], Asked]) -> bytes | None:
         """Return the encoded answer, None for one without content; raises Problem."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         drop = self.begin(make, lambda body: None if future.done() else future.set_result(body))
@@ -104,46 +102,10 @@ class OpenRequests:
             raise answer
         return answer
 
-    def take_shard_request(
-        self, caller: Caller, path: str, body: bytes, answer: Callable[[int, bytes], None]
-    ) -> Callable[[], None] | None:
-        """Take a request for a shard, or a report, from the server's fast path."""
-        name, _, action = path.removeprefix(SHARDS_PATH).partition(":")
-        decode = _DECODE_FAST.get(action)
-        if decode is None or not name or "%" in name:
-            return None
-        try:
-            request = decode(body)
-        except UNREADABLE:
-            return None
-        if not self.may_ask(caller, request):
-            return None
-
-        def done(found: Answer) -> None:
-            if isinstance(found, Problem):
-                answer(found.status, problem_body(found))
-            else:
-                answer(200, found or b"")
-
-        owner = _slot_of(caller)
-        return self.begin(lambda ticket: shards.ShardRequest(ticket, name, request, owner), done)
-
-    def may_ask(self, caller: Caller, request: Struct) -> bool:
-        """Return whether a caller may send this: a worker asks and reports in its own name.
-
-        A member of the newest world may also do so for the world. It alone may say what the model
-        of the world was trained with, or how far a stream goes.
-        """
-        if caller.role is not token_roles.WORKER or not isinstance(request, _OF_WORKERS):
-            return True
-        if isinstance(request, shards.ExtendRequest):
-            return self._rounds.may_speak_for_world(caller.subject)
-        if request.worker == shards.WORLD:
-            return self._rounds.may_speak_for_world(caller.subject)
-        if isinstance(request, shards.AgreeRequest):
-            return False
-        opens = isinstance(request, shards.ResumeRequest) and not request.held
-        return request.worker == caller.subject or (opens and request.worker == shards.OPENING)
+    @property
+    def rounds(self) -> RoundMembers:
+        """Who is in which round."""
+        return self._rounds
 
     def answer(self, replies: Iterable[Reply]) -> None:
         """Answer waiting requests; called in the driver's thread."""
@@ -152,7 +114,7 @@ class OpenRequests:
         for reply in replies:
             document = reply.document
             if isinstance(document, Rejection):
-                status = _STATUS.get(document.code, 409)
+                status = self._status.get(document.code, 409)
                 problem = Problem(status, document.code, document.message, document.hint)
                 answers.append((reply.ticket, problem))
                 continue
@@ -170,7 +132,7 @@ class OpenRequests:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        mount(app, ROUTES, self)
+        mount(app, collect(chapters("routes")), self)
         app.on_shutdown.append(self.close)
 
     async def close(self, _app: web.Application) -> None:
@@ -187,7 +149,8 @@ def machine_route(
     kind: type[Struct],
     answer: Any,
     *,
-    make: Callable[[int, Any, str, Mapping[str, str]], Asking],
+    make: MakeEvent,
+    refuse: Refuse = lambda _rounds, _caller, _asked: None,
     short: Callable[..., Callable[[], object] | None] | None = None,
     note: str = "",
 ) -> Route:
@@ -196,8 +159,7 @@ def machine_route(
     Args:
         kind: the type of the request: of the body, or of a GET's query.
         answer: that of the machine's answer; None: it has no content.
-        make: returns the event for a ticket, a request, the slot of its worker ("" for others), and
-            the names in the path.
+        refuse: says why a caller may not ask something although its role may use the route.
     """
     decode_body = msgspec.json.Decoder(kind).decode
     is_get = method == "GET"
@@ -208,14 +170,10 @@ def machine_route(
     async def handler(requests: OpenRequests, request: web.Request) -> web.Response:
         asked = await read_json(request, partial(decode, request))
         caller = caller_of(request)
-        if not requests.may_ask(caller, asked):
-            whom = getattr(asked, "worker", shards.WORLD)
-            said = f"worker {caller.subject} may not speak for {whom!r} here"
-            raise forbidden(f"{said}: it holds shards in its own name, or as a member of the world")
-        if isinstance(asked, shards.ShardCheckpoint) and caller.role is token_roles.WORKER:
-            asked = shards.RestoreRequest(caller.subject, asked)
-        owner, names = _slot_of(caller), request.match_info
-        found = await requests.ask(lambda ticket: make(ticket, asked, owner, names))
+        if (reason := refuse(requests.rounds, caller, asked)) is not None:
+            raise forbidden(reason)
+        names = request.match_info
+        found = await requests.ask(lambda ticket: make(ticket, asked, caller, names))
         status = 204 if found is None else 200
         return web.Response(body=found, status=status, content_type=JSON)
 
@@ -234,7 +192,7 @@ def machine_route(
     )
 
 
-def _slot_of(caller: Caller) -> str:
+def slot_of(caller: Caller) -> str:
     """Return the slot of a worker, whose share its successors have too; "" for any other caller."""
     return caller.subject.rpartition(".")[0] if caller.role is token_roles.WORKER else ""
 
@@ -246,42 +204,3 @@ def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arg
     except RuntimeError:
         if not loop.is_closed():
             raise
-
-
-# ---- rows --------------------------------------------------------------------------------
-
-
-def _of_shards(
-    method: str, action: str, kind: type[Struct], answer: Any, roles: Roles = TRAINERS, **more: Any
-) -> Route:
-    def make(ticket: int, asked: Any, owner: str, names: Mapping[str, str]) -> shards.ShardRequest:
-        return shards.ShardRequest(ticket, names["dataset"], asked, owner)
-
-    path = f"{SHARDS_PATH}{{dataset:[^/:]+}}{action}"
-    return machine_route(method, path, roles, kind, answer, make=make, **more)
-
-
-def _of_tf(method: str, path: str, kind: type[Struct], answer: Any) -> Route:
-    def make(ticket: int, asked: Any, owner: str, _names: Mapping[str, str]) -> tf.TfRequest:
-        return tf.TfRequest(ticket, asked, owner)
-
-    return machine_route(
-        method, path, TRAINERS, kind, answer, make=make, note="see [tensorflow.md](tensorflow.md)"
-    )
-
-
-_SHORT = OpenRequests.take_shard_request
-ROUTES = (
-    _of_shards("POST", ":next", shards.NextRequest, shards.NextAnswer, short=_SHORT),
-    _of_shards("POST", ":done", shards.DoneRequest, shards.DoneAnswer, short=_SHORT),
-    _of_shards("POST", ":resume", shards.ResumeRequest, shards.Resumed),
-    _of_shards("POST", ":agree", shards.AgreeRequest, shards.Agreed),
-    _of_shards("POST", ":extend", shards.ExtendRequest, None),
-    _of_shards("GET", "", shards.ReadStatus, shards.ShardStatus, WATCHERS),
-    _of_shards("GET", "/checkpoint", shards.ReadCheckpoint, shards.ShardCheckpoint),
-    _of_shards("PUT", "/checkpoint", shards.ShardCheckpoint, None),
-    _of_tf("POST", contract.TF_CLUSTER_SPEC_PATH, tf.ClusterSpecRequest, tf.ClusterSpec),
-    _of_tf("GET", contract.TF_WAITING_NODES_PATH, tf.LookRequest, tf.WaitingNodes),
-    _of_tf("POST", contract.TF_BARRIER_PATH, tf.BarrierRequest, tf.Passed),
-    _of_tf("POST", contract.TF_SYNCHRONIZE_PATH, tf.SynchronizeRequest, tf.Synchronized),
-)

@@ -7,7 +7,7 @@ is in unix seconds. docs/status.md explains each key.
 """
 
 import contextlib
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -15,7 +15,6 @@ from msgspec import Struct
 from elastic_driver.core.measured import Measured
 from elastic_driver.core.status import CounterStatus, JobStatus, SlowStatus
 from elastic_driver.features.checks.report import CheckReport
-from elastic_driver.features.tensorflow.messages import TfStatus
 
 
 class GoodputStatus(Struct, frozen=True):
@@ -49,7 +48,7 @@ class JobDocument(JobStatus, frozen=True, kw_only=True):
     goodput: GoodputStatus | None = None
     events: dict[str, int] = {}  # noqa: RUF012 - how many were logged, by name
     node_check: CheckReport | None = None
-    tf: TfStatus | None = None
+    tf: Any = None  # what the machine of TensorFlow's clusters shows
 
 
 class ServiceDocument(Struct, frozen=True, kw_only=True):
@@ -58,7 +57,7 @@ class ServiceDocument(Struct, frozen=True, kw_only=True):
     run_id: str
     endpoint: str
     started: float
-    tf: TfStatus
+    tf: Any
     state: Literal["serving"]
 
 

@@ -8,10 +8,10 @@ import time
 from elastic_driver.core.driver_events import Tick
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
-from elastic_driver.kernel.machine import Reply
+from elastic_driver.kernel.machine import ForMachine, Reply
 from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.api import job_access
-from elastic_driver.runtime.machine_api import OpenRequests, RequestEvent, add_machine_routes
+from elastic_driver.runtime.machine_api import OpenRequests
 from rendezvous.server import RendezvousServer
 
 
@@ -19,7 +19,7 @@ def serve(machine: DataSets | TfCluster, token: str, port: int = 0) -> Rendezvou
     """Return a server, not yet started, whose requests this machine answers."""
     timers: list[asyncio.TimerHandle] = []
 
-    def handle(event: RequestEvent | Tick) -> bool:
+    def handle(event: ForMachine | Tick) -> bool:
         decisions = machine.handle(event, time.monotonic())  # type: ignore[arg-type]
         requests.answer(decision for decision in decisions if isinstance(decision, Reply))
         for timer in timers:
@@ -34,5 +34,5 @@ def serve(machine: DataSets | TfCluster, token: str, port: int = 0) -> Rendezvou
         port=port,
         token=token,
         access=job_access(),
-        routes=lambda app: add_machine_routes(app, requests),
+        routes=requests.add_to,
     )

@@ -16,6 +16,11 @@ MAX_VALUE_BYTES = 1024 * 1024
 Address = Annotated[str, Meta(min_length=3, max_length=300, pattern=r"^\S+:[0-9]{1,5}\Z")]
 Nodes = Annotated[int, Meta(ge=1, le=100_000)]
 
+CLUSTER_SPEC_PATH = "/v1/tf/cluster_spec"
+WAITING_NODES_PATH = "/v1/tf/waiting_nodes"
+BARRIER_PATH = "/v1/tf/barrier"
+SYNCHRONIZE_PATH = "/v1/tf/synchronize"
+
 
 class ClusterSpecRequest(RepeatableRequest, frozen=True, forbid_unknown_fields=True):
     """`address` (`host:port`) wants to be in a cluster of `min_nodes` to `max_nodes`.

@@ -16,7 +16,6 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from elastic_driver import contract
 from elastic_driver.core.tf_config import tf_config
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.features.tensorflow import messages
@@ -87,14 +86,14 @@ class TfNode(AbstractContextManager["TfNode"]):
             bounds = (*self._bounds, wait, self._gather)
             request = messages.ClusterSpecRequest(self.address, *bounds, request=name)
             try:
-                return self._post(contract.TF_CLUSTER_SPEC_PATH, request, wait, ClusterSpec)
+                return self._post(messages.CLUSTER_SPEC_PATH, request, wait, ClusterSpec)
             except TfClusterError as error:
                 if error.code != "timed_out" or time.monotonic() >= until:
                     raise
 
     def waiting_nodes(self) -> WaitingNodes:
         """Return the waiting and the lost nodes; renew this node's lease."""
-        path = f"{contract.TF_WAITING_NODES_PATH}?{urlencode({'address': self.address})}"
+        path = f"{messages.WAITING_NODES_PATH}?{urlencode({'address': self.address})}"
         answer = self._client.get_bytes(path, ANSWER_S + self._absence)
         return msgspec.json.decode(answer, type=WaitingNodes)
 
@@ -110,7 +109,7 @@ class TfNode(AbstractContextManager["TfNode"]):
         """
         called = self.address, tag, timeout, failure
         request = messages.BarrierRequest(*called, request=new_request_id())
-        self._post(contract.TF_BARRIER_PATH, request, timeout, messages.Passed)
+        self._post(messages.BARRIER_PATH, request, timeout, messages.Passed)
 
     def synchronize(
         self, tag: str, value: bytes, timeout: float, *, failure: str | None = None
@@ -118,7 +117,7 @@ class TfNode(AbstractContextManager["TfNode"]):
         """Return every member's value by address, in the order of indices; else as `barrier`."""
         called = self.address, tag, timeout, failure, value
         request = messages.SynchronizeRequest(*called, request=new_request_id())
-        path, answer = contract.TF_SYNCHRONIZE_PATH, messages.Synchronized
+        path, answer = messages.SYNCHRONIZE_PATH, messages.Synchronized
         return self._post(path, request, timeout, answer).values
 
     def close(self) -> None:
