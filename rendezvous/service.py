@@ -238,5 +238,5 @@ def _answer(done: Done, results: Results | None) -> None:
 
 
 def _is_of_crowd(owner: Owner) -> bool:
-    """Return whether an owner of keys is a worker; agents and people have room beside all."""
+    """Return whether an owner of keys is one of many; the others have room beside all of these."""
     return isinstance(owner, Caller) and owner.role.crowd
