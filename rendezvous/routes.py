@@ -109,7 +109,7 @@ def short_ways(routes: Iterable[Route], part: object) -> dict[str, Post]:
 JSON = "application/json"
 CALLER = web.RequestKey("caller", Caller)
 CLIENT = web.RequestKey("client", Client)  # the connection that a request came by
-PEER = web.RequestKey("peer", str)  # who has connected (`peers`), whatever the request says
+PEER = web.RequestKey("peer", str)  # who has connected (`Peers`), whatever the request says
 SESSION = web.RequestKey("session", Session)  # of a request without a token
 FORBIDDEN = "forbidden"
 ACCESS = web.AppKey("access", Access)

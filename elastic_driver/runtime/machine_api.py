@@ -39,21 +39,10 @@ from rendezvous.wire import UNREADABLE
 
 Asking = shards.ShardRequest | tf.TfRequest
 RequestEvent = Asking | RequestDropped
-SHARDS_PATH = "/v1/shards/"
 _UNPROCESSABLE = ("bad_bounds", "bad_dataset", "bad_name", "other_source", "unknown_partition")
 _STATUS = {"unknown_dataset": 404, "timed_out": 408, "too_large": 413}
 _STATUS |= dict.fromkeys(_UNPROCESSABLE, 422)  # 409 for all other rejections
-_OF_WORKERS = (
-    *(shards.NextRequest, shards.DoneRequest),
-    *(shards.ResumeRequest, shards.AgreeRequest, shards.ExtendRequest),
-)
 _encode = msgspec.json.Encoder().encode
-_DECODE_FAST: dict[str, Callable[[bytes], shards.NextRequest | shards.DoneRequest]] = {
-    "next": msgspec.json.Decoder(shards.NextRequest).decode,
-    "done": msgspec.json.Decoder(shards.DoneRequest).decode,
-}
-
-
 # An encoded answer; None: one without content.
 Answer = bytes | Problem | None
 
@@ -66,7 +55,7 @@ class OpenRequests:
     """
 
     def __init__(self, post: Callable[[RequestEvent], bool], rounds: RoundMembers) -> None:
-        self._post, self._rounds = post, rounds
+        self._post, self.rounds = post, rounds
         self._tickets = count(1)
         self._open: dict[int, Callable[[Answer], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -104,47 +93,6 @@ class OpenRequests:
             raise answer
         return answer
 
-    def take_shard_request(
-        self, caller: Caller, path: str, body: bytes, answer: Callable[[int, bytes], None]
-    ) -> Callable[[], None] | None:
-        """Take a request for a shard, or a report, from the server's fast path."""
-        name, _, action = path.removeprefix(SHARDS_PATH).partition(":")
-        decode = _DECODE_FAST.get(action)
-        if decode is None or not name or "%" in name:
-            return None
-        try:
-            request = decode(body)
-        except UNREADABLE:
-            return None
-        if not self.may_ask(caller, request):
-            return None
-
-        def done(found: Answer) -> None:
-            if isinstance(found, Problem):
-                answer(found.status, problem_body(found))
-            else:
-                answer(200, found or b"")
-
-        owner = _slot_of(caller)
-        return self.begin(lambda ticket: shards.ShardRequest(ticket, name, request, owner), done)
-
-    def may_ask(self, caller: Caller, request: Struct) -> bool:
-        """Return whether a caller may send this: a worker asks and reports in its own name.
-
-        A member of the newest world may also do so for the world. It alone may say what the model
-        of the world was trained with, or how far a stream goes.
-        """
-        if caller.role is not token_roles.WORKER or not isinstance(request, _OF_WORKERS):
-            return True
-        if isinstance(request, shards.ExtendRequest):
-            return self._rounds.may_speak_for_world(caller.subject)
-        if request.worker == shards.WORLD:
-            return self._rounds.may_speak_for_world(caller.subject)
-        if isinstance(request, shards.AgreeRequest):
-            return False
-        opens = isinstance(request, shards.ResumeRequest) and not request.held
-        return request.worker == caller.subject or (opens and request.worker == shards.OPENING)
-
     def answer(self, replies: Iterable[Reply]) -> None:
         """Answer waiting requests; called in the driver's thread."""
         encoded: dict[int, bytes] = {}  # an answer that many wait for is encoded once
@@ -180,6 +128,11 @@ class OpenRequests:
             done(Problem(503, "stopping", "the driver is stopping", "ask its successor"))
 
 
+# Returns what makes the event of a request by its ticket; raises Problem if the caller may not ask.
+# Its arguments: where the request will wait, the caller, the request, and the names in the path.
+Begin = Callable[[OpenRequests, Caller, Any, Mapping[str, str]], Callable[[int], Asking]]
+
+
 def machine_route(
     method: str,
     path: str,
@@ -187,7 +140,7 @@ def machine_route(
     kind: type[Struct],
     answer: Any,
     *,
-    make: Callable[[int, Any, str, Mapping[str, str]], Asking],
+    begin: Begin,
     short: Callable[..., Callable[[], object] | None] | None = None,
     note: str = "",
 ) -> Route:
@@ -196,8 +149,6 @@ def machine_route(
     Args:
         kind: the type of the request: of the body, or of a GET's query.
         answer: that of the machine's answer; None: it has no content.
-        make: returns the event for a ticket, a request, the slot of its worker ("" for others), and
-            the names in the path.
     """
     decode_body = msgspec.json.Decoder(kind).decode
     is_get = method == "GET"
@@ -207,15 +158,8 @@ def machine_route(
 
     async def handler(requests: OpenRequests, request: web.Request) -> web.Response:
         asked = await read_json(request, partial(decode, request))
-        caller = caller_of(request)
-        if not requests.may_ask(caller, asked):
-            whom = getattr(asked, "worker", shards.WORLD)
-            said = f"worker {caller.subject} may not speak for {whom!r} here"
-            raise forbidden(f"{said}: it holds shards in its own name, or as a member of the world")
-        if isinstance(asked, shards.ShardCheckpoint) and caller.role is token_roles.WORKER:
-            asked = shards.RestoreRequest(caller.subject, asked)
-        owner, names = _slot_of(caller), request.match_info
-        found = await requests.ask(lambda ticket: make(ticket, asked, owner, names))
+        event_of = begin(requests, caller_of(request), asked, request.match_info)
+        found = await requests.ask(event_of)
         status = 204 if found is None else 200
         return web.Response(body=found, status=status, content_type=JSON)
 
@@ -234,7 +178,7 @@ def machine_route(
     )
 
 
-def _slot_of(caller: Caller) -> str:
+def slot_of(caller: Caller) -> str:
     """Return the slot of a worker, whose share its successors have too; "" for any other caller."""
     return caller.subject.rpartition(".")[0] if caller.role is token_roles.WORKER else ""
 
@@ -248,40 +192,117 @@ def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arg
             raise
 
 
-# ---- rows --------------------------------------------------------------------------------
+# ---- data shards -------------------------------------------------------------------------
+
+SHARDS_PATH = "/v1/shards/"
+_OF_WORKERS = (
+    shards.NextRequest,
+    shards.DoneRequest,
+    shards.ResumeRequest,
+    shards.AgreeRequest,
+    shards.ExtendRequest,
+)
+_DECODE_SHORT: dict[str, Callable[[bytes], shards.NextRequest | shards.DoneRequest]] = {
+    "next": msgspec.json.Decoder(shards.NextRequest).decode,
+    "done": msgspec.json.Decoder(shards.DoneRequest).decode,
+}
+
+
+def _may_ask(rounds: RoundMembers, caller: Caller, request: Struct) -> bool:
+    """Return whether a caller may send this: a worker asks and reports in its own name.
+
+    A member of the newest world may also do so for the world. It alone may say what the model
+    of the world was trained with, or how far a stream goes.
+    """
+    if caller.role is not token_roles.WORKER or not isinstance(request, _OF_WORKERS):
+        return True
+    if isinstance(request, shards.ExtendRequest):
+        return rounds.may_speak_for_world(caller.subject)
+    if request.worker == shards.WORLD:
+        return rounds.may_speak_for_world(caller.subject)
+    if isinstance(request, shards.AgreeRequest):
+        return False
+    opens = isinstance(request, shards.ResumeRequest) and not request.held
+    return request.worker == caller.subject or (opens and request.worker == shards.OPENING)
+
+
+def _take_short(
+    requests: OpenRequests,
+    caller: Caller,
+    path: str,
+    body: bytes,
+    answer: Callable[[int, bytes], None],
+) -> Callable[[], None] | None:
+    """Take a request for a shard, or a report, from the server's fast path."""
+    name, _, action = path.removeprefix(SHARDS_PATH).partition(":")
+    decode = _DECODE_SHORT.get(action)
+    if decode is None or not name or "%" in name:
+        return None
+    try:
+        request = decode(body)
+    except UNREADABLE:
+        return None
+    if not _may_ask(requests.rounds, caller, request):
+        return None
+
+    def done(found: Answer) -> None:
+        if isinstance(found, Problem):
+            answer(found.status, problem_body(found))
+        else:
+            answer(200, found or b"")
+
+    owner = slot_of(caller)
+    return requests.begin(lambda ticket: shards.ShardRequest(ticket, name, request, owner), done)
 
 
 def _of_shards(
+    requests: OpenRequests, caller: Caller, asked: Any, names: Mapping[str, str]
+) -> Callable[[int], shards.ShardRequest]:
+    if not _may_ask(requests.rounds, caller, asked):
+        whom = getattr(asked, "worker", shards.WORLD)
+        said = f"worker {caller.subject} may not speak for {whom!r} here"
+        raise forbidden(f"{said}: it holds shards in its own name, or as a member of the world")
+    if isinstance(asked, shards.ShardCheckpoint) and caller.role is token_roles.WORKER:
+        asked = shards.RestoreRequest(caller.subject, asked)
+    name, owner = names["dataset"], slot_of(caller)
+    return lambda ticket: shards.ShardRequest(ticket, name, asked, owner)
+
+
+def _shards(
     method: str, action: str, kind: type[Struct], answer: Any, roles: Roles = TRAINERS, **more: Any
 ) -> Route:
-    def make(ticket: int, asked: Any, owner: str, names: Mapping[str, str]) -> shards.ShardRequest:
-        return shards.ShardRequest(ticket, names["dataset"], asked, owner)
-
     path = f"{SHARDS_PATH}{{dataset:[^/:]+}}{action}"
-    return machine_route(method, path, roles, kind, answer, make=make, **more)
+    return machine_route(method, path, roles, kind, answer, begin=_of_shards, **more)
 
 
-def _of_tf(method: str, path: str, kind: type[Struct], answer: Any) -> Route:
-    def make(ticket: int, asked: Any, owner: str, _names: Mapping[str, str]) -> tf.TfRequest:
-        return tf.TfRequest(ticket, asked, owner)
-
-    return machine_route(
-        method, path, TRAINERS, kind, answer, make=make, note="see [tensorflow.md](tensorflow.md)"
-    )
+# ---- TensorFlow --------------------------------------------------------------------------
 
 
-_SHORT = OpenRequests.take_shard_request
+def _of_tf(
+    _requests: OpenRequests, caller: Caller, asked: Any, _names: Mapping[str, str]
+) -> Callable[[int], tf.TfRequest]:
+    owner = slot_of(caller)
+    return lambda ticket: tf.TfRequest(ticket, asked, owner)
+
+
+def _tf(method: str, path: str, kind: type[Struct], answer: Any) -> Route:
+    note = "see [tensorflow.md](tensorflow.md)"
+    return machine_route(method, path, TRAINERS, kind, answer, begin=_of_tf, note=note)
+
+
+# ---- rows --------------------------------------------------------------------------------
+
 ROUTES = (
-    _of_shards("POST", ":next", shards.NextRequest, shards.NextAnswer, short=_SHORT),
-    _of_shards("POST", ":done", shards.DoneRequest, shards.DoneAnswer, short=_SHORT),
-    _of_shards("POST", ":resume", shards.ResumeRequest, shards.Resumed),
-    _of_shards("POST", ":agree", shards.AgreeRequest, shards.Agreed),
-    _of_shards("POST", ":extend", shards.ExtendRequest, None),
-    _of_shards("GET", "", shards.ReadStatus, shards.ShardStatus, WATCHERS),
-    _of_shards("GET", "/checkpoint", shards.ReadCheckpoint, shards.ShardCheckpoint),
-    _of_shards("PUT", "/checkpoint", shards.ShardCheckpoint, None),
-    _of_tf("POST", contract.TF_CLUSTER_SPEC_PATH, tf.ClusterSpecRequest, tf.ClusterSpec),
-    _of_tf("GET", contract.TF_WAITING_NODES_PATH, tf.LookRequest, tf.WaitingNodes),
-    _of_tf("POST", contract.TF_BARRIER_PATH, tf.BarrierRequest, tf.Passed),
-    _of_tf("POST", contract.TF_SYNCHRONIZE_PATH, tf.SynchronizeRequest, tf.Synchronized),
+    _shards("POST", ":next", shards.NextRequest, shards.NextAnswer, short=_take_short),
+    _shards("POST", ":done", shards.DoneRequest, shards.DoneAnswer, short=_take_short),
+    _shards("POST", ":resume", shards.ResumeRequest, shards.Resumed),
+    _shards("POST", ":agree", shards.AgreeRequest, shards.Agreed),
+    _shards("POST", ":extend", shards.ExtendRequest, None),
+    _shards("GET", "", shards.ReadStatus, shards.ShardStatus, WATCHERS),
+    _shards("GET", "/checkpoint", shards.ReadCheckpoint, shards.ShardCheckpoint),
+    _shards("PUT", "/checkpoint", shards.ShardCheckpoint, None),
+    _tf("POST", contract.TF_CLUSTER_SPEC_PATH, tf.ClusterSpecRequest, tf.ClusterSpec),
+    _tf("GET", contract.TF_WAITING_NODES_PATH, tf.LookRequest, tf.WaitingNodes),
+    _tf("POST", contract.TF_BARRIER_PATH, tf.BarrierRequest, tf.Passed),
+    _tf("POST", contract.TF_SYNCHRONIZE_PATH, tf.SynchronizeRequest, tf.Synchronized),
 )

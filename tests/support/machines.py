@@ -11,7 +11,7 @@ from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.api import job_access
-from elastic_driver.runtime.machine_api import OpenRequests, RequestEvent, add_machine_routes
+from elastic_driver.runtime.machine_api import OpenRequests, RequestEvent
 from rendezvous.server import RendezvousServer
 
 
@@ -34,5 +34,5 @@ def serve(machine: DataSets | TfCluster, token: str, port: int = 0) -> Rendezvou
         port=port,
         token=token,
         access=job_access(),
-        routes=lambda app: add_machine_routes(app, requests),
+        routes=requests.add_to,
     )
