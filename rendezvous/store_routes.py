@@ -140,10 +140,9 @@ def store_rows(users: Roles, readers: Roles, of_batches: Roles) -> tuple[Route, 
             *("PUT", _KEY, users, KVRoutes.put),
             body=BINARY,
             query=KVQuery,
-            code=204,
             note="the answer has `X-Revision`",
         ),
-        Route("DELETE", _KEY, users, KVRoutes.delete, code=204, errors=("404 not_found",)),
+        Route("DELETE", _KEY, users, KVRoutes.delete, errors=("404 not_found",)),
     )
 
 

@@ -142,7 +142,6 @@ def machine_route(
     *,
     begin: Begin,
     short: Callable[..., Callable[[], object] | None] | None = None,
-    note: str = "",
 ) -> Route:
     """Return the row of a request that a machine answers.
 
@@ -171,10 +170,8 @@ def machine_route(
         answer,
         body=None if is_get else kind,
         query=kind if is_get else None,
-        code=204 if answer is None else 200,
         sentence=first_line(kind),
         short=short,
-        note=note,
     )
 
 
@@ -286,8 +283,7 @@ def _of_tf(
 
 
 def _tf(method: str, path: str, kind: type[Struct], answer: Any) -> Route:
-    note = "see [tensorflow.md](tensorflow.md)"
-    return machine_route(method, path, TRAINERS, kind, answer, begin=_of_tf, note=note)
+    return machine_route(method, path, TRAINERS, kind, answer, begin=_of_tf)
 
 
 # ---- rows --------------------------------------------------------------------------------
