@@ -44,13 +44,11 @@ VISIBLE_DEVICES = (
     *("ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
 )
 
-# ---- routes of the driver, besides those of the store (`rendezvous.wire`) -----------------
+# ---- routes of the driver that our own programs use; each has a row beside its handler ---
 EVENTS_PATH = "/v1/events"
 STATUS_PATH = "/v1/status"
-HISTORY_PATH = "/v1/history"
 LIVE_PATH = "/v1/live"
 LOGIN_PATH = "/login"
-LOGOUT_PATH = "/logout"
 LOGIN_CODES_PATH = "/v1/login-codes"
 METRICS_PATH = "/metrics"  # the default of Prometheus
 SCALE_PATH = "/v1/scale"

@@ -95,12 +95,12 @@ def make_token() -> str:
 
 
 def operator_token(driver_token: str) -> str:
-    """Return the token of people and programs that steer the job (`elasticctl scale`)."""
+    """Return the token of people and programs that steer."""
     return derived_token(driver_token, Role.OPERATOR)
 
 
 def reader_token(driver_token: str) -> str:
-    """Return the token of programs that only look: status, metrics, event log."""
+    """Return the token of people and programs that only look."""
     return derived_token(driver_token, Role.READER)
 
 

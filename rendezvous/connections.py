@@ -50,7 +50,7 @@ class Client:
     )
 
     def __init__(self, now: float, peer: str = "") -> None:
-        self.peer = peer  # see `peers`
+        self.peer = peer  # see `fairness.Peers`
         self.patience = 0.0  # more time until its first request, for a handshake
         self.transport: asyncio.WriteTransport | None = None  # of the socket, once there is one
         self.caller: Caller | None = None  # the owner of its first authorized request
@@ -110,7 +110,7 @@ class Connections:
     # ---- how many ------------------------------------------------------------------------
 
     def opened(self, peer: str = "") -> Client:
-        """Record a new connection of a peer (see `peers`)."""
+        """Record a new connection of a peer (see `fairness.Peers`)."""
         now = self.loop.time()
         client = Client(now, peer)
         client.patience = self._handshake

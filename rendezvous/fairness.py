@@ -1,10 +1,9 @@
 """How clients share one server: the room that each has, their turns, and who they are.
 
 `Shares` is bounded room of one kind, such as places for streams: a share for each client, and a
-reserve. One client (a token, or a session of a browser) gets a quarter at most. Machines (agents,
-workers, nodes, jobs, tokens of readers, and all strangers together) leave an eighth to people;
-sessions of readers leave half of that to those who steer the job. The driver's own token has the
-whole.
+reserve. One client (a token, or a session of a browser) gets a quarter at most. Machines (the
+tokens of readers and of all other roles, and all strangers together) leave an eighth to people;
+sessions of readers leave half of that to those who steer. The driver's own token has the whole.
 
 `Turns` is for requests that may take long: a little of them in each turn of the loop. Heartbeats
 and other quick requests come between two of them, however many there are. There are several queues,

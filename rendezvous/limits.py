@@ -26,7 +26,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     reserve: int | None = None  # descriptors kept for the driver; None: see `reserve_of` [files]
     unproven: int = 1024  # connections without an authorized request so far [unproven]
     unproven_s: float = 5.0  # until the first authorized request [unproven_time]
-    of_one_caller: int = 256  # connections of one agent or worker [caller]
+    of_one_caller: int = 256  # connections of one client [caller]
     head_s: float = 10.0  # for a head to arrive, from its first byte [request_time]
     body_s: float = 60.0  # for a whole request to arrive [request_time]
     stuck_s: float = 60.0  # for a client to take the next piece of an answer [answer_time]
@@ -129,7 +129,7 @@ class StoreSpace:
     """The bytes and keys in a store.
 
     Keys that begin with one of `system` are the job's own; all others are users'. `is_of_crowd`
-    tells the owners, such as workers, that leave an eighth of all to the others.
+    tells the owners that leave an eighth of all to the others.
     """
 
     def __init__(

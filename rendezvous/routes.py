@@ -51,7 +51,7 @@ class Route(RouteRights):
         answer: the type of the JSON document of a good answer, or a media type; None: no content.
         body: the same of the request.
         query: the type whose fields the query may have, by name.
-        code: the status of a good answer.
+        code: the status of a good answer; 0: 204 without content, 202 with `Accepted`, else 200.
         optional: the body may be empty.
         more: other media types of the answer.
         errors: `status code` of the errors that this route has and others have not.
@@ -65,13 +65,20 @@ class Route(RouteRights):
     answer: Any = None
     body: Any = None
     query: type[Struct] | None = None
-    code: int = 200
+    code: int = 0
     optional: bool = False
     more: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     sentence: str = ""
     note: str = ""
     short: Callable[..., Callable[[], object] | None] | None = None
+
+    @property
+    def status(self) -> int:
+        """The status of a good answer."""
+        return self.code or (
+            204 if self.answer is None else 202 if self.answer is Accepted else 200
+        )
 
     @property
     def summary(self) -> str:
@@ -109,7 +116,7 @@ def short_ways(routes: Iterable[Route], part: object) -> dict[str, Post]:
 JSON = "application/json"
 CALLER = web.RequestKey("caller", Caller)
 CLIENT = web.RequestKey("client", Client)  # the connection that a request came by
-PEER = web.RequestKey("peer", str)  # who has connected (`peers`), whatever the request says
+PEER = web.RequestKey("peer", str)  # who has connected (`Peers`), whatever the request says
 SESSION = web.RequestKey("session", Session)  # of a request without a token
 FORBIDDEN = "forbidden"
 ACCESS = web.AppKey("access", Access)

@@ -99,7 +99,7 @@ class StoreService:
         A request with an id is carried out once: a repeat gets the results of the first request, or
         waits with it. When all its clients have gone, it stops waiting. The operations that it has
         carried out stay done, and a repeat carries out the others. `bounded`: the limits hold, as
-        they do for every batch but the driver's own. `owner`: see `space`.
+        they do for every batch but the driver's own. `owner`: see `StoreSpace`.
         """
         if self._closed:
             done(None)
@@ -238,5 +238,5 @@ def _answer(done: Done, results: Results | None) -> None:
 
 
 def _is_of_crowd(owner: Owner) -> bool:
-    """Return whether an owner of keys is a worker; agents and people have room beside all."""
+    """Return whether an owner of keys is one of many; the others have room beside all of these."""
     return isinstance(owner, Caller) and owner.role.crowd

@@ -50,7 +50,7 @@ class Session:
 
     caller: Caller
     until: float
-    peer: str  # who has asked for it (`peers`)
+    peer: str  # who has asked for it (`fairness.Peers`)
     browser: bytes = b""  # digest of the cookie
     cuts: set[Callable[[], object]] = field(default_factory=set)
 
@@ -84,7 +84,7 @@ class Sessions:
     ) -> Begun | None:
         """Return a new session of a browser with these cookies; None: this role has none.
 
-        `peer`: who has connected (`peers`).
+        `peer`: who has connected (`fairness.Peers`).
         """
         role = _ROLES.get(caller.role)
         if role is None:

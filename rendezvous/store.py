@@ -14,8 +14,8 @@ another batch is carried out; when the wait is over, the batch goes on.
 * Below a sealed prefix, writes and waits are refused as long as the store exists; no keys exist
   there.
 * `limits` bound what a client's batch may cost and leave behind. An operation over a bound is
-  refused, and the batch goes on. The driver's own batches have no bounds. `space` knows the room
-  that each client's keys take.
+  refused, and the batch goes on. The driver's own batches have no bounds. `StoreSpace` knows the
+  room that each client's keys take.
 """
 
 import math

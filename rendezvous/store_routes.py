@@ -131,19 +131,25 @@ def store_rows(users: Roles, readers: Roles, of_batches: Roles) -> tuple[Route, 
         Route("GET", wire.HEALTH_PATH, None, KVRoutes.health, Healthy),
         Route("POST", wire.BATCH_PATH, of_batches, KVRoutes.batch, wire.BatchReply, wire.KVBatch),
         Route(
-            *("GET", _KEY, readers, KVRoutes.get, BINARY),
+            "GET",
+            _KEY,
+            readers,
+            KVRoutes.get,
+            BINARY,
             query=KVQuery,
             errors=("404 not_found", "408 timed_out"),
             note="with `X-Revision`",
         ),
         Route(
-            *("PUT", _KEY, users, KVRoutes.put),
+            "PUT",
+            _KEY,
+            users,
+            KVRoutes.put,
             body=BINARY,
             query=KVQuery,
-            code=204,
             note="the answer has `X-Revision`",
         ),
-        Route("DELETE", _KEY, users, KVRoutes.delete, code=204, errors=("404 not_found",)),
+        Route("DELETE", _KEY, users, KVRoutes.delete, errors=("404 not_found",)),
     )
 
 
@@ -169,4 +175,4 @@ def mount_store(app: web.Application, service: StoreService) -> None:
     """Mount the routes."""
     part = KVRoutes(service)
     mount(app, store_rows(NOBODY, NOBODY, NOBODY), part)  # who may use them is not asked here
-    app.router.add_head(wire.HEALTH_PATH, part.health)
+    app.router.add_head(wire.HEALTH_PATH, part.health)  # load balancers may send it

@@ -247,7 +247,6 @@ def _of_user(path: str, kind: type[JobEvent], *errors: str, note: str = "") -> R
         handler,
         Accepted,
         _body_of(kind, path),
-        code=202,
         optional=True,
         errors=errors,
         sentence=first_line(kind),
@@ -265,15 +264,11 @@ ROUTES = (
         EventRoutes.post_event,
         answer=Accepted,
         body=ev.WireEvent | TaskEnded,
-        code=202,
         short=EventRoutes.take_event,
         note="the answer comes when the journal has it",
     ),
     _of_user(
-        contract.SCALE_PATH,
-        ev.ScaleRequested,
-        *_SIZES,
-        note="`null` leaves it to the job again",
+        contract.SCALE_PATH, ev.ScaleRequested, *_SIZES, note="`null` leaves it to the job again"
     ),
     _of_user(
         contract.PLAN_PATH,
@@ -285,9 +280,7 @@ ROUTES = (
     _of_user(contract.DRAIN_PATH, ev.DrainRequested, "404 unknown_host"),
     _of_user(contract.UNDRAIN_PATH, ev.DrainCancelled, "404 unknown_host", "409 not_drained"),
     _of_user(
-        contract.STACKS_PATH,
-        ev.StacksRequested,
-        note="the answer is the event `stacks_collected`",
+        contract.STACKS_PATH, ev.StacksRequested, note="the answer is the event `stacks_collected`"
     ),
     Route(
         "POST",
@@ -296,7 +289,6 @@ ROUTES = (
         EventRoutes.stop,
         Accepted,
         body=_body_of(StopRequest, contract.STOP_PATH),
-        code=202,
         optional=True,
         note="its exit status is 143, and a second request ends it at once",
     ),

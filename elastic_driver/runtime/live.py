@@ -341,13 +341,4 @@ class Live:
         return bool(new)
 
 
-ROUTES = (
-    Route(
-        "GET",
-        contract.LIVE_PATH,
-        WATCHERS,
-        Live.get,
-        EVENT_STREAM,
-        note="see [page.md](page.md)",
-    ),
-)
+ROUTES = (Route("GET", contract.LIVE_PATH, WATCHERS, Live.get, EVENT_STREAM),)

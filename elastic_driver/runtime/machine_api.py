@@ -185,7 +185,6 @@ def machine_route(
         answer,
         body=None if is_get else kind,
         query=kind if is_get else None,
-        code=204 if answer is None else 200,
         sentence=first_line(kind),
         short=short,
         note=note,

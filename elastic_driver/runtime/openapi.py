@@ -92,7 +92,7 @@ def _entry(row: Route, schema_of: Mapping[int, Schema], components: Schema) -> d
         answer["content"] = _content(row.answer, schema_of)
         answer["content"] |= {media: {"schema": {"type": "string"}} for media in row.more}
     problem = {"description": "refused", "content": _content(wire.ErrorBody, schema_of)}
-    entry = {"parameters": parameters, "responses": {str(row.code): answer} | {
+    entry = {"parameters": parameters, "responses": {str(row.status): answer} | {
         "default": problem}}  # fmt: skip
     if row.body is not None:
         content = _content(row.body, schema_of)

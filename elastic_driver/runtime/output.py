@@ -114,7 +114,6 @@ ROUTES = (
         AgentsOutput.post_lines,
         Accepted,
         OutputLines,
-        code=202,
         note="they go to elasticrun's stdout and stderr",
     ),
 )

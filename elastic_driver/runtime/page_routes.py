@@ -191,7 +191,7 @@ ROUTES = (
         errors=("401 unauthorized", "403 no_session"),
         note="it has a cookie and a key, which goes in the header `X-Elastic` with each request",
     ),
-    Route("POST", "/logout", PEOPLE, PageRoutes.logout, None, Nothing, code=204, optional=True),
+    Route("POST", "/logout", PEOPLE, PageRoutes.logout, None, Nothing, optional=True),
     Route(
         "POST",
         contract.LOGIN_CODES_PATH,

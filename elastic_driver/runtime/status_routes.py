@@ -206,21 +206,6 @@ ROUTES = (
         note="as `text/event-stream` also new ones",
     ),
     Route("GET", contract.STATUS_PATH, WATCHERS, StatusRoutes.get_status, JobDocument),
-    Route(
-        "GET",
-        "/v1/history",
-        WATCHERS,
-        StatusRoutes.get_history,
-        History,
-        query=HistorySince,
-        note="see [operations.md](operations.md)",
-    ),
-    Route(
-        "GET",
-        contract.METRICS_PATH,
-        WATCHERS,
-        StatusRoutes.get_metrics,
-        TEXT,
-        note="see [operations.md](operations.md)",
-    ),
+    Route("GET", "/v1/history", WATCHERS, StatusRoutes.get_history, History, query=HistorySince),
+    Route("GET", contract.METRICS_PATH, WATCHERS, StatusRoutes.get_metrics, TEXT),
 )

@@ -61,7 +61,7 @@ def _routes() -> Iterator[str]:
         good = " or ".join(filter(None, [_message(row.answer), *(f"`{m}`" for m in row.more)]))
         errors = "".join(f"; {error[:4]}`{error[4:]}`" for error in row.errors)
         does = row.summary.rstrip(".") + (f"; {row.note}" if row.note else "")
-        yield f"| {route} | {takes} | {row.code} {good}".rstrip() + f"{errors} | {does} |"
+        yield f"| {route} | {takes} | {row.status} {good}".rstrip() + f"{errors} | {does} |"
 
 
 def _query(row: Route) -> str:

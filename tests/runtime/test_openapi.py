@@ -11,12 +11,14 @@ import pytest
 from aiohttp import web
 
 from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
+from elastic_driver.runtime import api
 from elastic_driver.runtime.api import ROUTES, DriverRoutes, job_access
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.openapi import OPENAPI_PATH
 from elastic_driver.runtime.output import AgentsOutput
 from elastic_driver.runtime.worker_logs import WorkerLogs
+from rendezvous.routes import collect
 from rendezvous.server import RendezvousServer
 from tests.rendezvous.common import TOKEN, request
 from tests.runtime.test_api import NotingDriver
@@ -118,3 +120,18 @@ def test_every_reference_of_the_document_leads_somewhere(routes: Routes) -> None
 
 def test_the_document_needs_a_token_like_every_route(routes: Routes) -> None:
     assert request(routes.server, "GET", OPENAPI_PATH, token=None)[0] == 401
+
+
+def test_the_folder_of_a_feature_brings_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("", "one", "two"):
+        folder = tmp_path / "features_of_a_test" / name
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+    (folder.parent / "one" / "routes.py").write_text("ROUTES = (1, 2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(api, "FEATURES", "features_of_a_test")
+    assert collect(api.features()) == (1, 2)
+    monkeypatch.setattr(api, "FEATURES", "elastic_driver.no_such_folder")
+    assert list(api.features()) == []

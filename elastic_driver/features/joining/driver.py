@@ -472,15 +472,7 @@ class CheckOfNodes(Backend):
 
 
 ROUTES = (
-    Route(
-        "POST",
-        join.HELLO_PATH,
-        None,
-        JoinedNodes.post_hello,
-        join.HelloAnswer,
-        join.Hello,
-        note="see [Nodes that join](#nodes-that-join)",
-    ),
+    Route("POST", join.HELLO_PATH, None, JoinedNodes.post_hello, join.HelloAnswer, join.Hello),
     Route(
         "POST",
         join.PROOF_PATH,
@@ -490,12 +482,5 @@ ROUTES = (
         join.NodeProof,
         errors=("403 no_proof",),
     ),
-    Route(
-        "POST",
-        join.NODES_PATH,
-        NODES,
-        JoinedNodes.post_report,
-        join.Joined,
-        join.NodeReport,
-    ),
+    Route("POST", join.NODES_PATH, NODES, JoinedNodes.post_report, join.Joined, join.NodeReport),
 )
