@@ -33,10 +33,15 @@ from torch.utils.data import Sampler, get_worker_info
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.permutation import Permutation, mix
+from elastic_driver.worker.context import say
 from elastic_driver.worker.current import rank_and_size
-from elastic_driver.worker.loops import BareLoop, find_loop, optimizer_steps, watch_optimizers
-from elastic_driver.worker.positions import Counted
-from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.positions import (
+    BareLoop,
+    Counted,
+    find_loop,
+    optimizer_steps,
+    watch_optimizers,
+)
 
 __all__ = ["ElasticSampler"]
 

@@ -30,10 +30,15 @@ from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.microbatches import TreeSum, finish_tree, tree_blocks
-from elastic_driver.worker.batching import resized
-from elastic_driver.worker.batching.agreement import Agreement, common_error
-from elastic_driver.worker.batching.buckets import Bucket, make_buckets
-from elastic_driver.worker.batching.layout import Layout, Subject
+from elastic_driver.worker.batching.layout import (
+    Agreement,
+    Bucket,
+    Layout,
+    Subject,
+    common_error,
+    make_buckets,
+    settle_buffers,
+)
 from elastic_driver.worker.torch_seams.tensors import add_all, multiply_all
 
 # Gradients, None where there is none, then per kind of buffers with a mean the changes, and then
@@ -162,7 +167,7 @@ class StepSum(ABC):
         buffers.settle_singles(means)
         buffers.apply(means, changes)
         if called:
-            resized.settle(self.subject.model, buffers, self._weights, self._ranges, self.device)
+            settle_buffers(self.subject.model, buffers, self._weights, self._ranges, self.device)
         buffers.derive()
         for parameter, gradient in zip(self._trained, entries, strict=False):
             parameter.grad = gradient

@@ -35,7 +35,7 @@ WORKING_SHARE = 0.1  # CPU seconds per second from which a thread counts as comp
 INTERRUPTION_S = 0.01  # CPU time between two checks of a thread that still counts as asleep
 QUIET_WEIGHT = 4  # of a check that finds all threads asleep
 _OURS = "/elastic_driver/worker/"
-_GLOO_WAITS = "/elastic_driver/worker/world/collective_waits.py"
+_GLOO_WAITS = "/elastic_driver/worker/world/gloo.py"
 STDERR = 2
 MAX_FRAMES = 60
 

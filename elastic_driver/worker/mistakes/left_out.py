@@ -22,9 +22,9 @@ from elastic_driver.worker.mistakes.script_objects import (
     children,
     pointer_of,
     search,
+    tell,
     variables,
 )
-from elastic_driver.worker.mistakes.told import tell
 from elastic_driver.worker.state_sync.fingerprint import contents
 
 FIRST, LAST = 3, 20  # the commits at which changes are looked for

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elastic_driver.worker.mistakes.script_objects import Kept, pointer_of
-from elastic_driver.worker.mistakes.told import tell
+from elastic_driver.worker.mistakes.script_objects import Kept, pointer_of, tell
 from elastic_driver.worker.state_sync.fingerprint import contents
 from elastic_driver.worker.state_sync.steps import trained_by
 from elastic_driver.worker.state_sync.tree import Tree

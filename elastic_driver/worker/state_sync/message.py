@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.generators import new_random, random_more, random_state
-from elastic_driver.worker.state_sync.known import looked_up
-from elastic_driver.worker.state_sync.numpy_values import is_array, is_scalar, written_dtype
+from elastic_driver.worker.state_sync.rng import new_random, random_more, random_state
 from elastic_driver.worker.state_sync.values import (
     LARGEST,
     OTHER,
@@ -29,15 +27,19 @@ from elastic_driver.worker.state_sync.values import (
     atoms,
     child_names,
     first_line,
+    is_array,
     is_referred,
+    is_scalar,
     is_single,
     kind_names,
     kind_of,
     kinds,
     knot,
+    looked_up,
     require_sent,
     too_deep,
     unkept,
+    written_dtype,
 )
 
 _PENDING = object()  # in place of a tuple whose content is still to be read

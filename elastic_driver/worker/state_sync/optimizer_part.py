@@ -9,15 +9,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.attributes import Attribute, Attributes
-from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.part import (
     NEVER,
+    Attribute,
+    Attributes,
     Named,
     Outgoing,
     Rest,
     StatePart,
+    Structure,
     require_tensor,
 )
 from elastic_driver.worker.state_sync.taking import Taker, as_kept, put_back

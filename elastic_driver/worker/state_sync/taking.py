@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from elastic_driver.worker.state_sync.generators import random_state
-from elastic_driver.worker.state_sync.numpy_values import is_array
+from elastic_driver.worker.state_sync.rng import random_state
 from elastic_driver.worker.state_sync.values import (
     DEEPEST,
     SIMPLE,
@@ -17,6 +16,7 @@ from elastic_driver.worker.state_sync.values import (
     fill_tensor,
     has_nameless_factory,
     has_part,
+    is_array,
     is_single,
     kind_of,
     knot,

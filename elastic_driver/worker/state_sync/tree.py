@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.glance import Glance, Structure
-from elastic_driver.worker.state_sync.gradients import Gradients
 from elastic_driver.worker.state_sync.leaves import Leaves
 from elastic_driver.worker.state_sync.message import ComparingWriter
+from elastic_driver.worker.state_sync.part import Glance, Structure
 from elastic_driver.worker.state_sync.parts import (
     ModulePart,
     OptimizerPart,
@@ -29,7 +28,7 @@ from elastic_driver.worker.state_sync.parts import (
     StatePart,
     part_for,
 )
-from elastic_driver.worker.state_sync.steps import Steps, trained_by
+from elastic_driver.worker.state_sync.steps import Gradients, Steps, trained_by
 from elastic_driver.worker.state_sync.taking import (
     Taker,
     as_kept,

@@ -3,6 +3,11 @@
 `run` and `elastic.init()` call it on the main thread: report READY, wait for a round with this
 worker in it, build its process group, train, leave, again. `notices` says when to leave. A process
 that `elasticrun` did not start is a world of one. Times are seconds.
+
+Parts of a script's process that live as long as a world: each starts in it and ends before it.
+
+The engine of Horovod's operations is one. `run` starts them in each new world, and `membership`
+stops them before it takes the world's process group down.
 """
 
 import threading
@@ -10,7 +15,7 @@ import time
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 from torch.distributed import HashStore, Store
@@ -22,19 +27,60 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker import accelerator, context, current
+from elastic_driver.worker.context import say
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpointTask
+from elastic_driver.worker.heartbeat.preemption import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync.sharing import UnfitError
 from elastic_driver.worker.torch_seams import process_groups
-from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world import companions, groups
+from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf
 from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
 from elastic_driver.worker.world.notices import RoundNotices
 from rendezvous.errors import AbortedError, UnreachableError
 from rendezvous.torch_store import HTTPStore
+
+
+class Companion(Protocol):
+    """Something that works over the process group of one world; called on the training thread."""
+
+    def start(self) -> None:
+        """Start in the world that this process has just joined. Collective: all ranks call it."""
+
+    def stop(self, *, broken: bool) -> None:
+        """End, within seconds; a second call does nothing.
+
+        `broken`: the world is of no use any more, so no peer is waited for.
+        """
+
+
+_companions: list[Companion] = []
+
+
+def add_companion(companion: Companion) -> None:
+    """Start this companion in every world that comes; a second call does nothing."""
+    if companion not in _companions:
+        _companions.append(companion)
+
+
+def remove_companion(companion: Companion) -> None:
+    """Start this companion in no world any more."""
+    if companion in _companions:
+        _companions.remove(companion)
+
+
+def start_companions() -> None:
+    """Start all companions in a new world."""
+    for companion in _companions:
+        companion.start()
+
+
+def stop_companions(*, broken: bool = False) -> None:
+    """Stop all companions; see `Companion.stop`."""
+    for companion in _companions:
+        companion.stop(broken=broken)
+
 
 CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
 END_S = 5.0  # at the end of the script, for gloo's old groups to end; usually milliseconds
@@ -301,7 +347,7 @@ class JobMembership:
         A peer that has not got the notice to leave yet finds its group broken. The connections
         themselves stay open until the next round: see `connections`.
         """
-        companions.stop_all()
+        stop_companions()
         # Before `group` is reset: a notice that comes meanwhile has to reach the device.
         problem = self.group.cut_off_device(broken=False) if self.group is not None else None
         group = self._notices.left()
