@@ -4,14 +4,11 @@
 alone, as a world of one. Some variables without the others are an error. The context holds the path
 of the token file, never the token; `client` reads it. Times are seconds. This module does not
 import torch.
-
-Lines that a worker writes about itself to its stderr: few, and each a whole sentence.
 """
 
 import multiprocessing
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +18,6 @@ from msgspec import Meta, Struct, field
 
 from elastic_driver import contract
 from elastic_driver.errors import UsageError
-from elastic_driver.words import printable
 from rendezvous.auth import read_credentials
 from rendezvous.client import DEFAULT_TIMEOUT_S, RendezvousClient
 
@@ -101,9 +97,3 @@ def use_scratch(folder: str) -> None:
     config = getattr(multiprocessing.current_process(), "_config", None)
     if isinstance(config, dict):
         config.setdefault("tempdir", folder)
-
-
-def say(message: str) -> None:
-    """Write one line, marked as ours, in one piece."""
-    sys.stderr.write(f"elastic: {printable(message)}\n")
-    sys.stderr.flush()

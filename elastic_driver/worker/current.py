@@ -28,7 +28,7 @@ from msgspec import Struct
 from elastic_driver import contract
 from elastic_driver.core.members import SlotInfo
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.context import say
+from elastic_driver.worker.worker_log import say
 
 _LONGEST = 2000  # bytes
 

@@ -33,7 +33,6 @@ from torch.utils.data import Sampler, get_worker_info
 
 from elastic_driver.errors import UsageError
 from elastic_driver.policies.permutation import Permutation, mix
-from elastic_driver.worker.context import say
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.positions import (
     BareLoop,
@@ -42,6 +41,7 @@ from elastic_driver.worker.positions import (
     optimizer_steps,
     watch_optimizers,
 )
+from elastic_driver.worker.worker_log import say
 
 __all__ = ["ElasticSampler"]
 

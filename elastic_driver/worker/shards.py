@@ -27,7 +27,7 @@ from elastic_driver.policies import shard_messages as messages
 from elastic_driver.policies.messages import Rejection
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.worker import context
-from elastic_driver.worker.context import say
+from elastic_driver.worker.worker_log import say
 from rendezvous.client import RendezvousClient, new_request_id
 from rendezvous.errors import RequestError, UnreachableError
 

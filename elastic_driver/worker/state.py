@@ -35,7 +35,6 @@ from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
 from elastic_driver.worker.compute_clock import ComputeClock, clock_for
-from elastic_driver.worker.context import say
 from elastic_driver.worker.heartbeat.progress import StepTiming, TrainingProgress
 from elastic_driver.worker.marks import Marks
 from elastic_driver.worker.mistakes.watch import Mistakes
@@ -54,6 +53,7 @@ from elastic_driver.worker.state_sync.sharing import gather_rows as gather
 from elastic_driver.worker.state_sync.steps import Steps
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import has_part
+from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.wrapping import gradient_norms, mark_in_sync, passes_are_local
 

@@ -34,10 +34,10 @@ from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import Age, DamagedError, Manifest, Report
-from elastic_driver.worker.context import say
 from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.sharing import Envelope, LiveState
 from elastic_driver.worker.state_sync.values import TensorSpec, first_line
+from elastic_driver.worker.worker_log import say
 from rendezvous.own_files import open_plain, shown_folder
 from rendezvous.wire import UNREADABLE
 

@@ -25,10 +25,11 @@ from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import documents, events
 from elastic_driver.core.members import Member
 from elastic_driver.core.state_version import StateVersion
-from elastic_driver.worker.context import WorkerContext, say
+from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.heartbeat_thread import HeartbeatThread, new_documents
 from elastic_driver.worker.heartbeat.preemption import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.worker_log import say
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Delete, Watch
 

@@ -22,7 +22,7 @@ from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import documents, events
 from elastic_driver.core.progress import BUFFERS_OF, MAX_DIGEST_CHARS, Progress, StateMark
-from elastic_driver.worker.context import WorkerContext, say
+from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import (
     LONGEST_WAIT_S,
@@ -32,6 +32,7 @@ from elastic_driver.worker.heartbeat.progress import (
     usual_pause,
 )
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
+from elastic_driver.worker.worker_log import say
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, RequestError, WokenError
 from rendezvous.wire import Entries, Result, Set, Watch, expect

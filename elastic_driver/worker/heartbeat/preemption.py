@@ -32,7 +32,7 @@ from typing import Any
 from elastic_driver import contract
 from elastic_driver.core.documents import SaveRequest
 from elastic_driver.core.events import WorkerLeaving, WorkerSaved
-from elastic_driver.worker.context import say
+from elastic_driver.worker.worker_log import say
 from rendezvous.errors import AbortedError, RendezvousError, UnreachableError
 
 ANNOUNCING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

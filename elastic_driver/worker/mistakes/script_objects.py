@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader
 
 from elastic_driver.worker import current
-from elastic_driver.worker.context import say
+from elastic_driver.worker.worker_log import say
 
 DEPTH = 3  # from a variable: an attribute of an attribute's item
 MOST_OBJECTS = 2000  # that one search looks at

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.errors import ElasticError, ExitCode, UsageError
-from elastic_driver.worker.context import say
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.parts import Outgoing, StatePart
 from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import TensorSpec, as_bytes
+from elastic_driver.worker.worker_log import say
 
 CHUNK_BYTES = 32 * 1024 * 1024
 ALONE_BYTES = 1024 * 1024  # a tensor of this size is not worth packing with others

@@ -50,8 +50,8 @@ from torch.futures import Future
 from elastic_driver.core.progress import MAX_LINKS, Links, LinkUse
 from elastic_driver.errors import ExitCode, SwallowedError, WorldBrokenError
 from elastic_driver.peer_loss import in_short, looks_like_peer_loss
-from elastic_driver.worker.context import say
 from elastic_driver.worker.torch_seams import process_groups
+from elastic_driver.worker.worker_log import say
 
 # `tcpi_bytes_acked`, `tcpi_busy_time` and `tcpi_rwnd_limited` of `struct tcp_info` in linux/tcp.h,
 # which only ever grows at its end; times are microseconds.

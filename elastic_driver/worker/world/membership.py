@@ -27,12 +27,12 @@ from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker import accelerator, context, current
-from elastic_driver.worker.context import say
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.preemption import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync.sharing import UnfitError
 from elastic_driver.worker.torch_seams import process_groups
+from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf

@@ -50,8 +50,9 @@ from elastic_driver.core.measured import MAX_NAME_CHARS, MAX_NUMBERS
 from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.errors import UsageError, WorldBrokenError
 from elastic_driver.worker import context, current
-from elastic_driver.worker.context import WorkerContext, say
+from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world.backend import BackendChoice, choose_backend
 from elastic_driver.worker.world.groups import RoundOverError
 from elastic_driver.worker.world.membership import ALONE, JobMembership, stop_companions
