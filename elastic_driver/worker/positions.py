@@ -1,12 +1,10 @@
-"""Positions in the data: what a state moves at each commit, and what it counts.
+"""Positions in the data: what a state moves at each commit, and what loops over a sampler received.
 
 A *position* says which samples the state has seen. At every commit the state calls `advance_all`,
 just before it keeps each `state_dict()`: so a position is that of the batches that the loop had
 received by then, whatever optimizers did. Nothing else moves it. After a change of the world it
 calls `reset()`, before the state is sent; receivers, and ranks that roll back, load the kept
 `state_dict()` instead.
-
-Loops over a sampler: what a loop has received so far, and whether it has ended.
 
 A `DataLoader` draws indices ahead of its loop (`num_workers`, `prefetch_factor`), so the indices
 that were drawn do not tell what the loop has. The loader's iterator counts the batches that it has
@@ -107,6 +105,8 @@ def count_parameters(models: Sequence[nn.Module]) -> int | None:
         return None
     return sum(each.numel() for each in unique.values()) or None
 
+
+# ---- loops over a sampler --------------------------------------------------------------
 
 # batch sampler ← _next_index ← _try_put_index ← _reset ← __init__ ← _get_iterator of the loader
 _FRAMES = 8
@@ -274,6 +274,9 @@ def _references_of_one_holder() -> int:
     """Return what `sys.getrefcount` says of an object that one container and one variable hold."""
     probe = _PROBE[0]
     return sys.getrefcount(probe)
+
+
+# ---- the steps of optimizers -----------------------------------------------------------
 
 
 class _Steps:

@@ -8,7 +8,7 @@ whatever its size, k samples trained by each of W workers are the next k·W posi
 progress is one number, the *position*: it is equal on every rank, it is a few bytes to commit or
 send, and after a resize everything behind it, and nothing else, is shared among the new workers.
 
-At a commit, the samples of all batches that the loop has *received* are trained (`loops`).
+At a commit, the samples of all batches that the loop has *received* are trained (`positions`).
 Prefetching, gradient accumulation, a short last batch, and whatever optimizers do make no
 difference. Two kinds of loops take nothing away, if no commit was made in them: an *evaluation*,
 which goes over the data from the start without gradients; and a *look* at some batches, left early

@@ -1,29 +1,22 @@
-"""What a step sums: looked up when it begins, and compared with what is there when it ends.
+"""What a step sums, and in what form it travels; whether all ranks are about to do the same.
 
-`batching.gradients` uses it. A `Layout` says which tensors travel, in which order and buckets; it
-must be the same on all ranks. Nothing here communicates.
-
-Gradients and changes of buffers as a few flat tensors, in which they travel.
-
-`batching.gradients` fills buckets, adds them over the workers and empties them again. Nothing here
+`batching.gradients` uses this. A `Layout` says which tensors travel, in which order and buckets; it
+is looked up when a step begins, compared with what is there when it ends, and must be the same on
+all ranks. A `Bucket` holds gradients and changes of buffers as one flat tensor. Neither
 communicates or chooses weights. Sizes are elements unless a name says bytes.
-
-Buffers that a step resizes or makes: all ranks get the same ones.
-
-Per-channel observers have no elements until their first micro-batch; caches are made in it. Ranks
-without micro-batches have not seen that. It is rare, so it may cost: every rank tells which buffers
-its micro-batches have resized or made, and each of their values goes to all ranks, in the order
-of the virtual workers. All ranks then decide the same, or raise the same `UsageError`.
-
-Whether all ranks do the same: three numbers of which the maximum is taken.
 
 Buckets have the sizes that a rank gives them. Were a layer unfrozen on one rank only, gloo would
 wait for bytes that never come, or add those of other parameters. So each rank *proposes* what it is
-going to exchange, as a number made from all of it, in a message that has the same size on all
-ranks. Where the proposals differ, or a rank has something to refuse, all ranks tell each other why,
-and all raise the same error.
+going to exchange (`Agreement`), as a number made from all of it, in a message that has the same
+size on all ranks: three numbers of which the maximum is taken. Where the proposals differ, or a
+rank has something to refuse, all ranks tell each other why, and all raise the same error. This is
+collective, in torch's default group: bounded texts, never pickles.
 
-Everything here is collective, in torch's default group: bounded texts, never pickles.
+Some buffers are resized or made in a step: per-channel observers have no elements until their first
+micro-batch, and caches are made in it. Ranks without micro-batches have not seen that. It is rare,
+so it may cost: every rank tells which buffers its micro-batches have resized or made, and each of
+their values goes to all ranks, in the order of the virtual workers (`settle_buffers`). All ranks
+then decide the same, or raise the same `UsageError`.
 """
 
 import hashlib
@@ -52,79 +45,6 @@ from elastic_driver.worker.batching.sight import (
 from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.torch_seams.modules import buffers_of, unsaved_buffers_of
 from elastic_driver.worker.torch_seams.tensors import buckets
-
-BUCKET_BYTES = 25 * 1024 * 1024  # DistributedDataParallel's default
-
-
-class Bucket:
-    """Tensors of one dtype and device that travel as one flat tensor.
-
-    The values are followed by one flag for each entry: whether it has a value at all. A parameter
-    that no micro-batch used keeps `grad=None`, as in plain torch: optimizers skip it. One flag more
-    tells all ranks that one of them has something to say.
-    """
-
-    def __init__(self, entries: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        self._entries = list(entries)
-        self._shapes = [tensors[entry].shape for entry in entries]
-        self._sizes = [*(shape.numel() for shape in self._shapes), len(entries) + 1]
-        self._like = tensors[entries[0]].new_empty(0)
-        # The flags are nearly always the same as in the last step.
-        self._flags = lru_cache(maxsize=1)(self._like.new_tensor)
-        self.length = sum(self._sizes)
-
-    def empty(self, length: int) -> Tensor:
-        """Return a new flat tensor of the bucket's dtype and device."""
-        return self._like.new_empty(length)
-
-    def flatten(
-        self,
-        tensors: Sequence[Tensor | None],
-        weight: float = 1,
-        room: int | None = None,
-        *,
-        call: bool = False,
-    ) -> Tensor:
-        """Return weight · (this bucket's tensors, one behind the other), then the flags: (length,).
-
-        `call` is the last flag. With `room` for more elements the rest is 0.
-        """
-        flat = self.empty(room or self.length)
-        flat[self.length :].zero_()
-        present = (*(tensors[entry] is not None for entry in self._entries), call)
-        values = [
-            self._like.new_zeros(size) if (tensor := tensors[entry]) is None else tensor.reshape(-1)
-            for entry, size in zip(self._entries, self._sizes, strict=False)
-        ]
-        if weight == 1:
-            torch.cat([*values, self._flags(present)], out=flat[: self.length])
-            return flat
-        *places, flags = flat[: self.length].split_with_sizes(self._sizes)
-        for place, value in zip(places, values, strict=True):
-            torch.mul(value, weight, out=place)  # copies and weighs in one pass over memory
-        flags.copy_(self._flags(present))
-        return flat
-
-    def unflatten(self, flat: Tensor, found: list[Tensor | None]) -> bool:
-        """Put into `found`, by entry, the view of each tensor that any worker had.
-
-        Returns whether any worker called.
-        """
-        *views, flags = flat[: self.length].split_with_sizes(self._sizes)
-        *flagged, call = flags.tolist()
-        for entry, view, shape, present in zip(
-            self._entries, views, self._shapes, flagged, strict=True
-        ):
-            found[entry] = view.view(shape) if present else None
-        return bool(call)
-
-
-def make_buckets(tensors: list[Tensor]) -> list[Bucket]:
-    """Return buckets that are full at `BUCKET_BYTES`, as `DistributedDataParallel` makes them."""
-    if not tensors:
-        return []
-    return [Bucket(entries, tensors) for entries in buckets(tensors, BUCKET_BYTES)]
-
 
 _KIND = attrgetter("requires_grad", "shape", "dtype", "device")
 
@@ -292,6 +212,83 @@ class Subject:
             )
 
 
+# ---- buckets ---------------------------------------------------------------------------
+
+BUCKET_BYTES = 25 * 1024 * 1024  # DistributedDataParallel's default
+
+
+class Bucket:
+    """Tensors of one dtype and device that travel as one flat tensor.
+
+    The values are followed by one flag for each entry: whether it has a value at all. A parameter
+    that no micro-batch used keeps `grad=None`, as in plain torch: optimizers skip it. One flag more
+    tells all ranks that one of them has something to say.
+    """
+
+    def __init__(self, entries: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        self._entries = list(entries)
+        self._shapes = [tensors[entry].shape for entry in entries]
+        self._sizes = [*(shape.numel() for shape in self._shapes), len(entries) + 1]
+        self._like = tensors[entries[0]].new_empty(0)
+        # The flags are nearly always the same as in the last step.
+        self._flags = lru_cache(maxsize=1)(self._like.new_tensor)
+        self.length = sum(self._sizes)
+
+    def empty(self, length: int) -> Tensor:
+        """Return a new flat tensor of the bucket's dtype and device."""
+        return self._like.new_empty(length)
+
+    def flatten(
+        self,
+        tensors: Sequence[Tensor | None],
+        weight: float = 1,
+        room: int | None = None,
+        *,
+        call: bool = False,
+    ) -> Tensor:
+        """Return weight · (this bucket's tensors, one behind the other), then the flags: (length,).
+
+        `call` is the last flag. With `room` for more elements the rest is 0.
+        """
+        flat = self.empty(room or self.length)
+        flat[self.length :].zero_()
+        present = (*(tensors[entry] is not None for entry in self._entries), call)
+        values = [
+            self._like.new_zeros(size) if (tensor := tensors[entry]) is None else tensor.reshape(-1)
+            for entry, size in zip(self._entries, self._sizes, strict=False)
+        ]
+        if weight == 1:
+            torch.cat([*values, self._flags(present)], out=flat[: self.length])
+            return flat
+        *places, flags = flat[: self.length].split_with_sizes(self._sizes)
+        for place, value in zip(places, values, strict=True):
+            torch.mul(value, weight, out=place)  # copies and weighs in one pass over memory
+        flags.copy_(self._flags(present))
+        return flat
+
+    def unflatten(self, flat: Tensor, found: list[Tensor | None]) -> bool:
+        """Put into `found`, by entry, the view of each tensor that any worker had.
+
+        Returns whether any worker called.
+        """
+        *views, flags = flat[: self.length].split_with_sizes(self._sizes)
+        *flagged, call = flags.tolist()
+        for entry, view, shape, present in zip(
+            self._entries, views, self._shapes, flagged, strict=True
+        ):
+            found[entry] = view.view(shape) if present else None
+        return bool(call)
+
+
+def make_buckets(tensors: list[Tensor]) -> list[Bucket]:
+    """Return buckets that are full at `BUCKET_BYTES`, as `DistributedDataParallel` makes them."""
+    if not tensors:
+        return []
+    return [Bucket(entries, tensors) for entries in buckets(tensors, BUCKET_BYTES)]
+
+
+# ---- the agreement of the ranks --------------------------------------------------------
+
 MOST_BYTES = 1 << 22  # of one rank's text
 
 
@@ -405,6 +402,8 @@ def _bytes(data: bytes, length: int, device: torch.device) -> Tensor:
 def _text(data: Tensor) -> str:
     return bytes(data.cpu().tolist()).decode(errors="replace")
 
+
+# ---- buffers that a step resizes or makes ----------------------------------------------
 
 _DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 

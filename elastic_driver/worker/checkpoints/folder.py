@@ -1,19 +1,18 @@
-"""The folders of checkpoints: their names, when one is complete, which are damaged or old.
+"""The folders and files of checkpoints: names, completeness, age, and the tensors of each rank.
 
 A checkpoint is one folder below the `checkpoint_dir`, named after its step and the attempt at it.
 Each rank adds its files and, last, a report of them. A folder is complete when it has a manifest,
 which names the size and checksum of every file and is put in place by one rename when all reports
-are there. Nothing here reads the content of the files, and nothing is unpickled. `keeper` calls it.
+are there. Nothing is unpickled. `keeper` calls all this.
 
 Which checkpoint is the newest follows from when it was written, not from its step: a training that
 could not read its last checkpoints begins at an earlier step. A manifest names the checkpoints of
 its own training; only these are ever deleted, and only if they can be read.
 
-The tensors of a checkpoint: the share of each rank, its copy in memory, and the files.
-
 In data parallelism every rank holds everything, so any rank can write any part. All ranks compute
-the same split from the shapes alone. `keeper` copies a share on the training thread, which is the
-only pause of training, and writes the copy in the background.
+the same split of the tensors from the shapes alone (`share`). `keeper` copies a share on the
+training thread (`Staging`), which is the only pause of training, and writes the copy in the
+background.
 
 The files have the format of `torch.distributed.checkpoint` (DCP): tensors as `torch.save` writes
 them, one behind the other, and an index. So any tool that reads DCP checkpoints can read ours. We
@@ -399,6 +398,8 @@ def remove_roll_calls(root: Path) -> None:
         if path.is_dir():  # `rmtree` would wait at a pipe
             shutil.rmtree(path, ignore_errors=True)
 
+
+# ---- tensors ---------------------------------------------------------------------------
 
 INDEX = ".metadata"  # DCP's name for it
 

@@ -6,10 +6,9 @@ it; the thread of rank 0 waits for all reports and completes the checkpoint. Whe
 which no rank holds a trained state, the rank that the others will receive from loads the newest
 complete checkpoint. Units: bytes, committed steps, seconds.
 
-What a part of a state adds to checkpoints only: what the other ranks need not have.
-
-An attribute of a state may have the two methods of `Durable`. `keeper` calls them on rank 0: at the
-commit that is written, in the thread that writes it, and when a checkpoint is loaded.
+An attribute of a state may have the two methods of `Durable`, to add to checkpoints what the other
+ranks need not have. They are called on rank 0: at the commit that is written, in the thread that
+writes it, and when a checkpoint is loaded.
 """
 
 import atexit
@@ -42,43 +41,6 @@ from rendezvous.own_files import open_plain, shown_folder
 from rendezvous.wire import UNREADABLE
 
 Notes: TypeAlias = Mapping[str, Callable[[], bytes]]  # by attribute
-
-
-@runtime_checkable
-class Durable(Protocol):
-    """An attribute of a state that adds something of its own to each checkpoint."""
-
-    def durable(self) -> Callable[[], bytes]:
-        """Return a function that returns what to keep; b"": nothing.
-
-        Called on the training thread of rank 0, at the commit that is written: it must not block,
-        and talks to nobody. The function is called on the thread that writes, and may.
-        """
-
-    def restore_durable(self, data: bytes) -> None:
-        """Take back what was kept.
-
-        Called on the rank that loads a checkpoint, after `load_state_dict`, and before the others
-        receive the state from it.
-        """
-
-
-def notes_of(values: Mapping[str, Any]) -> Notes:
-    """Return the functions of all attributes that add something, by attribute."""
-    return {name: each.durable() for name, each in values.items() if isinstance(each, Durable)}
-
-
-def pack_notes(notes: Notes) -> dict[str, bytes]:
-    """Return what the functions of `notes_of` return, without what is empty."""
-    found = {name: note() for name, note in notes.items()}
-    return {name: data for name, data in found.items() if data}
-
-
-def restore_notes(values: Mapping[str, Any], notes: Mapping[str, bytes]) -> None:
-    """Give each attribute back what it has added to a checkpoint."""
-    for name, data in notes.items():
-        if isinstance(each := values.get(name), Durable):
-            each.restore_durable(data)
 
 
 KEEP = 3
@@ -493,3 +455,43 @@ def describe(error: BaseException) -> str:
             return seen.strerror
         seen = seen.__cause__ or seen.__context__
     return first_line(error)
+
+
+# ---- what attributes add to checkpoints only -------------------------------------------
+
+
+@runtime_checkable
+class Durable(Protocol):
+    """An attribute of a state that adds something of its own to each checkpoint."""
+
+    def durable(self) -> Callable[[], bytes]:
+        """Return a function that returns what to keep; b"": nothing.
+
+        Called on the training thread of rank 0, at the commit that is written: it must not block,
+        and talks to nobody. The function is called on the thread that writes, and may.
+        """
+
+    def restore_durable(self, data: bytes) -> None:
+        """Take back what was kept.
+
+        Called on the rank that loads a checkpoint, after `load_state_dict`, and before the others
+        receive the state from it.
+        """
+
+
+def notes_of(values: Mapping[str, Any]) -> Notes:
+    """Return the functions of all attributes that add something, by attribute."""
+    return {name: each.durable() for name, each in values.items() if isinstance(each, Durable)}
+
+
+def pack_notes(notes: Notes) -> dict[str, bytes]:
+    """Return what the functions of `notes_of` return, without what is empty."""
+    found = {name: note() for name, note in notes.items()}
+    return {name: data for name, data in found.items() if data}
+
+
+def restore_notes(values: Mapping[str, Any], notes: Mapping[str, bytes]) -> None:
+    """Give each attribute back what it has added to a checkpoint."""
+    for name, data in notes.items():
+        if isinstance(each := values.get(name), Durable):
+            each.restore_durable(data)

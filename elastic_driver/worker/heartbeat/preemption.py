@@ -1,4 +1,4 @@
-"""Signals that announce the end of this worker.
+"""The end of this worker: the signals that announce it, and its part in the job's last checkpoint.
 
 A scheduler that takes a machine away often announces it by SIGTERM, SIGUSR1 or SIGUSR2. A worker
 that gets one, and does not handle it itself, reports it to the driver, trains on until all leave at
@@ -12,7 +12,8 @@ Where a job waits for its next driver, a worker leaves without one: at once if t
 The training thread may sit in a collective and run no Python code for long. So the signals are
 recorded in C (`signal.set_wakeup_fd`), and the heartbeat thread reads them. Times are seconds.
 
-One worker's part in the final checkpoint of a job whose workers all have to leave.
+Where all workers of a job have to leave, the driver asks for a final checkpoint:
+`FinalCheckpointTask` is one worker's part in it.
 """
 
 import contextlib

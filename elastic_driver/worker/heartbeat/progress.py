@@ -5,7 +5,8 @@ thread reads the progress and writes the requests to leave. Each field has one w
 replaced as a whole, and the interpreter makes each assignment atomic, so no lock is needed.
 `version` counts the committed steps of the whole job. Times are monotonic seconds.
 
-Descriptions of a state, leaf by leaf, within the bounds of the messages that carry them.
+`in_short` and `new_leaf_mark` describe a state leaf by leaf, within the bounds of the messages that
+carry it.
 """
 
 import math
@@ -319,6 +320,8 @@ class TrainingProgress:
         self.round = 0
         self.links, self.collectives = lambda: None, lambda: 0
 
+
+# ---- descriptions of a state -----------------------------------------------------------
 
 Leaf = tuple[str, str, str]  # name, digest, and value as text
 

@@ -70,7 +70,7 @@ class TrainingThread:
         A check counts for four if all other threads sleep as well: then none of them is about to
         wake this one, however busy the machine is.
 
-        Gloo may have forgotten the operation that it waits for (`world.collective_waits`).
+        Gloo may have forgotten the operation that it waits for (`world.gloo`).
         """
         frame = sys._current_frames().get(self._ident)
         used = self.cpu_seconds()

@@ -1,11 +1,11 @@
-"""Finds the objects that a script trains with, and which of them its states keep.
+"""Finds the objects that a script trains with, and which of them its states keep; tells a mistake.
 
 At a commit the script's own frames are on the stack: that of the training function, and those that
 it has called. Their variables, and the globals of their modules, hold what the script works with:
 directly, as an attribute of an object, or inside of a list or dictionary. The search is bounded in
 depth and in the number of objects, and holds on to nothing.
 
-Tells a mistake of the script: one line, once in a process, on the rank that is to say it.
+A mistake is told by one line, once in a process, on the rank that is to say it (`tell`).
 """
 
 import contextlib
@@ -224,6 +224,8 @@ def pointer_of(tensor: Tensor) -> int:
     except (RuntimeError, NotImplementedError, ValueError):  # lazy, sparse, or of no memory
         return 0
 
+
+# ---- telling ---------------------------------------------------------------------------
 
 PAGE = "docs/common-mistakes.md"
 MOST = 4  # lines of one kind: of a script that leaves everything out, the first few are enough

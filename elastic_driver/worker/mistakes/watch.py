@@ -3,16 +3,13 @@
 Most is looked for in the first commits of a process; afterwards a commit pays for two comparisons.
 Times are monotonic seconds.
 
-Tells of torch's `DistributedSampler` that was made for a world that is no more.
-
-It keeps the size of the world and the rank that it was made with. A worker that stays in the job
-keeps its process, and so the sampler: after a change of the workers its loop goes over the share of
-another world, which leaves samples out, or has another length than on the other ranks.
-
-Tells what comes into a state while training: a worker that joins later cannot make it.
+torch's `DistributedSampler` keeps the size of the world and the rank that it was made with. A
+worker that stays in the job keeps its process, and so the sampler: after a change of the workers
+its loop goes over the share of another world, which leaves samples out, or has another length than
+on the other ranks. `watch_samplers` looks for that.
 
 A newcomer runs the script up to the training function, and then gets the state, in objects of its
-own. A model that the others have made since then is not among these.
+own. A model that the others have made since then is not among these; `MadeLate` tells so.
 """
 
 import functools
@@ -52,95 +49,6 @@ from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import wrapping
 from elastic_driver.worker.world.gloo import peer_is_lost, refuse_if_lost
-
-_right_once: "weakref.WeakSet[DistributedSampler[Any]]" = weakref.WeakSet()
-
-
-def watch_samplers() -> None:
-    """Look at each `DistributedSampler` of this process when it is iterated.
-
-    One whose numbers are not those of its first world, such as that of a group of ranks, is left
-    alone.
-    """
-    iterate = DistributedSampler.__iter__
-    if hasattr(iterate, "__wrapped__"):
-        return
-
-    @functools.wraps(iterate)
-    def iterated(sampler: "DistributedSampler[Any]") -> Iterator[Any]:
-        if current.is_initialized():
-            _compare_sampler(sampler, current.size(), current.rank())
-        samples: Iterator[Any] = iterate(sampler)
-        return samples
-
-    DistributedSampler.__iter__ = iterated
-
-
-def _compare_sampler(sampler: "DistributedSampler[Any]", size: int, rank: int) -> None:
-    shares, share = sampler.num_replicas, sampler.rank
-    same_size = shares == size
-    if same_size and share == rank:
-        _right_once.add(sampler)
-    if sampler not in _right_once or (share == rank if same_size else rank):
-        return  # it is right; or rank 0 says it
-    tell(
-        "old-shares",
-        f"a DistributedSampler that was made for rank {share} of {shares} is iterated by rank "
-        f"{rank} of {size}: ranks train other shares of the data than they should; use "
-        "elastic.ElasticSampler (hvd.elastic.ElasticSampler), or make sampler and loader inside "
-        "the training function",
-    )
-
-
-class MadeLate:
-    """Compares the objects of a state with those at its first meeting."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
-        self._first: dict[str, tuple[str, int]] | None = None
-        self._changes = 0  # of the tree, at the last look
-
-    def entered(self) -> None:
-        """Note what each worker has made by itself; later worlds change nothing about that."""
-        if self._first is None:
-            self._first, self._changes = self._now(), self._tree.changes
-
-    def look(self) -> None:
-        """Tell what is another object since."""
-        if self._first is None or self._tree.changes == self._changes:
-            return
-        self._changes = self._tree.changes
-        for path, (kind, parameters) in self._now().items():
-            first = self._first.get(path)
-            if first is None:
-                if not any(path.startswith(f"{other}.") for other in self._first):
-                    self._tell(path, f"({kind}) has come into the state")
-            elif first[0] != kind:
-                self._tell(path, f"is a {kind}, no {first[0]} any more,")
-            elif first[1] != parameters:
-                self._tell(path, f"has {counted(parameters, 'parameter')} instead of {first[1]}")
-
-    def _now(self) -> dict[str, tuple[str, int]]:
-        return {path: (_kind(part), _parameters(part)) for path, part in self._tree.parts.items()}
-
-    def _tell(self, path: str, what: str) -> None:
-        if is_speaker():
-            tell(
-                "made-late",
-                f"{path!r} {what} since the training began, so a worker that joins cannot take it "
-                "over, and leaves; make it before the training function, on every worker, or keep "
-                "its state_dict() in its place",
-                path,
-            )
-
-
-def _kind(part: StatePart) -> str:
-    return type(part.thing).__qualname__
-
-
-def _parameters(part: Any) -> int:
-    return sum(1 for _ in part.thing.parameters()) if isinstance(part, ModulePart) else 0
-
 
 LOOKED_AT = max(left_out.LAST, 20)  # commits of a process that are looked at
 ALONE_AFTER = 5  # steps without a collective that are told where states are not compared
@@ -408,3 +316,97 @@ def _place(frame: FrameType | None) -> str:
     if frame is None:
         return "an unknown place"
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+# ---- samplers of a world that is no more -----------------------------------------------
+
+_right_once: "weakref.WeakSet[DistributedSampler[Any]]" = weakref.WeakSet()
+
+
+def watch_samplers() -> None:
+    """Look at each `DistributedSampler` of this process when it is iterated.
+
+    One whose numbers are not those of its first world, such as that of a group of ranks, is left
+    alone.
+    """
+    iterate = DistributedSampler.__iter__
+    if hasattr(iterate, "__wrapped__"):
+        return
+
+    @functools.wraps(iterate)
+    def iterated(sampler: "DistributedSampler[Any]") -> Iterator[Any]:
+        if current.is_initialized():
+            _compare_sampler(sampler, current.size(), current.rank())
+        samples: Iterator[Any] = iterate(sampler)
+        return samples
+
+    DistributedSampler.__iter__ = iterated
+
+
+def _compare_sampler(sampler: "DistributedSampler[Any]", size: int, rank: int) -> None:
+    shares, share = sampler.num_replicas, sampler.rank
+    same_size = shares == size
+    if same_size and share == rank:
+        _right_once.add(sampler)
+    if sampler not in _right_once or (share == rank if same_size else rank):
+        return  # it is right; or rank 0 says it
+    tell(
+        "old-shares",
+        f"a DistributedSampler that was made for rank {share} of {shares} is iterated by rank "
+        f"{rank} of {size}: ranks train other shares of the data than they should; use "
+        "elastic.ElasticSampler (hvd.elastic.ElasticSampler), or make sampler and loader inside "
+        "the training function",
+    )
+
+
+# ---- what comes into a state while training --------------------------------------------
+
+
+class MadeLate:
+    """Compares the objects of a state with those at its first meeting."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._first: dict[str, tuple[str, int]] | None = None
+        self._changes = 0  # of the tree, at the last look
+
+    def entered(self) -> None:
+        """Note what each worker has made by itself; later worlds change nothing about that."""
+        if self._first is None:
+            self._first, self._changes = self._now(), self._tree.changes
+
+    def look(self) -> None:
+        """Tell what is another object since."""
+        if self._first is None or self._tree.changes == self._changes:
+            return
+        self._changes = self._tree.changes
+        for path, (kind, parameters) in self._now().items():
+            first = self._first.get(path)
+            if first is None:
+                if not any(path.startswith(f"{other}.") for other in self._first):
+                    self._tell(path, f"({kind}) has come into the state")
+            elif first[0] != kind:
+                self._tell(path, f"is a {kind}, no {first[0]} any more,")
+            elif first[1] != parameters:
+                self._tell(path, f"has {counted(parameters, 'parameter')} instead of {first[1]}")
+
+    def _now(self) -> dict[str, tuple[str, int]]:
+        return {path: (_kind(part), _parameters(part)) for path, part in self._tree.parts.items()}
+
+    def _tell(self, path: str, what: str) -> None:
+        if is_speaker():
+            tell(
+                "made-late",
+                f"{path!r} {what} since the training began, so a worker that joins cannot take it "
+                "over, and leaves; make it before the training function, on every worker, or keep "
+                "its state_dict() in its place",
+                path,
+            )
+
+
+def _kind(part: StatePart) -> str:
+    return type(part.thing).__qualname__
+
+
+def _parameters(part: Any) -> int:
+    return sum(1 for _ in part.thing.parameters()) if isinstance(part, ModulePart) else 0

@@ -8,8 +8,7 @@ see, steps with a collective behind them) has to be copied at each commit. Nobod
 are: it is *learned*.
 
 - A tensor is known by its object, its memory and its version counter. At each commit, and after a
-  failure, these are compared. What optimizers remember is compared after a failure, but read at few
-  commits only (`Followers`): reading takes longer than all else in a commit of a large model.
+  failure, these are compared.
 - In the first steps, and now and then later, the content is compared as well (`fingerprint`):
   between the commit and the first optimizer step, and from commit to commit. That finds changes
   which no version shows (`tensor.data`, captured graphs).
@@ -18,8 +17,7 @@ are: it is *learned*.
 - Whatever no optimizer of the state trains is copied at first, up to `UNPROVEN_BYTES`, until it is
   known to stand still; up to `ALWAYS_BYTES` it is copied for good.
 
-The versions of tensors that change with others: those that optimizers remember.
-
+What optimizers remember is compared after a failure, but read at few commits only (`Followers`).
 Adam remembers three tensors of each parameter. To read all their version counters takes longer than
 everything else in a commit, and they change in the optimizer's steps, with the parameters. So they
 are read while that is learned, whenever a step is not like the one before it, and at each
@@ -42,8 +40,13 @@ from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.values import fill_tensor, shares_memory
 from elastic_driver.worker.torch_seams.tensors import copy_all, version_of
 
-EVERY = 16  # commits
-SAMPLES = 24  # that are read at each commit
+LEARNING = 3  # commits after the first one whose contents are compared
+UNPROVEN_BYTES = 64 * 1024 * 1024
+ALWAYS_BYTES = 1024 * 1024  # of what no optimizer trains: so little is copied at each commit
+SHARE = 0.0005  # of the training time, for comparing contents later
+_pointer = torch.Tensor.data_ptr
+Named = list[tuple[str, Tensor]]
+Memory = tuple[str, Tensor, Tensor | None]  # name, tensor, and the parameter it belongs to
 
 
 class Read(NamedTuple):
@@ -63,80 +66,6 @@ class Read(NamedTuple):
         if not self.steps:
             return self.versions
         return list(map(add, self.versions, (self.steps * each for each in self.growth)))
-
-
-class Followers:
-    """The versions of some tensors at the last commit; `last` holds them.
-
-    Args:
-        tensors: the followers.
-        leaders: of each one, the number of the tensor with which it changes; -1: of none.
-        before: the followers until now, some of which may be among these.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor] = (),
-        leaders: Sequence[int] = (),
-        before: "Followers | None" = None,
-    ) -> None:
-        self.tensors, self._leaders = tensors, leaders
-        # An odd distance, so that there are some of each kind.
-        self._samples = slice(None, None, len(tensors) // SAMPLES | 1)
-        self._sampled = tensors[self._samples]
-        self._expected: list[int] = []  # their versions at the last commit
-        self._seen: list[int] | None = None  # the growth at the last reading
-        self._is_usual = False  # it was the same at the reading before, and leaders show it
-        versions: dict[int, int] = {}
-        if before is not None:
-            last: Read = before.last
-            versions = dict(zip(map(id, before.tensors), last.expected(), strict=True))
-        # A tensor that is new stands for itself.
-        self.last: Read = Read.at([versions.get(id(t), version_of(t)) for t in tensors])
-
-    def passes(self) -> bool:
-        """Count a step in which the leaders have grown as before; False: all have to be read."""
-        if not self.tensors:
-            return True
-        versions, _, steps = self.last
-        if not self._is_usual or self._seen is None or steps + 1 >= EVERY:
-            return False
-        if not steps:
-            self._expected = versions[self._samples]
-        expected = list(map(add, self._expected, self._seen[self._samples]))
-        if list(map(version_of, self._sampled)) != expected:
-            return False
-        self._expected = expected
-        self.last = Read(versions, self._seen, steps + 1)
-        return True
-
-    def read(self, leading: Sequence[int]) -> list[int]:
-        """Read the versions, at a commit; return by how much each has grown since the last one.
-
-        `leading`: by how much the leaders have grown. A fused optimizer counts no version of a
-        parameter: then nothing shows in which steps its followers have grown.
-        """
-        versions = list(map(version_of, self.tensors))
-        growth = list(map(sub, versions, self.last.expected()))
-        self._is_usual = growth == self._seen and all(
-            not grown or (leader >= 0 and leading[leader])
-            for grown, leader in zip(growth, self._leaders, strict=True)
-        )
-        self._seen, self.last = growth, Read.at(versions)
-        return growth
-
-    def forget(self) -> None:
-        """Read all again at the next commits: what happens is not known."""
-        self._is_usual, self._seen = False, None
-
-
-LEARNING = 3  # commits after the first one whose contents are compared
-UNPROVEN_BYTES = 64 * 1024 * 1024
-ALWAYS_BYTES = 1024 * 1024  # of what no optimizer trains: so little is copied at each commit
-SHARE = 0.0005  # of the training time, for comparing contents later
-_pointer = torch.Tensor.data_ptr
-Named = list[tuple[str, Tensor]]
-Memory = tuple[str, Tensor, Tensor | None]  # name, tensor, and the parameter it belongs to
 
 
 class _Commit(NamedTuple):
@@ -476,3 +405,74 @@ def _differ(tensor: Tensor, copy: Tensor) -> bool:
         bool(tensor.shape != copy.shape or tensor.dtype != copy.dtype)
         or tensor.device != copy.device
     )
+
+
+# ---- the versions of what optimizers remember ------------------------------------------
+
+EVERY = 16  # commits
+SAMPLES = 24  # that are read at each commit
+
+
+class Followers:
+    """The versions of some tensors at the last commit; `last` holds them.
+
+    Args:
+        tensors: the followers.
+        leaders: of each one, the number of the tensor with which it changes; -1: of none.
+        before: the followers until now, some of which may be among these.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor] = (),
+        leaders: Sequence[int] = (),
+        before: "Followers | None" = None,
+    ) -> None:
+        self.tensors, self._leaders = tensors, leaders
+        # An odd distance, so that there are some of each kind.
+        self._samples = slice(None, None, len(tensors) // SAMPLES | 1)
+        self._sampled = tensors[self._samples]
+        self._expected: list[int] = []  # their versions at the last commit
+        self._seen: list[int] | None = None  # the growth at the last reading
+        self._is_usual = False  # it was the same at the reading before, and leaders show it
+        versions: dict[int, int] = {}
+        if before is not None:
+            last: Read = before.last
+            versions = dict(zip(map(id, before.tensors), last.expected(), strict=True))
+        # A tensor that is new stands for itself.
+        self.last: Read = Read.at([versions.get(id(t), version_of(t)) for t in tensors])
+
+    def passes(self) -> bool:
+        """Count a step in which the leaders have grown as before; False: all have to be read."""
+        if not self.tensors:
+            return True
+        versions, _, steps = self.last
+        if not self._is_usual or self._seen is None or steps + 1 >= EVERY:
+            return False
+        if not steps:
+            self._expected = versions[self._samples]
+        expected = list(map(add, self._expected, self._seen[self._samples]))
+        if list(map(version_of, self._sampled)) != expected:
+            return False
+        self._expected = expected
+        self.last = Read(versions, self._seen, steps + 1)
+        return True
+
+    def read(self, leading: Sequence[int]) -> list[int]:
+        """Read the versions, at a commit; return by how much each has grown since the last one.
+
+        `leading`: by how much the leaders have grown. A fused optimizer counts no version of a
+        parameter: then nothing shows in which steps its followers have grown.
+        """
+        versions = list(map(version_of, self.tensors))
+        growth = list(map(sub, versions, self.last.expected()))
+        self._is_usual = growth == self._seen and all(
+            not grown or (leader >= 0 and leading[leader])
+            for grown, leader in zip(growth, self._leaders, strict=True)
+        )
+        self._seen, self.last = growth, Read.at(versions)
+        return growth
+
+    def forget(self) -> None:
+        """Read all again at the next commits: what happens is not known."""
+        self._is_usual, self._seen = False, None

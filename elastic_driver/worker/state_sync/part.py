@@ -1,33 +1,26 @@
 """What a state needs of an object that can load its own state: the base of all parts.
 
 A part knows what belongs to its object *now*: `look()` walks it and says whether its structure has
-changed. A commit spares that as long as a glance at `structure()` shows nothing new. `tensors()`
-are its leaves that live in memory of their own; whether they are copied at a commit is decided in
-`leaves`. Everything else is small and is copied by `take()`: flags, settings of parameter groups,
-extra state, a scheduler's `state_dict()`. `roll_back()` puts back structure and values, in the
-script's own objects.
+changed. `tensors()` are its leaves that live in memory of their own; whether they are copied at a
+commit is decided in `leaves`. Everything else is small and is copied by `take()`: flags, settings
+of parameter groups, extra state, a scheduler's `state_dict()`. `roll_back()` puts back structure
+and values, in the script's own objects. For sending, a part becomes a document of plain data and a
+list of tensors (`message`).
 
-For sending, a part becomes a document of plain data and a list of tensors (`message`).
+**A glance.** At each commit the parts of a state have to be looked at: a module may have got
+another parameter, an optimizer another group. Nearly always nothing of that has happened. So a
+commit spares it as long as the objects are still made of the same things: a `Structure` names the
+containers in which it would show, and a `Glance` compares all that is in them by identity, for all
+parts of a state together. Only where something differs is each part looked at by itself.
 
-Whether objects are still made of the same things: one comparison by identity for a whole state.
-
-At each commit the parts of a state have to be looked at: a module may have got another parameter,
-an optimizer another group. Nearly always nothing of that has happened. A `Structure` names the
-containers in which it would show, and a `Glance` compares all that is in them, for all parts of a
-state together. Only where something differs is each part looked at by itself.
-
-The plain attributes of modules and optimizers: those that change are kept, too.
-
-A module anneals a temperature, counts its calls or holds a queue in an attribute that is neither a
-parameter nor a buffer; an optimizer counts its steps. No `state_dict()` of torch has these. Which
-of them change is found by looking: at the first commits, and later so seldom that it costs next to
-nothing. Until then small ones are all copied at each commit, from then on those that change. They
-are put back and sent. Others are sent if they hold tensors, and else never touched: what a process
-alone knows, such as its rank, stays as it is.
-
-Left alone is what holds anything but plain values, such as a tensor on an autograd graph: it is
-computed anew. Ranks are not compared by attributes: many of them are of one rank, such as its last
-loss.
+**Attributes.** A module anneals a temperature, counts its calls or holds a queue in an attribute
+that is neither a parameter nor a buffer; an optimizer counts its steps. No `state_dict()` of torch
+has these. Which of them change is found by looking: at the first commits, and later so seldom that
+it costs next to nothing. Until then small ones are all copied at each commit, from then on those
+that change. They are put back and sent. Others are sent if they hold tensors, and else never
+touched: what a process alone knows, such as its rank, stays as it is. Left alone is what holds
+anything but plain values, such as a tensor on an autograd graph: it is computed anew. Ranks are not
+compared by attributes: many of them are of one rank, such as its last loss.
 """
 
 import time
@@ -55,6 +48,8 @@ from elastic_driver.worker.state_sync.values import (
 )
 from elastic_driver.worker.torch_seams.tensors import version_of
 from elastic_driver.worker.worker_log import say
+
+# ---- a glance --------------------------------------------------------------------------
 
 
 class Structure(NamedTuple):
@@ -95,6 +90,8 @@ class Glance:
         return len(now) == len(seen) and all(map(is_, now, seen))
 
 
+# ---- parts -----------------------------------------------------------------------------
+
 Named = list[tuple[str, Tensor]]
 Outgoing = tuple[Any, Named]  # a document of plain data; name and tensor of each number in it
 
@@ -102,7 +99,7 @@ Outgoing = tuple[Any, Named]  # a document of plain data; name and tensor of eac
 class Rest(NamedTuple):
     """How long commits can spare a part, while a glance at its structure shows nothing new."""
 
-    until: float  # seconds, of the clock of `attributes`
+    until: float  # seconds, of `Attributes`' clock
     settings: Any = None  # and no longer than these live objects equal those that were kept
     kept: Any = None
 
@@ -234,6 +231,8 @@ def names_in(written: Any) -> list[str]:
     items = written[2]
     return list(items[: len(items) // 2])
 
+
+# ---- attributes ------------------------------------------------------------------------
 
 LOOKS = 4  # commits at which everything is looked at
 SHARE = 0.0002  # of the time, for the looks of later

@@ -1,12 +1,10 @@
-"""Which part an object of a script gets: modules, optimizers, and all that can load a state.
+"""The parts of a script's objects: those of modules and of gradient scalers, and who gets which.
 
-The part of a module: parameters, buffers, extra state, and the flags of training.
-
-The part of a gradient scaler: its state, and how far it is in the step of each optimizer.
-
-`unscale_()` notes that an optimizer's gradients are unscaled, and what was found in them, until
-`update()`. No `state_dict()` has that. A step that was begun and is done again would find it:
-`step()` would take new gradients for unscaled ones, and `unscale_()` would refuse to work twice.
+The part of a module has its parameters, buffers, extra state, and the flags of training. The part
+of a gradient scaler has its state, and how far it is in the step of each optimizer: `unscale_()`
+notes that an optimizer's gradients are unscaled, and what was found in them, until `update()`. No
+`state_dict()` has that. A step that was begun and is done again would find it: `step()` would take
+new gradients for unscaled ones, and `unscale_()` would refuse to work twice.
 """
 
 from collections.abc import Sequence

@@ -5,15 +5,14 @@ order: `send` on the source, `receive` on ranks that need the state, `stand_by` 
 it already, where all ranks take part. One document is sent first (the names of everything, and
 every plain value), then all tensors, into the receivers' own.
 
-Moves bytes and tensors from one rank to others, in chunks of bounded size.
+A single receiver is sent to directly, so that no other rank waits; several receive by broadcast
+(`Route`). Tensors are sent as bytes, in chunks of bounded size. Small ones are packed together;
+large ones go straight from the sender's memory to the receiver's, in slices, so that each side
+needs at most one chunk of memory beyond the state itself. Only a tensor that is not contiguous is
+copied as a whole. Sizes are bytes.
 
-`sharing` chooses the sender and the receivers (`Route`). A single receiver is sent to directly, so
-that no other rank waits; several receive by broadcast. Tensors are sent as bytes. Small ones are
-packed together; large ones go straight from the sender's memory to the receiver's, in slices, so
-that each side needs at most one chunk of memory beyond the state itself. Only a tensor that is not
-contiguous is copied as a whole. Sizes are bytes.
-
-The first words that the ranks of a new world exchange: a row of whole numbers from each.
+The first words that the ranks of a new world exchange are a row of whole numbers from each
+(`gather_rows`).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,8 +33,9 @@ from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import TensorSpec, as_bytes
 from elastic_driver.worker.worker_log import say
 
-CHUNK_BYTES = 32 * 1024 * 1024
-ALONE_BYTES = 1024 * 1024  # a tensor of this size is not worth packing with others
+VALUES, GRADIENTS = "(values)", "(gradients)"  # no attribute has such a name
+
+# ---- the newest state --------------------------------------------------------------------
 
 
 class Route(Struct, frozen=True):
@@ -61,69 +61,6 @@ class Route(Struct, frozen=True):
             (receiver,) = self.receivers
             return dist.isend(content, receiver)
         return dist.irecv(content, self.source)
-
-
-def carry_bytes(data: bytes | None, route: Route) -> bytes:
-    """Return the source's bytes on every rank that takes part; all but the source pass None."""
-    length = torch.tensor([0 if data is None else len(data)])
-    route.begin(length).wait()
-    content = bytearray(int(length)) if data is None else bytearray(data)
-    route.begin(torch.frombuffer(content, dtype=torch.uint8)).wait()
-    return bytes(content)
-
-
-def carry_tensors(tensors: Sequence[Tensor], route: Route) -> None:
-    """Copy the source's tensors into the receivers'.
-
-    Every rank that takes part passes tensors of the same shapes and dtypes in the same
-    order. A rank that is neither source nor receiver passes meta tensors.
-    """
-    sending, receiving = dist.get_rank() == route.source, dist.get_rank() in route.receivers
-    pending: list[dist.Work] = []  # one large tensor is read from memory while another is sent
-    for group in _groups(tensors):
-        flat = [as_bytes(tensor) for tensor in group]
-        alone = [[part] for part in flat[0].split(CHUNK_BYTES)]
-        for parts in alone if len(flat) == 1 else [flat]:
-            if len(parts) == 1 and parts[0].device.type == "cpu":
-                pending.append(route.begin(parts[0]))
-                continue
-            sizes = [len(part) for part in parts]
-            chunk = torch.empty(sum(sizes), dtype=torch.uint8)
-            if sending:
-                torch.cat([part.cpu() for part in parts], out=chunk)
-            route.begin(chunk).wait()
-            if receiving:
-                for part, data in zip(parts, chunk.split(sizes), strict=True):
-                    part.copy_(data)
-        if receiving and not all(tensor.is_contiguous() for tensor in group):
-            while pending:
-                pending.pop().wait()
-            for tensor, data in zip(group, flat, strict=True):  # the data are in a copy
-                tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
-    for work in pending:
-        work.wait()
-
-
-def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield each large tensor alone, and small ones together, up to the size of a chunk."""
-    group: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if tensor.nbytes >= min(ALONE_BYTES, CHUNK_BYTES):
-            yield [tensor]
-        elif tensor.nbytes:
-            if size + tensor.nbytes > CHUNK_BYTES:
-                yield group
-                group, size = [], 0
-            group.append(tensor)
-            size += tensor.nbytes
-    if group:
-        yield group
-
-
-VALUES, GRADIENTS = "(values)", "(gradients)"  # no attribute has such a name
-
-# ---- the newest state --------------------------------------------------------------------
 
 
 class StateLostError(ElasticError):
@@ -231,7 +168,7 @@ class Envelope(Struct, frozen=True):
     """All of a state but its tensors, which follow in the order of the specs, `parts` first.
 
     Checkpoints store it too. `resumed`: the sender has read this state from a checkpoint, of this
-    many committed steps. `durable`: what parts add to checkpoints only (`checkpoints.durable`).
+    many committed steps. `durable`: what attributes add to checkpoints only (`keeper.Durable`).
     `problem`: the sender could not pack its state, and why; `lost`: it has none, as nobody has.
     """
 
@@ -430,6 +367,9 @@ def receive(state: LiveState, route: Route, with_random: bool) -> int | None:
     return envelope.resumed
 
 
+# ---- the first words of a world --------------------------------------------------------
+
+
 def gather_rows(row: Sequence[int], size: int) -> list[list[int]]:
     """Return the rows of all ranks, by rank. Collective; all rows have the same length.
 
@@ -441,5 +381,69 @@ def gather_rows(row: Sequence[int], size: int) -> list[list[int]]:
     rows = [torch.empty_like(mine) for _ in range(size)]
     work = dist.all_gather(rows, mine, async_op=True)
     assert work is not None  # noqa: S101 - it is asynchronous
-    work.wait()  # in slices: see `collective_waits`
+    work.wait()  # in slices: see `world.gloo`
     return [each.tolist() for each in rows]
+
+
+# ---- bytes and tensors on their way ----------------------------------------------------
+
+CHUNK_BYTES = 32 * 1024 * 1024
+ALONE_BYTES = 1024 * 1024  # a tensor of this size is not worth packing with others
+
+
+def carry_bytes(data: bytes | None, route: Route) -> bytes:
+    """Return the source's bytes on every rank that takes part; all but the source pass None."""
+    length = torch.tensor([0 if data is None else len(data)])
+    route.begin(length).wait()
+    content = bytearray(int(length)) if data is None else bytearray(data)
+    route.begin(torch.frombuffer(content, dtype=torch.uint8)).wait()
+    return bytes(content)
+
+
+def carry_tensors(tensors: Sequence[Tensor], route: Route) -> None:
+    """Copy the source's tensors into the receivers'.
+
+    Every rank that takes part passes tensors of the same shapes and dtypes in the same
+    order. A rank that is neither source nor receiver passes meta tensors.
+    """
+    sending, receiving = dist.get_rank() == route.source, dist.get_rank() in route.receivers
+    pending: list[dist.Work] = []  # one large tensor is read from memory while another is sent
+    for group in _groups(tensors):
+        flat = [as_bytes(tensor) for tensor in group]
+        alone = [[part] for part in flat[0].split(CHUNK_BYTES)]
+        for parts in alone if len(flat) == 1 else [flat]:
+            if len(parts) == 1 and parts[0].device.type == "cpu":
+                pending.append(route.begin(parts[0]))
+                continue
+            sizes = [len(part) for part in parts]
+            chunk = torch.empty(sum(sizes), dtype=torch.uint8)
+            if sending:
+                torch.cat([part.cpu() for part in parts], out=chunk)
+            route.begin(chunk).wait()
+            if receiving:
+                for part, data in zip(parts, chunk.split(sizes), strict=True):
+                    part.copy_(data)
+        if receiving and not all(tensor.is_contiguous() for tensor in group):
+            while pending:
+                pending.pop().wait()
+            for tensor, data in zip(group, flat, strict=True):  # the data are in a copy
+                tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
+    for work in pending:
+        work.wait()
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield each large tensor alone, and small ones together, up to the size of a chunk."""
+    group: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if tensor.nbytes >= min(ALONE_BYTES, CHUNK_BYTES):
+            yield [tensor]
+        elif tensor.nbytes:
+            if size + tensor.nbytes > CHUNK_BYTES:
+                yield group
+                group, size = [], 0
+            group.append(tensor)
+            size += tensor.nbytes
+    if group:
+        yield group

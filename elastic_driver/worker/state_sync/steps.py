@@ -1,13 +1,12 @@
-"""Watches the steps of all optimizers of this process, and the collectives around them.
+"""Watches the steps of all optimizers of this process, and the gradients between them.
 
 Torch calls hooks before and after each `step()`, of any optimizer. They say which tensors an
 optimizer has changed since the commit, also where a tensor's version counter does not (fused
 kernels leave it as it is). A step is *exposed* if a collective came after it, or inside it, and
 before the commit: this rank may learn of a lost peer there, with the step already taken.
 
-Gradients that a commit finds and no optimizer step has used: an accumulation that goes on.
-
-A backward pass without a step of the optimizer behind it is noticed by hooks on a few parameters;
+A commit may find gradients that no optimizer step has used: an accumulation that goes on. A
+backward pass without a step of the optimizer behind it is noticed by hooks on a few parameters;
 only then are its gradients looked at. Gradients that were summed over the ranks are equal on all of
 them, and become part of the commit: copied, put back, and sent. Those of this rank alone exist
 nowhere else, so a commit among them is refused.
@@ -220,6 +219,8 @@ def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for steps in list(_watching):
         steps.after(optimizer)
 
+
+# ---- gradients that no step has used ---------------------------------------------------
 
 BY_HAND = 0  # in place of an optimizer's identity
 IDLE = 64  # commits with gradients, after which a parameter that did not change is not stepped

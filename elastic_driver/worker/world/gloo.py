@@ -1,10 +1,22 @@
-"""Waits for gloo's collectives that can be given up.
+"""Gloo's collectives: the connections of a group, and waits that can be given up.
 
-Gloo forgets an operation whose connection breaks while its message is half received, or while the
-peer's request for it is answered. The operation then neither ends nor fails before the group's
-timeout, half an hour, and no call wakes the thread that waits for it. A peer that dies amid a large
-broadcast causes this every time. Gloo carries operations out on threads of its own. So the training
-thread waits here, in slices, and can leave; the forgotten operation sleeps on, with its group.
+**Connections.** Gloo lacks two things. It cannot give up a collective: while a peer is stopped or
+cut off, the call waits for the group's timeout, whatever `abort()` does. And it survives a reset
+badly: a send that fails while gloo answers the peer's request for it is forgotten, and the peer
+waits for it for ever. So we hold a second descriptor of each connection. `shut_reads` makes our own
+collectives fail, because gloo reads an end of file; `shut_writes` makes those of our peers fail.
+The connection itself stays open until `close`, so the last data of a peer never meets a reset.
+
+The connections of a group are those that appeared while it was built, one to each peer. If there
+are more, other threads have opened some meanwhile: those of Python objects are not gloo's. Works on
+Linux only; elsewhere nothing is found.
+
+**Waits.** Gloo forgets an operation whose connection breaks while its message is half received, or
+while the peer's request for it is answered. The operation then neither ends nor fails before the
+group's timeout, half an hour, and no call wakes the thread that waits for it. A peer that dies amid
+a large broadcast causes this every time. Gloo carries operations out on threads of its own. So the
+training thread waits here, in slices, and can leave; the forgotten operation sleeps on, with its
+group.
 
 `CollectiveWaits` replaces `wait` of torch's work objects, once for the process. Other waits stay as
 they are: those with a timeout of their own, those for point-to-point operations (gloo breaks the
@@ -15,20 +27,7 @@ other wait in C++ cannot be. Torch's reducer raises the error of such a future a
 Unable to cast ... to Tensor": `cause_of` finds the error that is quoted there.
 
 A script may catch the error of a lost peer and go on. So the first one of a round is remembered:
-`refuse` raises again wherever such a script comes by.
-
-The TCP connections of one process group, kept open by us so that they end in good order.
-
-Gloo lacks two things. It cannot give up a collective: while a peer is stopped or cut off, the call
-waits for the group's timeout, whatever `abort()` does. And it survives a reset badly: a send that
-fails while gloo answers the peer's request for it is forgotten, and the peer waits for it for ever.
-So we hold a second descriptor of each connection. `shut_reads` makes our own collectives fail,
-because gloo reads an end of file; `shut_writes` makes those of our peers fail. The connection
-itself stays open until `close`, so the last data of a peer never meets a reset.
-
-The connections of a group are those that appeared while it was built, one to each peer. If there
-are more, other threads have opened some meanwhile: those of Python objects are not gloo's. Works on
-Linux only; elsewhere nothing is found. Times are seconds.
+`refuse` raises again wherever such a script comes by. Times are seconds.
 """
 
 import contextlib
@@ -52,6 +51,8 @@ from elastic_driver.errors import ExitCode, SwallowedError, WorldBrokenError
 from elastic_driver.peer_loss import in_short, looks_like_peer_loss
 from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.worker_log import say
+
+# ---- connections -----------------------------------------------------------------------
 
 # `tcpi_bytes_acked`, `tcpi_busy_time` and `tcpi_rwnd_limited` of `struct tcp_info` in linux/tcp.h,
 # which only ever grows at its end; times are microseconds.
@@ -179,6 +180,8 @@ def open_sockets() -> list[tuple[int, int]]:
                     found.append((status.st_ino, int(name)))
     return found
 
+
+# ---- waits -----------------------------------------------------------------------------
 
 SLICE = timedelta(seconds=0.1)  # the longest time until a wait that was given up ends
 _SLICE_IS_OVER = "Operation timed out!"  # torch's words

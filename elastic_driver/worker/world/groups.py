@@ -6,20 +6,16 @@ goes on as soon as the round is known to be over; the thread ends when it can.
 
 Torch's global state must be touched by the main thread only. So the thread makes the bare
 `ProcessGroupGloo`; the main thread then calls `init_process_group(backend="elastic_gloo")`, whose
-creator, registered through torch's public extension point, returns the object that is ready.
-Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's own, and
-`torch_names` has torch say so. Where a device has collectives of its own, torch makes
-that half itself (`cpu:elastic_gloo,xpu:xccl`); see `device`. In rounds without it gloo carries the
-device's tensors, too, by way of the host's memory: our backend is registered for them.
+creator, registered through torch's public extension point, returns the object that is ready. Where
+a device has collectives of its own, torch makes that half itself (`cpu:elastic_gloo,xpu:xccl`; see
+`device`). In rounds without it gloo carries the device's tensors, too, by way of the host's memory:
+our backend is registered for them.
 
-Only `membership` uses this module. Times are seconds.
-
-What torch's own functions say and do in a world that `groups` has made.
-
-Our backend is gloo's object under another name, by which torch finds the function that makes it.
-Scripts, and torch itself, ask for the name: `monitored_barrier()` and the differentiable
-`all_to_all()` are for "gloo" only. So torch's functions that take or return a name are replaced by
-ones that translate it. Where a device has collectives of its own, its half names the group.
+Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's own, under
+another name. Scripts, and torch itself, ask for the name: `monitored_barrier()` and the
+differentiable `all_to_all()` are for "gloo" only. So torch's functions that take or return a name
+are replaced by ones that translate it (`translate`). Where a device has collectives of its own, its
+half names the group. Times are seconds.
 """
 
 import contextlib
@@ -51,106 +47,6 @@ from elastic_driver.worker.world.gloo import GroupConnections
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
 from rendezvous.torch_store import HTTPStore
 
-BACKEND = "elastic_gloo"
-_REMOVE = "remove the call, or make it only where elastic-driver is not used"
-
-
-class _Installed:
-    """The mutable fields of this module."""
-
-    done = False
-    ours = False  # the call of `init_process_group` is that of `groups`
-
-
-def translate() -> None:
-    """Have torch's functions speak of "gloo"; a second call does nothing. On the main thread."""
-    if _Installed.done:
-        return
-    _Installed.done = True
-    _replace("get_backend", _get_backend)
-    _replace("new_group", _new_group)
-    _replace("init_process_group", _init_process_group)
-    notify = Join.notify_join_context
-
-    @functools.wraps(notify)
-    def notify_join_context(joinable: Any) -> Any:
-        work = notify(joinable)
-        if (see := getattr(joinable, "see_join_work", None)) is not None:
-            see(work)
-        return work
-
-    Join.notify_join_context = staticmethod(notify_join_context)
-
-
-def make_group(name: str, *args: Any) -> None:
-    """Call torch's `init_process_group`; raises `UsageError` where the script has called it."""
-    if dist.is_initialized():
-        raise UsageError(
-            "the script has called init_process_group() before the function under @elastic.run, in "
-            f"which elastic-driver makes torch's process group: {_REMOVE}"
-        )
-    _Installed.ours = True
-    try:
-        dist.init_process_group(name, *args)
-    finally:
-        _Installed.ours = False
-
-
-def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    replaced = make(getattr(c10d, name))
-    setattr(c10d, name, replaced)
-    setattr(dist, name, replaced)
-
-
-def _get_backend(of_torch: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(of_torch)
-    def get_backend(group: Any = None) -> str:
-        name = of_torch(group)
-        if BACKEND not in name:
-            return name
-        _, _, device = name.partition(",")
-        return device.partition(":")[2] or dist.Backend.GLOO
-
-    return get_backend
-
-
-def _new_group(of_torch: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(of_torch)
-    def new_group(
-        ranks: Any = None,
-        timeout: Any = None,
-        backend: str | None = None,
-        *args: Any,
-        **others: Any,
-    ) -> Any:
-        """See torch: a group of "gloo" is one of this world, and breaks with it."""
-        if backend == dist.Backend.GLOO and BACKEND in of_world():
-            backend = BACKEND
-        return of_torch(ranks, timeout, backend, *args, **others)
-
-    return new_group
-
-
-def of_world() -> str:
-    """Return torch's name of the default group's backend; "" where there is none."""
-    if not dist.is_initialized():
-        return ""
-    return process_groups.backend_names(process_groups.default_group())
-
-
-def _init_process_group(of_torch: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(of_torch)
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        if not _Installed.ours and BACKEND in of_world():
-            raise UsageError(
-                "init_process_group() is called in a world, for which elastic-driver has made "
-                f"torch's process group: {_REMOVE}"
-            )
-        of_torch(*args, **kwargs)
-
-    return init_process_group
-
-
 COLLECTIVE_TIMEOUT_S = 1800.0  # torch's default; the lease of a hung peer expires long before
 CONNECT_TIMEOUT_S = 120.0  # of the construction; an abandoned thread lives no longer
 LINGER_S = 1.0  # the longest wait for peers to receive our data, before the device is cut off
@@ -180,7 +76,7 @@ class RoundGroup:
     store: Store | None = None  # the one it was built with
     half: DeviceHalf | None = None  # carries the accelerator's tensors, where there is one
     elected: bool = True  # whether the vote, if there was one, was for such a half
-    host_groups: dict[str, Any] = field(default_factory=dict)  # torch's, made by `host_groups`
+    host_groups: dict[str, Any] = field(default_factory=dict)  # torch's, made by `session`
 
     def vote(self, identity: str) -> bool:
         """Return whether every worker has a device of its own; a collective.
@@ -375,3 +271,105 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 def _close(store: Store | None) -> None:
     if isinstance(store, HTTPStore):  # torch's own stores need no end
         store.close()
+
+
+# ---- the name of the group -------------------------------------------------------------
+
+BACKEND = "elastic_gloo"
+_REMOVE = "remove the call, or make it only where elastic-driver is not used"
+
+
+class _Installed:
+    """The mutable fields of this module."""
+
+    done = False
+    ours = False  # the call of `init_process_group` is that of `groups`
+
+
+def translate() -> None:
+    """Have torch's functions speak of "gloo"; a second call does nothing. On the main thread."""
+    if _Installed.done:
+        return
+    _Installed.done = True
+    _replace("get_backend", _get_backend)
+    _replace("new_group", _new_group)
+    _replace("init_process_group", _init_process_group)
+    notify = Join.notify_join_context
+
+    @functools.wraps(notify)
+    def notify_join_context(joinable: Any) -> Any:
+        work = notify(joinable)
+        if (see := getattr(joinable, "see_join_work", None)) is not None:
+            see(work)
+        return work
+
+    Join.notify_join_context = staticmethod(notify_join_context)
+
+
+def make_group(name: str, *args: Any) -> None:
+    """Call torch's `init_process_group`; raises `UsageError` where the script has called it."""
+    if dist.is_initialized():
+        raise UsageError(
+            "the script has called init_process_group() before the function under @elastic.run, in "
+            f"which elastic-driver makes torch's process group: {_REMOVE}"
+        )
+    _Installed.ours = True
+    try:
+        dist.init_process_group(name, *args)
+    finally:
+        _Installed.ours = False
+
+
+def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    replaced = make(getattr(c10d, name))
+    setattr(c10d, name, replaced)
+    setattr(dist, name, replaced)
+
+
+def _get_backend(of_torch: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(of_torch)
+    def get_backend(group: Any = None) -> str:
+        name = of_torch(group)
+        if BACKEND not in name:
+            return name
+        _, _, device = name.partition(",")
+        return device.partition(":")[2] or dist.Backend.GLOO
+
+    return get_backend
+
+
+def _new_group(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(of_torch)
+    def new_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        *args: Any,
+        **others: Any,
+    ) -> Any:
+        """See torch: a group of "gloo" is one of this world, and breaks with it."""
+        if backend == dist.Backend.GLOO and BACKEND in of_world():
+            backend = BACKEND
+        return of_torch(ranks, timeout, backend, *args, **others)
+
+    return new_group
+
+
+def of_world() -> str:
+    """Return torch's name of the default group's backend; "" where there is none."""
+    if not dist.is_initialized():
+        return ""
+    return process_groups.backend_names(process_groups.default_group())
+
+
+def _init_process_group(of_torch: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(of_torch)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if not _Installed.ours and BACKEND in of_world():
+            raise UsageError(
+                "init_process_group() is called in a world, for which elastic-driver has made "
+                f"torch's process group: {_REMOVE}"
+            )
+        of_torch(*args, **kwargs)
+
+    return init_process_group

@@ -4,10 +4,9 @@
 worker in it, build its process group, train, leave, again. `notices` says when to leave. A process
 that `elasticrun` did not start is a world of one. Times are seconds.
 
-Parts of a script's process that live as long as a world: each starts in it and ends before it.
-
-The engine of Horovod's operations is one. `run` starts them in each new world, and `membership`
-stops them before it takes the world's process group down.
+A `Companion` is a part of the script's process that lives as long as a world, such as the engine of
+Horovod's operations. `run` starts companions in each new world; here they are stopped before the
+world's process group is taken down.
 """
 
 import threading
@@ -40,47 +39,6 @@ from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
 from elastic_driver.worker.world.notices import RoundNotices
 from rendezvous.errors import AbortedError, UnreachableError
 from rendezvous.torch_store import HTTPStore
-
-
-class Companion(Protocol):
-    """Something that works over the process group of one world; called on the training thread."""
-
-    def start(self) -> None:
-        """Start in the world that this process has just joined. Collective: all ranks call it."""
-
-    def stop(self, *, broken: bool) -> None:
-        """End, within seconds; a second call does nothing.
-
-        `broken`: the world is of no use any more, so no peer is waited for.
-        """
-
-
-_companions: list[Companion] = []
-
-
-def add_companion(companion: Companion) -> None:
-    """Start this companion in every world that comes; a second call does nothing."""
-    if companion not in _companions:
-        _companions.append(companion)
-
-
-def remove_companion(companion: Companion) -> None:
-    """Start this companion in no world any more."""
-    if companion in _companions:
-        _companions.remove(companion)
-
-
-def start_companions() -> None:
-    """Start all companions in a new world."""
-    for companion in _companions:
-        companion.start()
-
-
-def stop_companions(*, broken: bool = False) -> None:
-    """Stop all companions; see `Companion.stop`."""
-    for companion in _companions:
-        companion.stop(broken=broken)
-
 
 CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
 END_S = 5.0  # at the end of the script, for gloo's old groups to end; usually milliseconds
@@ -345,7 +303,7 @@ class JobMembership:
         """Take the process group down, healthy or broken, without waiting for a peer.
 
         A peer that has not got the notice to leave yet finds its group broken. The connections
-        themselves stay open until the next round: see `connections`.
+        themselves stay open until the next round: see `gloo`.
         """
         stop_companions()
         # Before `group` is reset: a notice that comes meanwhile has to reach the device.
@@ -369,3 +327,46 @@ class JobMembership:
         self._notices.leave_alone(reason, seconds)
         if self._driver is not None:
             self._driver.client.abort()  # the training thread may wait for a world
+
+
+# ---- companions of a world -------------------------------------------------------------
+
+
+class Companion(Protocol):
+    """Something that works over the process group of one world; called on the training thread."""
+
+    def start(self) -> None:
+        """Start in the world that this process has just joined. Collective: all ranks call it."""
+
+    def stop(self, *, broken: bool) -> None:
+        """End, within seconds; a second call does nothing.
+
+        `broken`: the world is of no use any more, so no peer is waited for.
+        """
+
+
+_companions: list[Companion] = []
+
+
+def add_companion(companion: Companion) -> None:
+    """Start this companion in every world that comes; a second call does nothing."""
+    if companion not in _companions:
+        _companions.append(companion)
+
+
+def remove_companion(companion: Companion) -> None:
+    """Start this companion in no world any more."""
+    if companion in _companions:
+        _companions.remove(companion)
+
+
+def start_companions() -> None:
+    """Start all companions in a new world."""
+    for companion in _companions:
+        companion.start()
+
+
+def stop_companions(*, broken: bool = False) -> None:
+    """Stop all companions; see `Companion.stop`."""
+    for companion in _companions:
+        companion.stop(broken=broken)

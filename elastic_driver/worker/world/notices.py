@@ -176,7 +176,7 @@ class RoundNotices:
 
         The loss of a peer ends collectives at once, but a peer that is stopped or cut off does
         not: then we end them. Where gloo has forgotten one, the training thread gives up its wait;
-        where that cannot be given up (see `collective_waits`), this process ends, to be replaced.
+        where that cannot be given up (see `gloo`), this process ends, to be replaced.
         The heartbeat thread calls it before each heartbeat.
         """
         since = self._taken_down_since

@@ -9,21 +9,18 @@ for. No process that a worker has started joins the job beside it.
 A worker that makes no progress for long counts as hung (`heartbeat.stall_watch`,
 `core.rules.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
 phase that is not training, such as an evaluation, runs inside `busy`. Both do nothing in a process
-that `elasticrun` did not start. Scripts call them on the training thread. Times are seconds.
-
-The world that this process was started for, joined without a word to the driver.
+that `elasticrun` did not start. Scripts call them on the training thread.
 
 A script of Horovod calls `hvd.init()` first, and nobody knows then whether it will ever call
 `hvd.elastic.run`. If it does not, its job counts as plain: the driver hears nothing of its workers,
 and restarts them together after a loss. So they meet by themselves, with the ranks that they were
-started with. They may leave that world and meet again as often as they like; no round changes.
-Times are seconds.
+started with (`InitialMembership`), without a word to the driver. They may leave that world and meet
+again as often as they like; no round changes.
 
-`elastic.local_group()` and `elastic.cross_group()`: the workers of a host, or one of each host.
-
-They serve collectives in two stages, such as a reduction within each host and then between hosts.
-A group is connected when it is first asked for in a round, by its own members only, and ends with
-the round (`groups`). Ranks are those of the current world.
+`local_group()` and `cross_group()` serve collectives in two stages, such as a reduction within each
+host and then between hosts. A group is connected when it is first asked for in a round, by its own
+members only, and ends with the round (`groups`). Ranks are those of the current world. Times are
+seconds.
 """
 
 import atexit
@@ -60,6 +57,8 @@ from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 from rendezvous.torch_store import HTTPStore
 from rendezvous.wire import DeletePrefix
+
+# ---- the world that this process was started for ---------------------------------------
 
 TELLING_S = 5.0  # for the driver to answer which rank a newcomer will have
 MEETING_S = 600.0  # for all processes to come, as the default of --start-timeout
@@ -177,6 +176,8 @@ def _roll_call(store: HTTPStore, me: Member) -> tuple[Member, ...]:
     return tuple(msgspec.json.decode(found, type=Member) for found in store.multi_get(keys))
 
 
+# ---- the membership --------------------------------------------------------------------
+
 BUSY_S = 3600.0  # the default limit of `busy`
 LARGEST_COUNT = 2**53  # of steps and samples
 
@@ -233,7 +234,7 @@ def start(backend: str | None = None) -> JobMembership:
 def meet_as_started() -> None:
     """Join the world that this process was started for, and tell the driver nothing.
 
-    For scripts of which nobody knows yet whether they are elastic; see `initial`. Does nothing in
+    For scripts of which nobody knows yet whether they are elastic; see above. Does nothing in
     a process that is in a world.
     """
     if membership() is not None:
@@ -320,6 +321,9 @@ def _shutdown(*, script_is_over: bool, error: BaseException | None = None) -> No
     member, _Session.membership = _Session.membership, None
     if member is not None:
         member.stop(script_is_over=script_is_over, error=error)
+
+
+# ---- progress --------------------------------------------------------------------------
 
 
 def report_progress(
@@ -410,6 +414,9 @@ def _progress() -> TrainingProgress:
     return TrainingProgress() if member is None else member.progress
 
 
+# ---- forks and the end of the process --------------------------------------------------
+
+
 def _forget_in_child() -> None:
     member = membership()
     _Session.membership = _Session.initial = None
@@ -420,6 +427,9 @@ def _forget_in_child() -> None:
 
 atexit.register(_shutdown, script_is_over=True)
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# ---- groups of a host, and across hosts ------------------------------------------------
 
 
 def local_group() -> Any:
