@@ -93,7 +93,8 @@ class _BatchPass:
         self.batches, self.sums = batches, batches.sums
         self.rank, size = rank_and_size()
         count = batches.virtual_workers
-        samples, micro = len(batches.dataset), batches.micro_batch_size
+        samples = len(batches.dataset)
+        micro = batches.micro_batch_size
         order = batches.shuffle, batches.seed, batches.epoch
         self.plan = EpochPlan(samples, count, micro, *order)
         self.steps = range(batches.step, len(batches))
@@ -279,8 +280,12 @@ class FixedBatch:
         **loader: Any,
     ) -> None:
         _check(dataset, micro_batch_size, model)
-        self.dataset, self.model, self.micro_batch_size = dataset, model, micro_batch_size
-        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.dataset = dataset
+        self.model = model
+        self.micro_batch_size = micro_batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
         self.deterministic, self.shares = deterministic, shares
         balanced = os.environ.get(contract.BALANCE) == "1" if balance is None else balance
         self.balanced_shares = BalancedShares() if balanced else None
@@ -537,7 +542,8 @@ class BalancedShares:
         round_id = current.round_id() if current.is_initialized() else 0
         world = (round_id, size, virtual_workers)
         if world != self._world:
-            self._world, self._shares = world, allocate_microbatches(virtual_workers, size)
+            self._world = world
+            self._shares = allocate_microbatches(virtual_workers, size)
         self._rank, self._sent = rank, None
         if (member := session.membership()) is not None:
             self._progress = member.progress

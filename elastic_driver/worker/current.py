@@ -41,7 +41,9 @@ class _Current:
 
 def enter(place: SlotInfo, round_id: int) -> None:
     """Record the place of this process in round `round_id`."""
-    _Current.place, _Current.round, _Current.inherited = place, round_id, False
+    _Current.place = place
+    _Current.round = round_id
+    _Current.inherited = False
     tell_place(place, round_id)
 
 
@@ -49,7 +51,9 @@ def forget() -> None:
     """Record that this process is in no world any more."""
     if _Current.place is not None and not _Current.inherited:
         remove_told_place()
-    _Current.place, _Current.round, _Current.inherited = None, 0, False
+    _Current.place = None
+    _Current.round = 0
+    _Current.inherited = False
 
 
 def inherit() -> None:
@@ -206,7 +210,8 @@ def tells_place() -> bool:
 
 
 def _path() -> Path | None:
-    folder, worker = os.environ.get(contract.SCRATCH), os.environ.get(contract.WORKER_ID)
+    folder = os.environ.get(contract.SCRATCH)
+    worker = os.environ.get(contract.WORKER_ID)
     return Path(folder, f"place-{worker}") if folder and worker and "/" not in worker else None
 
 

@@ -230,7 +230,8 @@ class LoaderLoop(BareLoop):
     def _close(self, _: Any) -> None:
         """Read the count for the last time: the iterator is gone, or begins anew."""
         if self._fields is not None:
-            self._last, self._fields = loaders.batches_yielded(self._fields), None
+            self._last = loaders.batches_yielded(self._fields)
+            self._fields = None
 
 
 class UnknownBatches(LoaderLoop):

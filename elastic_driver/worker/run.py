@@ -131,7 +131,7 @@ def training_loop(
                 if not met:
                     return cast("R", None)
                 training_begins()
-                state._begins()
+                state._arrange()  # its steps are measured from now on
                 try:
                     result = function(state, *args, **kwargs)
                 finally:

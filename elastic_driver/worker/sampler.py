@@ -189,7 +189,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; give the samples of one step, from 1")
         self.samples = len(dataset)
-        self.shuffle, self.seed, self.batch_size = shuffle, seed, batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.batch_size = batch_size
         self.counted = Counted()
         self._progress = _Progress()
         self._pass: _SamplerPass | None = None
@@ -357,11 +359,13 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         """Train `epoch` from its start; no change if it is the current one, which goes on."""
         self._named = True
         if self._pass is not None and self._pass.has_ended():
-            self._progress, self._pass = self._left_behind(), None
+            self._progress = self._left_behind()
+            self._pass = None
         if epoch == self.epoch:  # the caller counts the epochs, so none begins by itself
             self._progress = self._progress._replace(ended=False, continues=True)
         else:
-            self._progress, self._pass = _Progress(epoch), None
+            self._progress = _Progress(epoch)
+            self._pass = None
 
     def reset(self) -> None:
         """Share the rest among the workers of the new world, from the next iteration on."""
@@ -401,7 +405,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             )
         self.seed = state["seed"]
         # Earlier versions did not keep these two.
-        ended, self._optimized = bool(state.get("ended")), bool(state.get("optimized"))
+        ended = bool(state.get("ended"))
+        self._optimized = bool(state.get("optimized"))
         self._progress = _Progress(state["epoch"], state["position"], state["replayed"], ended)
         self._pass = None
         self.reset()

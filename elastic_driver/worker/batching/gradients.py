@@ -83,7 +83,8 @@ class StepSum(ABC):
         leaves = len(weights)
         self._ranges = [range(min(r.start, leaves), min(r.stop, leaves)) for r in ranges]
         self._mine, self._weights = self._ranges[rank], weights
-        self._alone, self._moved = len(ranges) == 1, False
+        self._alone = len(ranges) == 1
+        self._moved = False
         self._step, self._trouble = step, None
         try:
             self._layout = self.subject.look(alone=self._alone)
@@ -154,7 +155,8 @@ class StepSum(ABC):
 
         Raises `UsageError`, the same on all ranks, for what has no sum.
         """
-        buffers, first = self._buffers, len(self._trained)
+        buffers = self._buffers
+        first = len(self._trained)
         self._trouble = next(self.subject.stray(self._step), None)
         own = self._partial_sums()
         verdict = buffers.verdict(self.device)
@@ -382,7 +384,8 @@ class ExactSum(StepSum):
         All buckets travel at the same time, so that a small one costs hardly any waiting.
         """
         blocks = [tree_blocks(leaves) for leaves in self._ranges]  # of each rank
-        names, size = [block for theirs in blocks for block in theirs], len(blocks)
+        names = [block for theirs in blocks for block in theirs]
+        size = len(blocks)
         arriving, gathered = [], []  # with the sent tensors, which are kept until they have arrived
         for bucket in buckets:
             chunk = -(-bucket.length // size)  # elements of each rank's part, the last one padded

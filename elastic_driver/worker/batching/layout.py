@@ -65,7 +65,8 @@ class Layout:
 
     def __init__(self, trained: list[Tensor], names: Sequence[str], buffers: Buffers) -> None:
         starts = buffers.mean_starts()
-        self.trained, self.entries = trained, len(trained) + len(starts)
+        self.trained = trained
+        self.entries = len(trained) + len(starts)
         self.buckets = make_buckets([*trained, *starts])
         self.verdict_size = buffers.verdict_size
         self.lines = [
@@ -92,7 +93,8 @@ class Subject:
         _subjects.add(self)
         self.model, self._first = model, first
         self.given: Sequence[Tensor] = ()
-        self.buffers, self._watch = Buffers(model), Watch()
+        self.buffers = Buffers(model)
+        self._watch = Watch()
         self._sight: Sight | None = None
         self._layout: Layout | None = None
         self._kinds: list[Any] = []
@@ -115,7 +117,8 @@ class Subject:
         Raises `UsageError` for what cannot be trained.
         """
         if self._sight is None or not self._sight.holds():
-            self._sight, self._layout = Sight(self.model), None
+            self._sight = Sight(self.model)
+            self._layout = None
         known = [*self._sight.parameters, *self._outside(self._sight.parameters)]
         if self._layout is None:
             self._require_shapes(known)
@@ -189,7 +192,8 @@ class Subject:
         """Yield what this rank's micro-batches have done and must not do."""
         new: list[Tensor] = []
         if self._sight is not None and not self._sight.holds():
-            sight, before = Sight(self.model), set(map(id, self._sight.modules))
+            sight = Sight(self.model)
+            before = set(map(id, self._sight.modules))
             known = set(map(id, self._known))
             new = [each for each in sight.parameters if id(each) not in known]
             if any(buffers_of(each) and id(each) not in before for each in sight.modules):
@@ -350,7 +354,8 @@ def _difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
     if list(mine) == list(theirs):
         return ""
     rank = dist.get_rank()
-    ours, zeros = set(mine), set(theirs)
+    ours = set(mine)
+    zeros = set(theirs)
     extra = [line for line in mine if line not in zeros]
     missing = [line for line in theirs if line not in ours]
     if extra and missing:

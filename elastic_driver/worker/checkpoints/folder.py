@@ -202,7 +202,8 @@ def next_order(ages: Iterable[Age]) -> int:
 
 def mark_of(path: Path) -> Mark:
     """Return size and checksum of a file as it is on disk now."""
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with open_plain(path) as file:
         while block := file.read(READ_BYTES):
             digest.update(block)
@@ -484,7 +485,8 @@ def write_share(folder: Path, staging: Staging) -> Report:
     chunks = []
     with new_file(path) as file:
         for piece, copy in zip(staging.pieces, staging.copies, strict=True):
-            start, offsets = file.tell(), [piece.start, *([0] * copy.dim())][: copy.dim()]
+            start = file.tell()
+            offsets = [piece.start, *([0] * copy.dim())][: copy.dim()]
             torch.save(copy, file)
             box = tuple(offsets), tuple(copy.shape)
             chunks.append(Chunk(piece.tensor, *box, path.name, start, file.tell() - start))

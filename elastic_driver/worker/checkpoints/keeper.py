@@ -70,7 +70,8 @@ class Checkpoints:
 
     def __init__(self, root: Path, every: int | None, keep: int | None = None) -> None:
         self._every = _at_least_1("every", every)
-        self.root, self.keep = root, _at_least_1("keep", KEEP if keep is None else keep)
+        self.root = root
+        self.keep = _at_least_1("keep", KEEP if keep is None else keep)
         self.in_trouble = False  # the last attempt failed, and that was logged
         self.disk = Lock()  # held while a rank writes its share, or completes a checkpoint
         self.history = History()  # used by the writers, with the disk's lock
@@ -136,7 +137,8 @@ class Checkpoints:
         self._staging.copy(live)
         pack = None
         if rank == 0:
-            parts, random = frozenset(state.parts), state.random.portable()
+            parts = frozenset(state.parts)
+            random = state.random.portable()
             envelope = partial(sharing.make_envelope, contents, parts, random)
             pack = partial(_pack, envelope, notes_of(state.values))
         # All members compute the same name, and another world computes another one.
@@ -309,7 +311,8 @@ class CheckpointWriter(Thread):
                 self._write()
                 self.written.set()
                 done = self._complete()
-            deadline, pause = time.monotonic() + PATIENCE_S, FIRST_POLL_S
+            deadline = time.monotonic() + PATIENCE_S
+            pause = FIRST_POLL_S
             while not done:
                 self.superseded.wait(pause)
                 pause = min(pause * GROWTH, LONGEST_POLL_S)
@@ -395,7 +398,8 @@ class CheckpointWriter(Thread):
 
     def _reports(self) -> list[Report] | None:
         """Return the reports of all ranks, None while one is missing."""
-        names, reports = set(os.listdir(self.folder)), []
+        names = set(os.listdir(self.folder))
+        reports = []
         ranks = range(self.staging.size)
         for rank in ranks:
             if f"part-{rank}.failed" in names:

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Protocol
 
 from elastic_driver import contract
 from elastic_driver.core.documents import SaveRequest
@@ -62,7 +62,9 @@ class PreemptionWatch:
         notice: float,
         leave_alone: Callable[[str, float], bool] | None = None,
     ) -> None:
-        self._worker, self._notice, self.end = worker, notice, end_by
+        self._worker = worker
+        self._notice = notice
+        self.end = end_by
         self._leave_alone = leave_alone
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
@@ -201,15 +203,28 @@ def _reset_in_c(number: int) -> None:
 MAX_PROBLEM_CHARS = 1000
 
 
+class Checkpointed(Protocol):
+    """A state that can write a final checkpoint; see `State`, whose module imports this one."""
+
+    def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
+        """Begin to write this rank's share; return the folder, None where there is none.
+
+        Raises an exception that says why it cannot be written.
+        """
+
+    def final_checkpoint_problem(self, folder: Path) -> str | None:
+        """Return "" once the checkpoint is complete, why it failed, or None meanwhile."""
+
+
 class FinalCheckpointTask:
     """Writes this worker's part of the final checkpoint, and reports the result.
 
     The driver requests it while this worker waits for a world. The state writes its shares in the
     background; the first of the requested workers reports the result. All calls come from the
-    training thread, which trains nothing meanwhile. `state`: a `State`, whose module imports this.
+    training thread, which trains nothing meanwhile.
     """
 
-    def __init__(self, worker: str, state: Any) -> None:
+    def __init__(self, worker: str, state: Checkpointed) -> None:
         self._worker, self._state = worker, state
         self._asked: tuple[int, tuple[str, ...]] | None = None  # number and members of the request
         self._folder: Path | None = None  # is being written; set where this worker reports
@@ -225,7 +240,10 @@ class FinalCheckpointTask:
         if asked == self._asked:
             self._unsent = self._unsent or self._sent
             return
-        self._asked, self._folder, self._unsent, self._sent = asked, None, None, None
+        self._asked = asked
+        self._folder = None
+        self._unsent = None
+        self._sent = None
         if self._worker not in request.members:
             return
         rank = request.members.index(self._worker)

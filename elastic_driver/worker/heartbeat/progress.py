@@ -121,7 +121,8 @@ class StepSamples:
 
         `step_time`: seconds of a whole step, waiting included.
         """
-        every, slowdown = steps_per_sample(step_time), self._slowdown.factor()
+        every = steps_per_sample(step_time)
+        slowdown = self._slowdown.factor()
         while self._recorded:
             step, known = self._recorded.popleft()
             if (cost := known()) is None:
@@ -252,7 +253,9 @@ class TrainingProgress:
     def committed(self, version: int) -> bool:
         """Record a committed step; return whether the round has to be left now."""
         now = time.monotonic()
-        self.step_time, self.committed_at, self.version = now - self.committed_at, now, version
+        self.step_time = now - self.committed_at
+        self.committed_at = now
+        self.version = version
         self.boundaries.append(now)
         self.steps += 1
         if self.step_reported:  # it counts once
@@ -305,14 +308,23 @@ class TrainingProgress:
 
     def entered(self, round_id: int, version: int, size: int = 1, rank: int = 0) -> None:
         """Record a new round, without a commit and without a request to leave so far."""
-        self.size, self.rank, self.version = size, rank, version
+        self.size = size
+        self.rank = rank
+        self.version = version
         self.committed_at = self.active_at = self.synced_at = time.monotonic()
-        self.leave_after, self.steps, self.reported_steps, self.checks = NEVER, 0, 0, 0
+        self.leave_after = NEVER
+        self.steps = 0
+        self.reported_steps = 0
+        self.checks = 0
         self.optimizer_steps = 0
         self.marks.clear()
-        self.reported_step, self.step_reported, self.timing = None, False, None
+        self.reported_step = None
+        self.step_reported = False
+        self.timing = None
         self.gradients = None
-        self.division, self.wants_allocations, self.samples = None, False, StepSamples()
+        self.division = None
+        self.wants_allocations = False
+        self.samples = StepSamples()
         self.round = self.steps_of = round_id
 
     def left(self) -> None:

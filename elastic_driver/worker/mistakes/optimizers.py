@@ -196,7 +196,8 @@ class OptimizerWatch:
 
     def _name(self, optimizer: Optimizer) -> str:
         """Return how to call an optimizer that is in no state."""
-        kind, name = type(optimizer).__name__, self._names(optimizer)
+        kind = type(optimizer).__name__
+        name = self._names(optimizer)
         return f"the optimizer {name!r} ({kind})" if name else f"an optimizer ({kind})"
 
 

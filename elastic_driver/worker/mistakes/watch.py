@@ -92,7 +92,10 @@ class Mistakes:
 
     def entered(self, progress: TrainingProgress, size: int) -> None:
         """Begin a round of so many workers."""
-        self._alone, self._swallowed, self._steps, self._size = 0, 0, 0, size
+        self._alone = 0
+        self._swallowed = 0
+        self._steps = 0
+        self._size = size
         self._due = LOOKED_AT
         watch_samplers()
         self._made_late.entered()
@@ -373,7 +376,8 @@ class MadeLate:
     def entered(self) -> None:
         """Note what each worker has made by itself; later worlds change nothing about that."""
         if self._first is None:
-            self._first, self._changes = self._now(), self._tree.changes
+            self._first = self._now()
+            self._changes = self._tree.changes
 
     def look(self) -> None:
         """Tell what is another object since."""

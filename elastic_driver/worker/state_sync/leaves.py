@@ -195,14 +195,16 @@ class Leaves:
         else:
             self._learn(versions, pointers, collectives)
         choice = self._choose() if self._choice is None else self._choice
-        copies, commit = self._copy(choice), self._commit
+        copies = self._copy(choice)
+        commit = self._commit
         self._versions, self._pointers = versions, pointers
         self._seen = _Seen(versions, pointers, self._others.last)
         if commit.copies is not copies or commit.moved is not choice:
             self._commit = _Commit(self.names, self.tensors, self._still, choice, copies)
         self._is_torn = False
         if self._contents or self._early:
-            self._early, self._contents = set(), {}
+            self._early = set()
+            self._contents = {}
         if self.copy_all:
             return
         now = self._clock()
@@ -331,7 +333,8 @@ class Leaves:
         """Return the names of tensors that have changed since the commit and were not copied."""
         commit = self._commit
         stepped = _changed_by(self._steps.optimizers()) if commit.still else set()
-        versions, pointers = self._seen.all_versions(), self._seen.pointers
+        versions = self._seen.all_versions()
+        pointers = self._seen.pointers
         found = []
         unknown = []  # seem to be unchanged, and their content is known
         for number in commit.still:
@@ -470,7 +473,8 @@ class Followers:
             not grown or (leader >= 0 and leading[leader])
             for grown, leader in zip(growth, self._leaders, strict=True)
         )
-        self._seen, self.last = growth, Read.at(versions)
+        self._seen = growth
+        self.last = Read.at(versions)
         return growth
 
     def forget(self) -> None:

@@ -218,7 +218,9 @@ class Reader:
     def __init__(
         self, tensors: Sequence[Tensor], parts: Sequence[Any] = (), what: str = ""
     ) -> None:
-        self._tensors, self._parts, self._what = tensors, parts, what or "a value"
+        self._tensors = tensors
+        self._parts = parts
+        self._what = what or "a value"
         self._objects: list[Any] = []
         self._used: set[int] = set()
 
@@ -253,7 +255,8 @@ class Reader:
         return _READERS[tag](self, data, live)
 
     def _read_container(self, kind: type, how: Kind, data: list[Any], live: Any) -> Any:
-        number, more = len(self._objects), data[1] if data[0] != "class" else None
+        number = len(self._objects)
+        more = data[1] if data[0] != "class" else None
         reusable = type(live) is kind and id(live) not in self._used and how.fill is not None
         if kind is deque:
             reusable = reusable and live.maxlen == more
@@ -431,7 +434,8 @@ def _live_children(live: Any, kind: type, written: list[Any]) -> list[Any]:
     how = kind_of(kind)
     if how is None or issubclass(kind, set | frozenset):
         return [None] * len(written)
-    children, half = how.children(live), len(written) // 2
+    children = how.children(live)
+    half = len(written) // 2
     if how.children is list:
         return (children + [None] * len(written))[: len(written)]
     # Keys, then values.

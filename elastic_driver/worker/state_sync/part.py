@@ -86,7 +86,8 @@ class Glance:
         """Return whether the containers hold the same objects, in the same order."""
         if any(self._empty):
             return False
-        now, seen = self._now(), self._seen
+        now = self._now()
+        seen = self._seen
         return len(now) == len(seen) and all(map(is_, now, seen))
 
 
@@ -278,7 +279,9 @@ class Attributes:
         objects: Sequence[tuple[str, Any]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._name, self._objects, self._clock = name, objects, clock
+        self._name = name
+        self._objects = objects
+        self._clock = clock
         self._looks: dict[int, dict[str, Any]] = {}  # of each object, by its identity
         self._moving: dict[tuple[int, str], None] = {}  # object and key of those that change
         self._told: set[tuple[int, str]] = set()  # of these: too large
@@ -287,7 +290,8 @@ class Attributes:
     def follow(self, objects: Sequence[tuple[str, Any]]) -> None:
         """Look at these objects from now on; what is known of those that stay still holds."""
         now = {id(each) for _, each in objects}
-        self._objects, self._left = objects, max(self._left, 1)
+        self._objects = objects
+        self._left = max(self._left, 1)
         self._looks = {key: look for key, look in self._looks.items() if key in now}
         self._moving = {key: None for key in self._moving if key[0] in now}
 

@@ -68,7 +68,8 @@ class _Walk(NamedTuple):
     @classmethod
     def of(cls, root: nn.Module) -> "_Walk":
         found = list(root.named_modules())
-        modules, paths = [module for _, module in found], [path for path, _ in found]
+        modules = [module for _, module in found]
+        paths = [path for path, _ in found]
         owners = [d for m in modules for d in (parameters_of(m), buffers_of(m), children_of(m))]
         extra = [(p, m) for p, m in found if type(m).get_extra_state is not _NO_EXTRA]
         return cls(
@@ -121,7 +122,8 @@ class ModulePart(StatePart):
 
     def _refresh(self) -> None:
         if not self._walk.is_current():
-            self._walk, self._has_changed = _Walk.of(self.thing), True
+            self._walk = _Walk.of(self.thing)
+            self._has_changed = True
             self._unchanging = _Unchanging(self.name, self._walk.modules)
             self._attributes.follow(list(zip(self._walk.paths, self._walk.modules, strict=True)))
 
@@ -165,7 +167,8 @@ class ModulePart(StatePart):
         if self._keeps_nothing():
             self._unchanging.require_unchanged()
         own = self._attributes.take()
-        training, flags = list(map(_training, walk.modules)), list(map(_flags, walk.trained))
+        training = list(map(_training, walk.modules))
+        flags = list(map(_flags, walk.trained))
         known = before if before is not None and before.walk is walk else None
         if known is not None and known[1:] == (training, flags, [], []) and not (walk.extra or own):
             return known
@@ -218,7 +221,8 @@ class ModulePart(StatePart):
 
     def outgoing(self) -> Outgoing:
         """Return the tensors by name, flags, and extra state."""
-        walk, writer = self._walk, Writer()
+        walk = self._walk
+        writer = Writer()
         tensors = {n: t.detach() for n, t in chain(walk.parameters, walk.buffers)}
         flags = list(map(_flags, walk.trained))
         extra = {p: copied(m.get_extra_state()) for p, m in walk.extra}
@@ -236,7 +240,8 @@ class ModulePart(StatePart):
         """Return this module's own tensors; buffers that it lacks are made."""
         self._require_class(document[0])
         self._refresh()
-        names, registered = names_in(document[1]), document[4]
+        names = names_in(document[1])
+        registered = document[4]
         theirs = dict(zip(names, specs, strict=False))
         self._require_same({n: spec for n, spec in theirs.items() if n not in registered})
         self._take_over_buffers(theirs, registered)
@@ -294,7 +299,8 @@ class ModulePart(StatePart):
         made: dict[str, Tensor | None] = {}  # by the name under which they are sent
         for name, (is_persistent, sent_as) in registered.items():
             path, _, own = name.rpartition(".")
-            old, spec = buffers_of(owners[path]).pop(own, None), theirs.get(sent_as)
+            old = buffers_of(owners[path]).pop(own, None)
+            spec = theirs.get(sent_as)
             vars(owners[path]).pop(own, None)
             if sent_as in made:
                 old = made[sent_as]

@@ -406,7 +406,8 @@ def carry_tensors(tensors: Sequence[Tensor], route: Route) -> None:
     Every rank that takes part passes tensors of the same shapes and dtypes in the same
     order. A rank that is neither source nor receiver passes meta tensors.
     """
-    sending, receiving = dist.get_rank() == route.source, dist.get_rank() in route.receivers
+    sending = dist.get_rank() == route.source
+    receiving = dist.get_rank() in route.receivers
     pending: list[dist.Work] = []  # one large tensor is read from memory while another is sent
     for group in _groups(tensors):
         flat = [as_bytes(tensor) for tensor in group]

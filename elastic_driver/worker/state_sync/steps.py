@@ -275,7 +275,9 @@ class Gradients:
         """
         chosen: dict[tuple[int, int], tuple[Tensor, int]] = {}
         if list(map(id, others)) != list(map(id, self._others)):
-            self._others, self._commits, self._idle = list(others), 0, {}
+            self._others = list(others)
+            self._commits = 0
+            self._idle = {}
         for parameter in (*self._others[:1], *self._others[-1:]):
             if parameter.is_leaf:
                 chosen[BY_HAND, id(parameter)] = parameter, BY_HAND
@@ -290,7 +292,8 @@ class Gradients:
         self._judges.clear()
         self._lasting.clear()
         self._seen.clear()
-        self._hooked, me = list(chosen), weakref.ref(self)
+        self._hooked = list(chosen)
+        me = weakref.ref(self)
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(partial(_passed, me, optimizer))
             for parameter, optimizer in chosen.values()
@@ -402,7 +405,9 @@ class Gradients:
 
     def committed(self, kept: list[Kept], now: int) -> None:
         """Note the result of `take` as that of a commit, until which `now` collectives came."""
-        self.kept, self._has_stepped, self._collectives = kept, False, now
+        self.kept = kept
+        self._has_stepped = False
+        self._collectives = now
 
     def is_local_now(self, collectives_before: int) -> bool:
         """Return whether the gradients of the last pass were summed over no other rank."""
@@ -458,7 +463,8 @@ def _passed(me: "weakref.ref[Gradients]", optimizer: int, _parameter: Tensor) ->
 def _began(
     me: "weakref.ref[Gradients]", optimizer: int, parameter: "weakref.ref[Tensor]", _: Tensor
 ) -> None:
-    gradients, trained = me(), parameter()
+    gradients = me()
+    trained = parameter()
     if gradients is not None and trained is not None:
         gradients.began(optimizer, trained)
 

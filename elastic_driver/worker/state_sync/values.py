@@ -47,7 +47,9 @@ class UnkeptError(UsageError):
         super().__init__(
             f"the attribute {path!r} cannot be sent to other workers or put back: {problem}; {hint}"
         )
-        self.path, self._problem, self._hint = path, problem, hint
+        self.path = path
+        self._problem = problem
+        self._hint = hint
 
     def inside(self, name: str) -> "UnkeptError":
         """Return the error for a value inside of the state of an object with this name."""
@@ -539,7 +541,8 @@ def _loaded_now() -> frozenset[str]:
 
 def training_begins() -> None:
     """Note what a worker that joins has loaded when it is given the state."""
-    _Script.trains, _Script.loaded = True, _loaded_now() - _Script.late
+    _Script.trains = True
+    _Script.loaded = _loaded_now() - _Script.late
 
 
 def training_ends() -> None:

@@ -142,7 +142,8 @@ def link_usage(connections: list[socket.socket]) -> Links | None:
     totals: dict[str, tuple[float, int]] = {}
     for connection in connections:
         try:
-            address, peer = connection.getsockname()[0], connection.getpeername()[0]
+            address = connection.getsockname()[0]
+            peer = connection.getpeername()[0]
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         except OSError:  # closed meanwhile
             continue

@@ -125,7 +125,8 @@ class RoundGroup:
         _Handover.create = lambda *_: self.backend
         excepthook = sys.excepthook
         name = f"cpu:{BACKEND},{device_backends}" if device_backends else BACKEND
-        rank, size = self.backend.rank(), self.backend.size()
+        rank = self.backend.rank()
+        size = self.backend.size()
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         try:
             make_group(name, None, timeout, size, rank, self.store)
@@ -151,7 +152,9 @@ class RoundGroup:
         self.connections.shut_writes()
         tear_down_wrappers()
         self.host_groups.clear()
-        last, self.backend, self.subgroups = [self.backend, *self.subgroups], None, []
+        last = [self.backend, *self.subgroups]
+        self.backend = None
+        self.subgroups = []
         _Handover.create = None  # it holds the group
         torchs = [] if self.half is not None or not dist.is_initialized() else [dist.group.WORLD]
         if self.half is not None and dist.is_initialized():

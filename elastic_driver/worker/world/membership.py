@@ -11,6 +11,7 @@ world's process group is taken down.
 
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -27,7 +28,7 @@ from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker import accelerator, context, current
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-from elastic_driver.worker.heartbeat.preemption import FinalCheckpointTask
+from elastic_driver.worker.heartbeat.preemption import Checkpointed, FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync.sharing import UnfitError
 from elastic_driver.worker.torch_seams import process_groups
@@ -44,6 +45,19 @@ CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
 END_S = 5.0  # at the end of the script, for gloo's old groups to end; usually milliseconds
 MAX_DEVICE_FAILURES = 3  # in a row, of devices to connect in rounds that no notice has ended
 ALONE = SlotInfo("localhost", 0, 0, 0, 0, 1, 1, 1, 0, 1)  # rank 0 of 1
+
+
+class TrainedState(Checkpointed, Protocol):
+    """What a membership needs of a state; see `State`."""
+
+    def state_version(self) -> StateVersion:
+        """Return the version to report with READY."""
+
+    def save_without_driver(self, worker: str, world: Sequence[str], seconds: float) -> str:
+        """Write the last commit with the others that leave; return a clause: what is on disk."""
+
+    def _restore_all(self) -> None:
+        """Go back to the last commit of each state of this process."""
 
 
 class JobMembership:
@@ -142,7 +156,7 @@ class JobMembership:
 
     # ---- joining -------------------------------------------------------------------------
 
-    def join(self, reason: str, state: Any = None, *, broken: bool = False) -> None:
+    def join(self, reason: str, state: TrainedState | None = None, *, broken: bool = False) -> None:
         """Leave this round, if any, and become a member of the next one.
 
         If no round comes because all workers have to leave, `state` writes a final checkpoint.
@@ -151,7 +165,7 @@ class JobMembership:
 
         Args:
             reason: why we left the round; reported with READY.
-            state: the `State` that this worker trains.
+            state: that this worker trains.
             broken: whether the round broke, so that the state goes back to its last commit.
         """
         version = StateVersion() if state is None else state.state_version()
@@ -169,7 +183,9 @@ class JobMembership:
                 raise
             self._end_without_driver(*self._notices.alone, driver.born.worker, state)
 
-    def _enter_next(self, driver: DriverConnection, version: StateVersion, state: Any) -> None:
+    def _enter_next(
+        self, driver: DriverConnection, version: StateVersion, state: TrainedState | None
+    ) -> None:
         checkpoint = None if state is None else FinalCheckpointTask(driver.born.worker, state)
         while True:
             world, me = driver.await_world(self._left, checkpoint)
@@ -182,7 +198,9 @@ class JobMembership:
                 reason = f"round {world.round} ended while its group was built: {error}"
                 self._report_ready(version, reason)
 
-    def _end_without_driver(self, reason: str, until: float, worker: str, state: Any) -> NoReturn:
+    def _end_without_driver(
+        self, reason: str, until: float, worker: str, state: TrainedState | None
+    ) -> NoReturn:
         """Write the final checkpoint with the others, if `state` has one, and end the script."""
         done = "it has trained nothing"
         if state is not None:
@@ -245,7 +263,9 @@ class JobMembership:
 
     # ---- leaving -------------------------------------------------------------------------
 
-    def _leave_and_report(self, version: StateVersion, reason: str, to_restore: Any) -> None:
+    def _leave_and_report(
+        self, version: StateVersion, reason: str, to_restore: TrainedState | None
+    ) -> None:
         """Leave this round and report READY for the next, in the order that the backend needs.
 
         With gloo alone READY comes first, to save time. A device may still write where the state

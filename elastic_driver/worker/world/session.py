@@ -355,7 +355,8 @@ def report_progress(
     for name, count in (("step", step), ("samples", samples), ("total", total)):
         if count is not None and not 0 <= count <= LARGEST_COUNT:
             raise UsageError(f"report_progress({name}={count}): give a number from 0 on")
-    progress, now = _progress(), time.monotonic()
+    progress = _progress()
+    now = time.monotonic()
     if numbers:
         progress.numbers = _checked(numbers)
     if total is not None:

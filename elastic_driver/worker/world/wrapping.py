@@ -152,7 +152,8 @@ class _GradientMean:
     """
 
     def __init__(self, waits: CollectiveWaits, group: Any) -> None:
-        self._waits, self._size = waits, dist.get_world_size(group)
+        self._waits = waits
+        self._size = dist.get_world_size(group)
         self.group = group  # None: the wrapper was taken down
         self._meter = new_meter(self._size)
         self.taking_part: Any = None  # torch's work that counts the ranks of this pass; None: all
@@ -162,7 +163,8 @@ class _GradientMean:
         if self.of_script is not None:
             device = bucket.buffer().device
             return self._waits.guarded(self.of_script(bucket), lambda tensor: tensor, device)
-        gradients, meter = bucket.buffer(), self._meter
+        gradients = bucket.buffer()
+        meter = self._meter
         measured = None if meter is None else meter.begin(bucket)
         # In this way torch's reducer divides where there is no hook.
         size = self._size
