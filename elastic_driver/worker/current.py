@@ -93,7 +93,7 @@ def _find() -> tuple[SlotInfo, int] | None:
     told = read_told_place()
     if told is not None:
         return told.place, told.round
-    if place is None or tells_place():
+    if place is None or _path() is not None:  # the file would name it
         return None
     return place, _Current.round
 
@@ -202,11 +202,6 @@ def read_told_place() -> ToldPlace | None:
     except (OSError, msgspec.DecodeError):
         return None
     return None if told.pid == os.getpid() or not _lives(told.pid) else told
-
-
-def tells_place() -> bool:
-    """Return whether this worker tells its place at all."""
-    return _path() is not None
 
 
 def _path() -> Path | None:

@@ -82,9 +82,8 @@ class Mistakes:
         self._averages: bool | None = None  # something averages gradients; None: not known
         self._alone = 0  # steps in a row that no collective came before, in this round
         self._size = 1
-        self._told_to_leave: int | None = (
-            None  # the round that commit() has told the script to leave
-        )
+        # The round that commit() has told the script to leave.
+        self._told_to_leave: int | None = None
         self._swallowed = 0  # how often the script has gone on in it
         self._steps = 0  # of optimizers, since the last commit
 

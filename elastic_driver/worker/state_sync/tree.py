@@ -323,11 +323,6 @@ class Tree:
             found.append((copy.nbytes, 1, f"the gradient of {name}", "no step has used it yet"))
         return [each for each in found if each[1]]
 
-    @property
-    def is_kept(self) -> bool:
-        """Return whether there was a commit."""
-        return self._kept is not None
-
     def is_clean(self) -> bool:
         """Return whether everything is, or can be put back to, what it was at the commit."""
         return not self._is_torn and self.leaves.is_clean()

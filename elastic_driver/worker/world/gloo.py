@@ -266,9 +266,8 @@ class CollectiveWaits:
         if self.lost is None:
             return
         self._refused += 1
-        text = (
-            f"a collective has lost a peer, and the script has gone on ({_first_line(self.lost)})"
-        )
+        lost = in_short(str(self.lost)) or type(self.lost).__name__
+        text = f"a collective has lost a peer, and the script has gone on ({lost})"
         if self._refused >= _REFUSALS:
             say(f"WorldBrokenError: {text}; this worker ends, to be replaced")
             os._exit(ExitCode.UNAVAILABLE)
@@ -331,10 +330,6 @@ def tells_of_loss(error: BaseException) -> bool:
         return True
     text = str(error) if isinstance(error, RuntimeError) else ""
     return looks_like_peer_loss(text) and SIZE_MISMATCH not in text
-
-
-def _first_line(error: Exception) -> str:
-    return in_short(str(error)) or type(error).__name__
 
 
 def peer_is_lost() -> bool:
