@@ -47,8 +47,8 @@ def work() -> None:
         with (Path(os.environ["RECORDS"]) / f"{elastic.rank()}.jsonl").open("a") as file:
             while True:
                 measured = state.step % 2 == 0
-                state._clock.watch([optimizer] if measured else [])
-                state._clock._step.began = state._clock._moment()
+                state._meter.clock.watch([optimizer] if measured else [])
+                state._meter.clock._step.began = state._meter.clock._moment()
                 setattr(state, "_measure", measure if measured else lambda *_: None)  # noqa: B010
                 time.sleep(STEP_S)
                 began, used = time.perf_counter(), time.thread_time()

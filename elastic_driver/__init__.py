@@ -32,10 +32,10 @@ if TYPE_CHECKING:  # for type checkers and editors: the names of `_NAMES`
     from elastic_driver.worker.state import ObjectState as ObjectState
     from elastic_driver.worker.state import State as State
     from elastic_driver.worker.state import TorchState as TorchState
-    from elastic_driver.worker.world.host_groups import cross_group as cross_group
-    from elastic_driver.worker.world.host_groups import local_group as local_group
     from elastic_driver.worker.world.session import busy as busy
+    from elastic_driver.worker.world.session import cross_group as cross_group
     from elastic_driver.worker.world.session import init as init
+    from elastic_driver.worker.world.session import local_group as local_group
     from elastic_driver.worker.world.session import report_progress as report_progress
     from elastic_driver.worker.world.session import shutdown as shutdown
     from elastic_driver.worker.world.wrapping import wrap as wrap
@@ -51,8 +51,7 @@ _NAMES = {  # by module
     "features.shards.worker.dataset": "ShardedDataset",
     "features.shards.worker.client": "IncompleteDataError ShardClient",
     "worker.state": "ObjectState State TorchState",
-    "worker.world.host_groups": "cross_group local_group",
-    "worker.world.session": "busy init report_progress shutdown",
+    "worker.world.session": "busy cross_group init local_group report_progress shutdown",
     "worker.world.wrapping": "wrap",
 }
 _MODULES = {

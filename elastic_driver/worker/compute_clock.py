@@ -1,4 +1,4 @@
-"""Measures the cost of a step to this rank, without the time it waits for others.
+"""Measures the steps of this rank: their cost without the time it waits for others, and samples.
 
 In a synchronous step all ranks finish together, so step times do not show who is slow; each rank's
 own part does. A step runs from one commit to the next. The waiting is inside `backward()`, where
@@ -16,10 +16,10 @@ DistributedDataParallel waits, because that one is queued when the last gradient
 The exchange of gradients also computes, during the waiting. That is measured as the CPU time of
 this process during the wait, and `StepSamples` scales it by the slowdown.
 
-`State` owns a clock and asks it at each commit. It does not see work between `backward()` and
-`optimizer.step()`, and any other wait of the script (then no rank stands out). Parameters on a GPU
-need a `DeviceClock`; on any other device nothing is measured. A clock costs a few microseconds a
-step and sends no message. Times are seconds.
+The `StepMeter` of a state owns a clock and asks it at each commit. The clock does not see work
+between `backward()` and `optimizer.step()`, and any other wait of the script (then no rank stands
+out). Parameters on a GPU need a `DeviceClock`; on any other device nothing is measured. A clock
+costs a few microseconds a step and sends no message. Times are seconds.
 """
 
 import time
@@ -30,9 +30,11 @@ from typing import Any
 
 import torch
 from msgspec import Struct
+from torch.nn import Module
 from torch.optim import Optimizer
 
-from elastic_driver.worker.heartbeat.progress import StepCost
+from elastic_driver.worker.heartbeat.progress import StepCost, StepTiming, TrainingProgress
+from elastic_driver.worker.positions import Counted, CountsSamples, count_parameters, division_of
 from elastic_driver.worker.torch_seams.autograd import calls_hooks, when_backward_ends
 
 
@@ -52,7 +54,8 @@ class ComputeClock:
     def __init__(self) -> None:
         self._hooks: list[Any] = []  # on the script's objects, which outlive this clock
         weakref.finalize(self, _remove, self._hooks)
-        self._step, self._finished = _Step(), _Step()
+        self._step = _Step()
+        self._finished = _Step()
 
     @staticmethod
     def times(device: torch.device) -> bool:
@@ -75,7 +78,8 @@ class ComputeClock:
 
     def restart(self) -> None:
         """Drop the current step: its cost would not compare with that of others."""
-        self._step, self._finished = _Step(), _Step()
+        self._step = _Step()
+        self._finished = _Step()
 
     def finish_step(self) -> Callable[[], StepCost | None]:
         """End the step and begin the next; return a function that computes its cost.
@@ -84,8 +88,10 @@ class ComputeClock:
         is not known: for the first step after `restart`, without `backward()` or
         `optimizer.step()`, and where the watched parameters got no gradient.
         """
-        step, now = self._step, self._moment()
-        self._step, step.ended = _Step(now), now
+        step = self._step
+        now = self._moment()
+        self._step = _Step(now)
+        step.ended = now
         return partial(self._cost, step)
 
     def _cost(self, step: _Step) -> StepCost | None:
@@ -151,8 +157,10 @@ class DeviceClock(ComputeClock):
 
         The cost is None where the device has not ended that step.
         """
-        step, now = self._step, self._moment()
-        self._step, step.ended = _Step(now), now
+        step = self._step
+        now = self._moment()
+        self._step = _Step(now)
+        step.ended = now
         before, self._finished = self._finished, step
         known = before.ended is not None and before.ended.query()
         cost = self._cost(before) if known else None
@@ -169,6 +177,52 @@ class DeviceClock(ComputeClock):
 
     def _between(self, since: Any, until: Any) -> tuple[float, float]:
         return since.elapsed_time(until) / 1000, 0.0  # from milliseconds
+
+
+class StepMeter:
+    """What a state tells the driver of its steps: samples, times, and the sizes behind them."""
+
+    def __init__(self) -> None:
+        self.clock = ComputeClock()
+        self._sources: list[CountsSamples] = []
+        self._counted = Counted()
+        self._parameters: int | None = None
+
+    def follow(
+        self,
+        optimizers: Sequence[Optimizer],
+        sources: list[CountsSamples],
+        modules: Sequence[Module],
+    ) -> None:
+        """Measure the steps of these objects from now on."""
+        if list(map(id, sources)) != list(map(id, self._sources)):
+            self._sources = sources
+            self._counted = self._count()
+        self._parameters = count_parameters(modules)
+        self.clock = clock_for(optimizers, self.clock)
+
+    def tell_sizes(self, progress: TrainingProgress) -> None:
+        """Note the sizes of the model and of the batch."""
+        progress.parameters = self._parameters
+        progress.micro_batches, progress.batch = division_of(self._sources)
+
+    def finish_step(self, progress: TrainingProgress, version: int, committing: float) -> None:
+        """Note the samples and the times of a step, whose commit took so many seconds."""
+        waited = 0.0
+        if self._sources:
+            before = self._counted
+            self._counted = after = self._count()
+            progress.trained += after.samples - before.samples
+            waited = after.waited - before.waited
+            progress.micro_batches, progress.batch = division_of(self._sources)
+        cost = self.clock.finish_step()
+        progress.samples.record(version, cost)
+        progress.timing = StepTiming(cost, waited, committing)
+
+    def _count(self) -> Counted:
+        """Return what the samplers and batches have counted so far."""
+        counts = [source.counted for source in self._sources]
+        return Counted(sum(each.samples for each in counts), sum(each.waited for each in counts))
 
 
 def clock_for(optimizers: Sequence[Optimizer], before: ComputeClock) -> ComputeClock:

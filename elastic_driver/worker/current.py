@@ -5,17 +5,26 @@ them. Reading sends nothing and imports no torch: it costs an attribute lookup. 
 Horovod's meaning. They are counted anew each round; only `slot()` stays. All raise
 `NotInitializedError`, a `UsageError`, before the first world.
 
-A process that a worker starts, such as one of a `DataLoader`, is in no world itself. It has the
-numbers of that worker (`place_file`), whatever the start method.
+A process that a worker starts, such as one of a `DataLoader`, is in no world itself, and asks for
+rank and size to take its part of the data. It has the numbers of that worker, whatever the start
+method. A forked process would have those of the moment of the fork, a spawned one none, and one
+that outlives a world (`persistent_workers=True`) those of an earlier world. So the worker writes
+the numbers of each world into a file in the agent's scratch folder, and these processes read them
+there. A worker without such a folder tells nothing.
 """
 
+import contextlib
 import os
 import sys
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.core.members import SlotInfo
 from elastic_driver.errors import UsageError
-from elastic_driver.worker import place_file
+from elastic_driver.worker.worker_log import say
 
 
 class NotInitializedError(UsageError):
@@ -32,15 +41,19 @@ class _Current:
 
 def enter(place: SlotInfo, round_id: int) -> None:
     """Record the place of this process in round `round_id`."""
-    _Current.place, _Current.round, _Current.inherited = place, round_id, False
-    place_file.write(place, round_id)
+    _Current.place = place
+    _Current.round = round_id
+    _Current.inherited = False
+    tell_place(place, round_id)
 
 
 def forget() -> None:
     """Record that this process is in no world any more."""
     if _Current.place is not None and not _Current.inherited:
-        place_file.remove()
-    _Current.place, _Current.round, _Current.inherited = None, 0, False
+        remove_told_place()
+    _Current.place = None
+    _Current.round = 0
+    _Current.inherited = False
 
 
 def inherit() -> None:
@@ -50,7 +63,7 @@ def inherit() -> None:
 
 def has_parent_in_world() -> bool:
     """Return whether this process was started by a worker that is in a world."""
-    return _Current.inherited or (_Current.place is None and place_file.read() is not None)
+    return _Current.inherited or (_Current.place is None and read_told_place() is not None)
 
 
 def is_initialized() -> bool:
@@ -77,10 +90,10 @@ def _find() -> tuple[SlotInfo, int] | None:
     place = _Current.place
     if place is not None and not _Current.inherited:
         return place, _Current.round
-    told = place_file.read()
+    told = read_told_place()
     if told is not None:
         return told.place, told.round
-    if place is None or place_file.is_used():
+    if place is None or _path() is not None:  # the file would name it
         return None
     return place, _Current.round
 
@@ -140,3 +153,66 @@ def rank_and_size() -> tuple[int, int]:
     if os.environ.get(contract.WORKER_ID):
         _found()  # raises
     return 0, 1
+
+
+# ---- the place as the processes of a worker read it ------------------------------------
+
+_LONGEST = 2000  # bytes
+
+
+class ToldPlace(Struct, frozen=True):
+    """The place of a worker, and the process that has it."""
+
+    pid: int
+    round: int
+    place: SlotInfo
+
+
+def tell_place(place: SlotInfo, round_id: int) -> None:
+    """Tell the processes of this worker its place; where that fails, they know none."""
+    path = _path()
+    if path is None:
+        return
+    draft = path.with_suffix(".new")
+    try:
+        draft.write_bytes(msgspec.json.encode(ToldPlace(os.getpid(), round_id, place)))
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        say(f"the processes that this worker starts do not know its rank and size: {error}")
+
+
+def remove_told_place() -> None:
+    """Tell them that this worker is in no world any more."""
+    path = _path()
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def read_told_place() -> ToldPlace | None:
+    """Return what the worker has told that has started this process; None where there is none."""
+    path = _path()
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            told = msgspec.json.decode(file.read(_LONGEST), type=ToldPlace)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return None if told.pid == os.getpid() or not _lives(told.pid) else told
+
+
+def _path() -> Path | None:
+    folder = os.environ.get(contract.SCRATCH)
+    worker = os.environ.get(contract.WORKER_ID)
+    return Path(folder, f"place-{worker}") if folder and worker and "/" not in worker else None
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

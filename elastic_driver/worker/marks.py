@@ -24,8 +24,7 @@ from torch import Tensor
 from elastic_driver import contract
 from elastic_driver.core.progress import BUFFERS_DIGEST_CHARS, BUFFERS_OF, MAX_BUFFERS
 from elastic_driver.words import counted
-from elastic_driver.worker.heartbeat.described import Leaf
-from elastic_driver.worker.heartbeat.progress import TrainingProgress, usual_pause
+from elastic_driver.worker.heartbeat.progress import Leaf, TrainingProgress, usual_pause
 from elastic_driver.worker.state_sync.fingerprint import contents
 from elastic_driver.worker.state_sync.message import Reader
 from elastic_driver.worker.state_sync.tree import Tree
@@ -61,7 +60,9 @@ class Marks:
         """Begin a round of so many workers; alone, a rank is compared with nobody."""
         wanted = size > 1 and os.environ.get(contract.VERIFY_STATE) != "0"
         self._progress = progress if wanted else None
-        self._commits, self._due, self._spent = 0, min(FIRST), 0.0
+        self._commits = 0
+        self._due = min(FIRST)
+        self._spent = 0.0
         self._kept.clear()
         progress.leaves = self.leaves
 
@@ -71,7 +72,8 @@ class Marks:
         progress = self._progress
         if self._commits < self._due or progress is None:
             return
-        began, marked = time.perf_counter(), states()
+        began = time.perf_counter()
+        marked = states()
         buffers = [leaf for tree, local in marked for leaf in _buffers_of(tree, local)]
         found = [leaf for tree, local in marked for leaf in _leaves_of(tree, local)]
         self._mark(step, found, buffers[:MAX_BUFFERS])
@@ -165,7 +167,8 @@ def _buffers_of(tree: Tree, local: frozenset[str]) -> list[tuple[str, str, Any]]
     numbers = contents([tensor for _, buffers in groups for tensor in buffers])
     found, at = [], 0
     for name, buffers in groups:
-        own, at = numbers[at : at + len(buffers)], at + len(buffers)
+        own = numbers[at : at + len(buffers)]
+        at = at + len(buffers)
         digest = f"{zlib.crc32(repr(own).encode()):0{BUFFERS_DIGEST_CHARS}x}"
         found.append((f"{BUFFERS_OF}{name!r}", digest, counted(len(own), "tensor")))
     return found

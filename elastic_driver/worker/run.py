@@ -5,19 +5,37 @@ ends in two ways: by `HostsUpdatedInterrupt` at a step boundary, when nothing is
 rolled back, or by a broken collective, after which the state goes back to the commit. So it does if
 SIGTERM has ended processes of the script: those of a loader, or any after this worker has got a
 notice itself. Any other exception is the script's own and propagates.
+
+A batch system that ends a job sends SIGTERM to all of its processes, so also to those of loaders,
+which die of it. That says nothing about the script. The error of the loop that waits for their data
+is taken for a change of the world: the state goes back to the last commit, and the worker goes on
+from there with new processes, or leaves if it has to.
+
+torch notices such a death in its handler of SIGCHLD and raises there, wherever the main thread is
+at that moment, be it in an optimizer's step or while a checkpoint is written. `watch_loaders` lets
+it raise only while the loop waits for data. Otherwise the loader finds out itself, when it needs
+that process, within its `MP_STATUS_CHECK_INTERVAL` (5 s).
 """
 
 import functools
+import gc
 import itertools
+import re
+import signal
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from multiprocessing import connection
+from types import FrameType, TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from torch.utils.data import DataLoader
 
 from elastic_driver.core.state_version import StateVersion, source_of
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.peer_loss import in_short
-from elastic_driver.worker import current, loader_ends
+from elastic_driver.worker import current
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
 from elastic_driver.worker.state import (
     State,
@@ -26,14 +44,14 @@ from elastic_driver.worker.state import (
     reset_all,
     stop_clocks,
 )
-from elastic_driver.worker.state_sync.known import training_begins, training_ends
-from elastic_driver.worker.state_sync.meeting import gather
-from elastic_driver.worker.state_sync.sharing import StateLostError
+from elastic_driver.worker.state_sync.sharing import StateLostError, gather_rows
+from elastic_driver.worker.state_sync.values import training_begins, training_ends
+from elastic_driver.worker.torch_seams import loaders
 from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world import companions, session
-from elastic_driver.worker.world.collective_waits import current_waits, tells_of_loss
+from elastic_driver.worker.world import session
+from elastic_driver.worker.world.gloo import current_waits, tells_of_loss
 from elastic_driver.worker.world.groups import RoundOverError
-from elastic_driver.worker.world.membership import JobMembership
+from elastic_driver.worker.world.membership import JobMembership, start_companions, stop_companions
 from rendezvous.errors import SealedError
 
 P = ParamSpec("P")
@@ -41,10 +59,14 @@ R = TypeVar("R")
 S = TypeVar("S", bound=State)
 
 MAX_STATES = 8  # that are made the same besides that of the training function
+
+
+MAX_EQUAL_BREAKS = 3  # worlds of the same members that break without a step between
+
+
 _GOES_ON = "the other workers have gone on to training function {}: going there"
 NOBODY = -1  # in place of a state
 _phases = itertools.count(1)  # the calls of training functions in this process
-MAX_EQUAL_BREAKS = 3  # worlds of the same members that break without a step between
 
 
 def run(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -97,11 +119,11 @@ def training_loop(
         if rejoined is None:
             return cast("R", None)  # the others have ended this function before
         member = session.start()
-        loader_ends.watch()
+        watch_loaders()
         breaks: deque[object] = deque(maxlen=MAX_EQUAL_BREAKS)
         while True:
             try:
-                companions.start_all()
+                start_companions()
                 if rejoined:
                     reset_all()
                 with member.exchanging():
@@ -109,7 +131,7 @@ def training_loop(
                 if not met:
                     return cast("R", None)
                 training_begins()
-                state._begins()
+                state._arrange()  # its steps are measured from now on
                 try:
                     result = function(state, *args, **kwargs)
                 finally:
@@ -150,15 +172,15 @@ def _change_of(
     if broken:
         members = member.world and [m.worker for m in member.world.members]
         breaks.append((members, state.version))
-        ended = loader_ends.were_ended(error)
+        ended = loaders_were_ended(error)
         if member.has_notice and not broke_the_world(error):
             say(f"the script failed after this worker was told to leave: {describe(error)}")
         elif not (ended or broke_the_world(error)) or breaks.count(breaks[0]) == MAX_EQUAL_BREAKS:
             hint(error, member.progress)
             return None
         if ended:
-            loader_ends.forget(error)
-        companions.stop_all(broken=True)  # it may still write into the state
+            forget_loaders(error)
+        stop_companions(broken=True)  # it may still write into the state
     return describe(error), broken
 
 
@@ -182,7 +204,7 @@ def meet(state: State, phase: int) -> bool:
         for each in mine:
             row += [each._identity, *each.state_version(), each._is_over]
         row += [NOBODY, 0, 0, 0] * (1 + MAX_STATES - len(mine))
-        rows = gather(row, world.size)
+        rows = gather_rows(row, world.size)
         phases = [each[0] for each in rows]
         if phase < max(phases):
             say(_GOES_ON.format(max(phases)))
@@ -255,3 +277,84 @@ def _chain(error: BaseException, *, contexts: bool) -> Iterator[BaseException]:
         seen.add(id(link))
         yield link
         pending += [link.__cause__, link.__context__ if contexts else None]
+
+
+# ---- processes of loaders that SIGTERM has ended ---------------------------------------
+
+_KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: ([^.]*)\.")
+_OF_DATA_SET = re.compile(r"Caught \w+ in DataLoader worker process")
+ENDS_S = 1.0  # for a process to end whose connection has broken off
+_LOADERS = loaders.WithProcesses.__module__
+_WAIT = loaders.code_of_wait()
+_TERM = signal.strsignal(signal.SIGTERM)
+
+
+def watch_loaders() -> None:
+    """Let torch's handler raise for a process that SIGTERM has ended only where that is safe."""
+    check = loaders.check_of_ends()
+    if check is not None and check.__name__ != _guarded.__name__:
+        loaders.replace_check_of_ends(_guarded(check))
+
+
+def _guarded(check: Callable[[], None]) -> Callable[[], None]:
+    def check_loaders() -> None:
+        try:
+            check()
+        except RuntimeError as error:
+            if not _says_so(error) or _waits_for_data(sys._getframe(1)):
+                raise
+
+    check_loaders.__name__ = _guarded.__name__
+    return check_loaders
+
+
+def _says_so(error: BaseException) -> bool:
+    found = _KILLED.match(str(error))
+    return found is not None and found[1] == _TERM
+
+
+def _waits_for_data(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is _WAIT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def loaders_were_ended(error: BaseException) -> bool:
+    """Return whether a loop has failed because SIGTERM has ended processes of its loader.
+
+    The loop may see that only by a connection that breaks off, while the process is about to end.
+    An error of the data set, which torch raises again here, is the script's own.
+    """
+    if _says_so(error):
+        return True
+    if _OF_DATA_SET.match(str(error)):
+        return False
+    ended = set[int | None]()
+    for iterator in _iterators(error.__traceback__):
+        by_sentinel = {process.sentinel: process for process in loaders.processes_of(iterator)}
+        for sentinel in connection.wait(by_sentinel, ENDS_S):
+            by_sentinel[sentinel].join(ENDS_S)  # the sentinel comes a little before the status
+        ended |= {process.exitcode for process in loaders.processes_of(iterator)}
+    return ended - {None, 0} == {-signal.SIGTERM}
+
+
+def forget_loaders(error: BaseException) -> None:
+    """Let a loader with `persistent_workers` begin anew; else it would fail again."""
+    broken = list(_iterators(error.__traceback__))
+    for found in gc.get_objects():
+        # Not `isinstance`: proxies of other libraries act when their `__class__` is asked for.
+        is_loader = issubclass(type(found), DataLoader)
+        if is_loader and any(loaders.kept_iterator(found) is each for each in broken):
+            loaders.drop_iterator(found)
+
+
+def _iterators(trace: TracebackType | None) -> Iterator[Any]:
+    while trace is not None:
+        # Of torch's frames alone: the dictionary that is asked for would keep what a script holds.
+        if trace.tb_frame.f_globals.get("__name__") == _LOADERS:
+            owner = trace.tb_frame.f_locals.get("self")
+            if isinstance(owner, loaders.WithProcesses):
+                yield owner
+        trace = trace.tb_next

@@ -8,7 +8,7 @@ whatever its size, k samples trained by each of W workers are the next k·W posi
 progress is one number, the *position*: it is equal on every rank, it is a few bytes to commit or
 send, and after a resize everything behind it, and nothing else, is shared among the new workers.
 
-At a commit, the samples of all batches that the loop has *received* are trained (`loops`).
+At a commit, the samples of all batches that the loop has *received* are trained (`positions`).
 Prefetching, gradient accumulation, a short last batch, and whatever optimizers do make no
 difference. Two kinds of loops take nothing away, if no commit was made in them: an *evaluation*,
 which goes over the data from the start without gradients; and a *look* at some batches, left early
@@ -34,8 +34,13 @@ from torch.utils.data import Sampler, get_worker_info
 from elastic_driver.arithmetic import Permutation, mix
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.current import rank_and_size
-from elastic_driver.worker.loops import BareLoop, find_loop, optimizer_steps, watch_optimizers
-from elastic_driver.worker.positions import Counted
+from elastic_driver.worker.positions import (
+    BareLoop,
+    Counted,
+    find_loop,
+    optimizer_steps,
+    watch_optimizers,
+)
 from elastic_driver.worker.worker_log import say
 
 __all__ = ["ElasticSampler"]
@@ -184,7 +189,9 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; give the samples of one step, from 1")
         self.samples = len(dataset)
-        self.shuffle, self.seed, self.batch_size = shuffle, seed, batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.batch_size = batch_size
         self.counted = Counted()
         self._progress = _Progress()
         self._pass: _SamplerPass | None = None
@@ -352,11 +359,13 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
         """Train `epoch` from its start; no change if it is the current one, which goes on."""
         self._named = True
         if self._pass is not None and self._pass.has_ended():
-            self._progress, self._pass = self._left_behind(), None
+            self._progress = self._left_behind()
+            self._pass = None
         if epoch == self.epoch:  # the caller counts the epochs, so none begins by itself
             self._progress = self._progress._replace(ended=False, continues=True)
         else:
-            self._progress, self._pass = _Progress(epoch), None
+            self._progress = _Progress(epoch)
+            self._pass = None
 
     def reset(self) -> None:
         """Share the rest among the workers of the new world, from the next iteration on."""
@@ -396,7 +405,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]  # mypy does not follo
             )
         self.seed = state["seed"]
         # Earlier versions did not keep these two.
-        ended, self._optimized = bool(state.get("ended")), bool(state.get("optimized"))
+        ended = bool(state.get("ended"))
+        self._optimized = bool(state.get("optimized"))
         self._progress = _Progress(state["epoch"], state["position"], state["replayed"], ended)
         self._pass = None
         self.reset()

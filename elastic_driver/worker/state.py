@@ -34,36 +34,29 @@ from elastic_driver.words import counted
 from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
-from elastic_driver.worker.compute_clock import ComputeClock, clock_for
-from elastic_driver.worker.heartbeat.progress import StepTiming, TrainingProgress
+from elastic_driver.worker.compute_clock import StepMeter
+from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.marks import Marks
 from elastic_driver.worker.mistakes.watch import Mistakes
-from elastic_driver.worker.positions import (
-    Advancing,
-    Counted,
-    CountsSamples,
-    advance_all,
-    count_parameters,
-    division_of,
-)
+from elastic_driver.worker.positions import Advancing, CountsSamples, advance_all
 from elastic_driver.worker.state_sync import sharing
-from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.parts import StatePart, part_for
 from elastic_driver.worker.state_sync.rng import RandomStates
+from elastic_driver.worker.state_sync.sharing import gather_rows as gather
 from elastic_driver.worker.state_sync.steps import Steps
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import has_part
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
-from elastic_driver.worker.world.gradient_norms import gradient_norms
-from elastic_driver.worker.world.wrapping import mark_in_sync, passes_are_local
+from elastic_driver.worker.world.wrapping import gradient_norms, mark_in_sync, passes_are_local
 
 __all__ = ["Advancing", "ObjectState", "State", "TorchState"]
 
 UNTRAINED = -1  # the version of a state that was neither trained nor received
 MEGABYTE = 1e6
 SAID_BYTES = 1_000_000  # copies of so many bytes at each commit are worth a line
-_numbers, _commits = itertools.count(), itertools.count(1)
+_numbers = itertools.count()
+_commits = itertools.count(1)
 _states: "weakref.WeakValueDictionary[int, State]" = weakref.WeakValueDictionary()
 
 
@@ -99,7 +92,7 @@ def reset_all() -> None:
 def stop_clocks() -> None:
     """Take the clocks of all states off the script's objects: no training function runs."""
     for each in all_states():
-        each._clock.watch([])
+        each._meter.clock.watch([])
 
 
 def begin_phase(number: int) -> None:
@@ -193,7 +186,7 @@ class State:
         self._going: _GoingBack | None = None  # all states go back
         self._last = _Last()
         self._random = RandomStates()
-        self._clock = ComputeClock()
+        self._meter = StepMeter()
         self._callbacks: list[Callable[[], None]] = []
         self._progress = TrainingProgress()  # the membership's, once this state is in a world
         self._marks = Marks()
@@ -204,11 +197,8 @@ class State:
         # What the ranks of a round have of this state, and whether it leads there; see `_expect`.
         self._met: tuple[int, Sequence[StateVersion], bool] | None = None
         self._leads = True  # its commits are the job's steps: it is that of the training function
-        self._sources: list[Any] = []
         self._positions: list[tuple[str, Advancing]] = []
         self._arranged = -1  # the tree's count of changes when `_arrange` was called last
-        self._counted = Counted()
-        self._parameters: int | None = None
         self._said_size = 0  # bytes that each commit copies
         if checkpoint_dir is None and (every, keep) != (None, None):
             raise UsageError("every= and keep= are of checkpoints: give checkpoint_dir= as well")
@@ -264,21 +254,10 @@ class State:
 
     def _arrange(self) -> None:
         """Follow the objects of now: their steps, samples and parameters are measured."""
-        optimizers = self._all(Optimizer)
         self._positions = [(n, v) for n, v in self._values.items() if isinstance(v, Advancing)]
-        sources = self._all(CountsSamples)
-        if list(map(id, sources)) != list(map(id, self._sources)):
-            self._sources = sources
-            self._counted = self._count()
-        self._parameters = count_parameters(self._all(Module))
-        self._clock = clock_for(optimizers, self._clock)
-        self._tell_sizes()
-
-    def _tell_sizes(self) -> None:
-        """Note what the driver is told of the model and the batch of the training function."""
+        self._meter.follow(self._all(Optimizer), self._all(CountsSamples), self._all(Module))
         if self._leads:
-            self._progress.parameters = self._parameters
-            self._progress.micro_batches, self._progress.batch = division_of(self._sources)
+            self._meter.tell_sizes(self._progress)
 
     def _all(self, kind: Any) -> list[Any]:
         """Return the attributes of a kind."""
@@ -316,94 +295,6 @@ class State:
             reason = HostsUpdatedInterrupt(self._progress.leave_reason)
             raise self._mistakes.leaving(reason, self._progress)
 
-    def _commit(self) -> bool:
-        """Mark a step boundary; return whether the round has to be left here."""
-        if self._last.version == UNTRAINED and current.is_initialized() and current.size() > 1:
-            raise UsageError(
-                "this state is committed, but was never made the same on all ranks: make it before "
-                "the function under @elastic.run is called, on every rank, or call its sync() at "
-                "the top of that function"
-            )
-        self._mistakes.committing(leads=self._leads)
-        began = time.perf_counter()
-        try:
-            self.save()
-        except WorldBrokenError as error:  # what an accelerator was to exchange will never come
-            raise self._mistakes.leaving(error, self._progress)  # noqa: B904 - it has its cause
-        last = self._last
-        last.version = version = last.version + 1
-        last.phase = _Phase.number
-        if self._checkpoints is not None:
-            self._checkpoints.take_if_due(self._live(), version)
-        if not self._leads:
-            return False
-        progress = self._progress
-        self._measure(version, time.perf_counter() - began)
-        leaves = progress.committed(version)
-        self._marks.committed(version, self._compared)
-        if not progress.steps & (progress.steps - 1):  # it takes time: at the 1st, 2nd, 4th …
-            self._say_copies()
-        return leaves
-
-    def _compared(self) -> list[tuple[Tree, frozenset[str]]]:
-        """Return what a mark is made of: this state, and the others that all ranks have.
-
-        Those count that were committed between the last two commits of this one: of others, nobody
-        knows whether a rank still has them. One that a script has dropped lives on until the
-        garbage is collected, at another moment on each rank.
-        """
-        alike = [
-            s
-            for s in all_states()
-            if s is not self and s._round == self._round and s._last.at > self._last.before
-        ]
-        return [(each._tree, each._local) for each in (self, *alike)]
-
-    def _begins(self) -> None:
-        """Measure the steps of a training function, which is called now."""
-        self._arrange()
-
-    def _mark_end(self) -> None:
-        """Mark the last commit: the training function, or the script, is over."""
-        if self._leads:
-            self._marks.end(self._last.version, self._compared)
-
-    def _measure(self, version: int, committing: float) -> None:
-        """Note the samples and the times of a step, whose commit took so many seconds."""
-        progress, waited = self._progress, 0.0
-        if self._sources:
-            before = self._counted
-            self._counted = after = self._count()
-            progress.trained += after.samples - before.samples
-            waited = after.waited - before.waited
-            progress.micro_batches, progress.batch = division_of(self._sources)
-        cost = self._clock.finish_step()
-        progress.samples.record(version, cost)
-        progress.timing = StepTiming(cost, waited, committing)
-        progress.gradients = gradient_norms()
-
-    def _count(self) -> Counted:
-        """Return what the samplers and batches of this state have counted so far."""
-        counts = [source.counted for source in self._sources]
-        return Counted(sum(each.samples for each in counts), sum(each.waited for each in counts))
-
-    def _say_copies(self) -> None:
-        """Say what each commit copies: once it is learned, and when that is twice as much."""
-        leaves = self._tree.leaves
-        if leaves.copy_all or (leaves.learning and leaves.names):
-            return
-        if not current.is_initialized() or current.rank():
-            return
-        found = self._tree.copies()
-        size, count = sum(each[0] for each in found), sum(each[1] for each in found)
-        if size >= max(SAID_BYTES, 2 * self._said_size):
-            self._said_size = size
-            _, _, name, why = max(found)
-            say(
-                f"each commit copies {size / MEGABYTE:.1f} MB in {counted(count, 'tensor')} that "
-                f"do not only change in an optimizer's step ({name}: {why})"
-            )
-
     def check_host_updates(self) -> None:
         """Commit, and raise `HostsUpdatedInterrupt`, if the world changes now; else do nothing.
 
@@ -413,10 +304,6 @@ class State:
         """
         if self._leads and self._progress.checked() and self._is_between_steps():
             self.commit()
-
-    def _is_between_steps(self) -> bool:
-        """Return whether the state can be committed now."""
-        return not self._tree.gradients.are_pending
 
     def save(self) -> None:
         """Copy all that `restore()` puts back; `commit()` calls this.
@@ -429,23 +316,14 @@ class State:
         advance_all(self._positions)
         self._keep()
 
-    def _keep(self, *, from_others: bool = False) -> None:
-        tree = self._tree
-        tree.keep(from_others=from_others)
-        if tree.changes != self._arranged:
-            self._arranged = tree.changes
-            self._arrange()
-        last = self._last
-        last.before, last.at = last.at, next(_commits)
-        last.random = self._random.take()
-
     def restore(self) -> None:
         """Go back to the last commit; gradients that do not belong to it are dropped.
 
         If something has changed since then that was not copied, nothing is put back: the next
         `sync()` brings a clean state from another rank.
         """
-        going, random = self._going or _GoingBack(self.clean), self._last.random
+        going = self._going or _GoingBack(self.clean)
+        random = self._last.random
         if random is not None and going.is_clean:
             self._tree.roll_back(going.newer)
             self._arrange()
@@ -548,11 +426,11 @@ class State:
         self._round = world.round
         if leads:
             self._progress.synced_at = time.monotonic()
-            self._tell_sizes()
+            self._meter.tell_sizes(self._progress)
             self._marks.entered(self._progress, world.size)
             self._progress.on_end = partial(_ends, weakref.ref(self))
             self._mistakes.entered(self._progress, world.size)
-        self._clock.restart()
+        self._meter.clock.restart()
 
     def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
         """Begin to write this rank's share of the last commit; return the checkpoint's folder.
@@ -586,11 +464,95 @@ class State:
         """Return "" once the final checkpoint is complete, why it failed, or None meanwhile."""
         return None if self._checkpoints is None else self._checkpoints.outcome(folder)
 
+    # ---- the parts of commit -----------------------------------------------------------
+
+    def _commit(self) -> bool:
+        """Mark a step boundary; return whether the round has to be left here."""
+        if self._last.version == UNTRAINED and current.is_initialized() and current.size() > 1:
+            raise UsageError(
+                "this state is committed, but was never made the same on all ranks: make it before "
+                "the function under @elastic.run is called, on every rank, or call its sync() at "
+                "the top of that function"
+            )
+        self._mistakes.committing(leads=self._leads)
+        began = time.perf_counter()
+        try:
+            self.save()
+        except WorldBrokenError as error:  # what an accelerator was to exchange will never come
+            raise self._mistakes.leaving(error, self._progress)  # noqa: B904 - it has its cause
+        last = self._last
+        last.version = version = last.version + 1
+        last.phase = _Phase.number
+        if self._checkpoints is not None:
+            self._checkpoints.take_if_due(self._live(), version)
+        if not self._leads:
+            return False
+        progress = self._progress
+        self._meter.finish_step(progress, version, time.perf_counter() - began)
+        progress.gradients = gradient_norms()
+        leaves = progress.committed(version)
+        self._marks.committed(version, self._compared)
+        if not progress.steps & (progress.steps - 1):  # it takes time: at the 1st, 2nd, 4th …
+            self._say_copies()
+        return leaves
+
+    def _is_between_steps(self) -> bool:
+        """Return whether the state can be committed now."""
+        return not self._tree.gradients.are_pending
+
+    def _keep(self, *, from_others: bool = False) -> None:
+        tree = self._tree
+        tree.keep(from_others=from_others)
+        if tree.changes != self._arranged:
+            self._arranged = tree.changes
+            self._arrange()
+        last = self._last
+        last.before, last.at = last.at, next(_commits)
+        last.random = self._random.take()
+
+    def _compared(self) -> list[tuple[Tree, frozenset[str]]]:
+        """Return what a mark is made of: this state, and the others that all ranks have.
+
+        Those count that were committed between the last two commits of this one: of others, nobody
+        knows whether a rank still has them. One that a script has dropped lives on until the
+        garbage is collected, at another moment on each rank.
+        """
+        alike = [
+            s
+            for s in all_states()
+            if s is not self and s._round == self._round and s._last.at > self._last.before
+        ]
+        return [(each._tree, each._local) for each in (self, *alike)]
+
+    def _mark_end(self) -> None:
+        """Mark the last commit: the training function, or the script, is over."""
+        if self._leads:
+            self._marks.end(self._last.version, self._compared)
+
+    def _say_copies(self) -> None:
+        """Say what each commit copies: once it is learned, and when that is twice as much."""
+        leaves = self._tree.leaves
+        if leaves.copy_all or (leaves.learning and leaves.names):
+            return
+        if not current.is_initialized() or current.rank():
+            return
+        found = self._tree.copies()
+        size = sum(each[0] for each in found)
+        count = sum(each[1] for each in found)
+        if size >= max(SAID_BYTES, 2 * self._said_size):
+            self._said_size = size
+            _, _, name, why = max(found)
+            say(
+                f"each commit copies {size / MEGABYTE:.1f} MB in {counted(count, 'tensor')} that "
+                f"do not only change in an optimizer's step ({name}: {why})"
+            )
+
     # ---- the parts of sync ---------------------------------------------------------------
 
     def _carry_out(self, agreement: sharing.Agreement, world: World) -> None:
         """Send, receive or keep the state, as agreed, and commit the result."""
-        rank, state = current.rank(), self._live()
+        rank = current.rank()
+        state = self._live()
         is_source = rank == agreement.source
         resumed = None
         # What cannot be kept is an error now, on every rank. In the midst of a step a rank may hold
@@ -643,7 +605,8 @@ class State:
         if whole.trained and whole.clean:
             return None
         resumed = None if self._checkpoints is None else self._checkpoints.load_newest(state)
-        gone, lost = self._gone(world), None
+        gone = self._gone(world)
+        lost = None
         if resumed is None and (self._torn or whole.trained):
             lost = sharing.StateLostError(
                 "no worker holds the state of the last commit any more, and there is no checkpoint "

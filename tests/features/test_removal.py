@@ -1,4 +1,4 @@
-"""Without its folder, a feature is not there; the rest is imported, trains, and passes its tests."""
+"""Without its folder a feature is not there; the rest is imported, trains and passes its tests."""
 
 from __future__ import annotations
 

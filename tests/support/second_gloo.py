@@ -20,7 +20,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_driver import contract
-from elastic_driver.worker.world.connections import GroupConnections
+from elastic_driver.worker.world.gloo import GroupConnections
 
 DEVICE = torch.device("cuda")  # never touched: it only names the half in torch's group
 ABORT_S = 0.2  # about what NCCL takes

@@ -18,8 +18,8 @@ from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import UsageError
 from elastic_driver.worker import current
-from elastic_driver.worker.state_sync.meeting import gather
 from elastic_driver.worker.state_sync.sharing import StateLostError
+from elastic_driver.worker.state_sync.sharing import gather_rows as gather
 from tests.support.state_scripts import Program, Script
 
 NEVER = 10**9

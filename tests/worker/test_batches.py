@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from elastic_driver import contract
 from elastic_driver.arithmetic import allocate_microbatches, virtual_ranges
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.batches import FixedBatch
-from elastic_driver.worker.batching.loader import EpochPlan
+from elastic_driver.worker.batches import EpochPlan, FixedBatch
 
 
 def numbers(samples: int) -> list[Tensor]:

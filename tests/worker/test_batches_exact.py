@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from elastic_driver.core.documents import Allocation
 from elastic_driver.features.stragglers.balance import Cost, fastest_shares
-from elastic_driver.worker.batches import FixedBatch
-from elastic_driver.worker.batching.shares import BalancedShares
+from elastic_driver.worker.batches import BalancedShares, FixedBatch
 from tests.support.gloo import run_ranks
 
 VIRTUAL_WORKERS = 8

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
-from elastic_driver.worker import loader_ends
+from elastic_driver.worker import run
 from tests.support.job import eventually
 
 
@@ -35,7 +35,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     check = signal_handling._error_if_any_worker_fails
     monkeypatch.setattr(signal_handling, "_error_if_any_worker_fails", check)
     before = signal.getsignal(signal.SIGCHLD)
-    loader_ends.watch()
+    run.watch_loaders()
     yield
     signal.signal(signal.SIGCHLD, before)
     signal_handling._SIGCHLD_handler_set = False
@@ -66,7 +66,7 @@ def test_the_loop_that_waits_for_data_fails_and_the_signal_is_known(
     with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
         next(iterator)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    assert loader_ends.were_ended(caught.value) is said
+    assert run.loaders_were_ended(caught.value) is said
 
 
 def test_elsewhere_nothing_is_raised_and_the_loader_finds_out_itself() -> None:
@@ -79,7 +79,7 @@ def test_elsewhere_nothing_is_raised_and_the_loader_finds_out_itself() -> None:
     )
     with pytest.raises(RuntimeError, match="exited unexpectedly") as caught:
         next(iterator)
-    assert loader_ends.were_ended(caught.value)
+    assert run.loaders_were_ended(caught.value)
 
 
 def test_other_ends_are_raised_wherever_the_script_is() -> None:
@@ -98,8 +98,8 @@ def test_a_loader_that_keeps_its_processes_begins_anew() -> None:
     end(iterator, signal.SIGTERM)
     with pytest.raises(RuntimeError) as caught:
         next(iterator)
-    assert loader_ends.were_ended(caught.value)
-    loader_ends.forget(caught.value)
+    assert run.loaders_were_ended(caught.value)
+    run.forget_loaders(caught.value)
     again = iter(loader)
     assert again is not iterator
     assert int(next(again)) == 0
@@ -116,8 +116,8 @@ def test_an_error_of_the_data_set_is_the_script_s_own() -> None:
     with pytest.raises(ConnectionResetError) as caught:
         list(DataLoader(Broken(), num_workers=2))
     began = time.monotonic()
-    assert not loader_ends.were_ended(caught.value)
-    assert time.monotonic() - began < loader_ends.ENDS_S
+    assert not run.loaders_were_ended(caught.value)
+    assert time.monotonic() - began < run.ENDS_S
 
 
 def test_a_connection_may_break_off_before_the_process_has_ended(
@@ -131,20 +131,20 @@ def test_a_connection_may_break_off_before_the_process_has_ended(
         raise ConnectionResetError("Connection reset by peer")
 
     ends = threading.Timer(0.2, end, (iterator, signal.SIGTERM))
-    monkeypatch.setattr(loader_ends, "ENDS_S", 20.0)  # on a busy machine
+    monkeypatch.setattr(run, "ENDS_S", 20.0)  # on a busy machine
     monkeypatch.setattr(iterator._data_queue, "get", breaks)
     with pytest.raises(ConnectionResetError) as caught:
         next(iterator)
-    assert loader_ends.were_ended(caught.value)
+    assert run.loaders_were_ended(caught.value)
     ends.join()
 
 
 def test_errors_of_the_script_are_its_own() -> None:
     for error in (RuntimeError("DataLoader"), ValueError("DataLoader worker (pid 1)"), OSError()):
-        assert not loader_ends.were_ended(error)
+        assert not run.loaders_were_ended(error)
 
 
 def test_the_guard_is_there_once() -> None:
     once = signal_handling._error_if_any_worker_fails
-    loader_ends.watch()
+    run.watch_loaders()
     assert signal_handling._error_if_any_worker_fails is once

@@ -166,7 +166,7 @@ def test_steps_are_timed_in_a_training_function_only(how: str) -> None:
     for _ in range(2):
         with contextlib.suppress(ValueError):
             train(state)
-        assert state._clock._hooks == other._clock._hooks == []
+        assert state._meter.clock._hooks == other._meter.clock._hooks == []
         assert hooks_on(state.model, state.optimizer) <= before
     for hooks, times in inside:
         assert hooks > before

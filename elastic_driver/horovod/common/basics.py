@@ -15,7 +15,8 @@ from elastic_driver.horovod.engine import running
 from elastic_driver.horovod.engine.environment import exchange_timeout
 from elastic_driver.horovod.engine.world import EngineWorld
 from elastic_driver.worker import current
-from elastic_driver.worker.world import companions, session
+from elastic_driver.worker.world import session
+from elastic_driver.worker.world.membership import add_companion, remove_companion
 
 
 class Reduction(IntEnum):
@@ -41,7 +42,7 @@ def init(comm: Any = None, process_sets: Sequence[sets.ProcessSet] | str | None 
     if comm:
         raise HorovodUsageError("hvd.init(comm=…) needs MPI; add a process set for some ranks")
     _engine.given = () if process_sets is None else process_sets
-    companions.add(_engine)
+    add_companion(_engine)
     if session.membership() is None and os.environ.get(contract.NEWCOMER):
         # The others train. They are not held up while this process loads its data.
         session.expect_round()
@@ -56,7 +57,7 @@ def shutdown() -> None:
 
     Nobody counts this as a failure or a change of the world.
     """
-    companions.remove(_engine)
+    remove_companion(_engine)
     _engine.stop(broken=False)
     session.leave_initial()
 
@@ -68,7 +69,7 @@ def is_initialized() -> bool:
 
 def enter_job() -> None:
     """Leave the world of `init`, if that is one, and start the engine in each one that follows."""
-    companions.add(_engine)
+    add_companion(_engine)
     running.stop()
 
 

@@ -35,7 +35,7 @@ from elastic_driver.horovod.engine.operation import Operation, SetPlace
 from elastic_driver.horovod.engine.timeline import Timeline
 from elastic_driver.horovod.engine.transfer_thread import TransferThread
 from elastic_driver.horovod.engine.world import EngineWorld
-from elastic_driver.worker.world.collective_waits import note_loss
+from elastic_driver.worker.world.gloo import note_loss
 
 GATHER_S = 0.002  # that requests wait for the next one, unless someone waits for them
 LONGEST_GATHER_S = 0.01

@@ -152,10 +152,12 @@ class Buffers:
 
     def _note_observers(self) -> None:
         for at, group in enumerate(self._extremes):
-            value, before = group.flat() * group.signs, self._reached[at]
+            value = group.flat() * group.signs
+            before = self._reached[at]
             self._reached[at] = value if before is None else torch.maximum(before, value)
         for at, group in enumerate(self._derived):
-            moved, before = group.flat() != group.start, self._touched[at]
+            moved = group.flat() != group.start
+            before = self._touched[at]
             self._touched[at] = moved if before is None else moved | before
 
     def _notice(self, place: Place, now: Tensor | None, virtual_worker: int) -> None:
@@ -255,12 +257,14 @@ class Buffers:
             return
         parts = iter(verdict.cpu().split_with_sizes(self._sizes))
         for group in self._counts:
-            most, least = next(parts), -next(parts)
+            most = next(parts)
+            least = -next(parts)
             if not torch.equal(most, least):
                 raise self._uneven(group, most, least)
             self._added.append(most.to(group.device))
         for _group in self._single:
-            high, low = next(parts), -1 - next(parts)
+            high = next(parts)
+            low = -1 - next(parts)
             self._same.append((high == low, _from_key(high)))
         self._found = [_from_key(next(parts)).to(g.device) * g.signs for g in self._extremes]
         derived = [place for group in self._derived for place in group.places]
@@ -348,7 +352,8 @@ class Buffers:
             for place, part in zip(group.places, group.shaped(flat), strict=True)
             if place is pointer
         )
-        first, rows = int(pointer.start), int(added)
+        first = int(pointer.start)
+        rows = int(added)
         if rows < 2 or first < 0:
             return
         moved = next(

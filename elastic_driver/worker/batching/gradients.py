@@ -30,10 +30,15 @@ from torch import Tensor, nn
 
 from elastic_driver.arithmetic import TreeSum, finish_tree, tree_blocks
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.batching import resized
-from elastic_driver.worker.batching.agreement import Agreement, common_error
-from elastic_driver.worker.batching.buckets import Bucket, make_buckets
-from elastic_driver.worker.batching.layout import Layout, Subject
+from elastic_driver.worker.batching.layout import (
+    Agreement,
+    Bucket,
+    Layout,
+    Subject,
+    common_error,
+    make_buckets,
+    settle_buffers,
+)
 from elastic_driver.worker.torch_seams.tensors import add_all, multiply_all
 
 # Gradients, None where there is none, then per kind of buffers with a mean the changes, and then
@@ -78,7 +83,8 @@ class StepSum(ABC):
         leaves = len(weights)
         self._ranges = [range(min(r.start, leaves), min(r.stop, leaves)) for r in ranges]
         self._mine, self._weights = self._ranges[rank], weights
-        self._alone, self._moved = len(ranges) == 1, False
+        self._alone = len(ranges) == 1
+        self._moved = False
         self._step, self._trouble = step, None
         try:
             self._layout = self.subject.look(alone=self._alone)
@@ -149,7 +155,8 @@ class StepSum(ABC):
 
         Raises `UsageError`, the same on all ranks, for what has no sum.
         """
-        buffers, first = self._buffers, len(self._trained)
+        buffers = self._buffers
+        first = len(self._trained)
         self._trouble = next(self.subject.stray(self._step), None)
         own = self._partial_sums()
         verdict = buffers.verdict(self.device)
@@ -162,7 +169,7 @@ class StepSum(ABC):
         buffers.settle_singles(means)
         buffers.apply(means, changes)
         if called:
-            resized.settle(self.subject.model, buffers, self._weights, self._ranges, self.device)
+            settle_buffers(self.subject.model, buffers, self._weights, self._ranges, self.device)
         buffers.derive()
         for parameter, gradient in zip(self._trained, entries, strict=False):
             parameter.grad = gradient
@@ -377,7 +384,8 @@ class ExactSum(StepSum):
         All buckets travel at the same time, so that a small one costs hardly any waiting.
         """
         blocks = [tree_blocks(leaves) for leaves in self._ranges]  # of each rank
-        names, size = [block for theirs in blocks for block in theirs], len(blocks)
+        names = [block for theirs in blocks for block in theirs]
+        size = len(blocks)
         arriving, gathered = [], []  # with the sent tensors, which are kept until they have arrived
         for bucket in buckets:
             chunk = -(-bucket.length // size)  # elements of each rank's part, the last one padded

@@ -44,7 +44,10 @@ class Place:
     __slots__ = ("get", "key", "module", "rule", "shape", "start", "tensor")
 
     def __init__(self, module: nn.Module, key: str, tensor: Tensor) -> None:
-        self.module, self.key, self.tensor, self.shape = module, key, tensor, tensor.shape
+        self.module = module
+        self.key = key
+        self.tensor = tensor
+        self.shape = tensor.shape
         self.rule = rule_of(module, key, tensor)
         self.start = tensor
         owner: Any = buffers_of(module)

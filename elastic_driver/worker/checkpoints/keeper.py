@@ -5,6 +5,10 @@ rank copies its share of the tensors (the pause). A background thread writes the
 it; the thread of rank 0 waits for all reports and completes the checkpoint. When a world starts in
 which no rank holds a trained state, the rank that the others will receive from loads the newest
 complete checkpoint. Units: bytes, committed steps, seconds.
+
+An attribute of a state may have the two methods of `Durable`, to add to checkpoints what the other
+ranks need not have. They are called on rank 0: at the commit that is written, in the thread that
+writes it, and when a checkpoint is loaded.
 """
 
 import atexit
@@ -18,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Event, Lock, Thread
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import torch
@@ -26,7 +31,6 @@ from torch import Tensor
 from elastic_driver import contract
 from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.errors import ElasticError, UsageError
-from elastic_driver.worker.checkpoints import durable, tensors
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import Age, DamagedError, Manifest, Report
 from elastic_driver.worker.state_sync import sharing
@@ -35,6 +39,9 @@ from elastic_driver.worker.state_sync.values import TensorSpec, first_line
 from elastic_driver.worker.worker_log import say
 from rendezvous.own_files import open_plain, shown_folder
 from rendezvous.wire import UNREADABLE
+
+Notes: TypeAlias = Mapping[str, Callable[[], bytes]]  # by attribute
+
 
 KEEP = 3
 PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
@@ -63,13 +70,14 @@ class Checkpoints:
 
     def __init__(self, root: Path, every: int | None, keep: int | None = None) -> None:
         self._every = _at_least_1("every", every)
-        self.root, self.keep = root, _at_least_1("keep", KEEP if keep is None else keep)
+        self.root = root
+        self.keep = _at_least_1("keep", KEEP if keep is None else keep)
         self.in_trouble = False  # the last attempt failed, and that was logged
         self.disk = Lock()  # held while a rank writes its share, or completes a checkpoint
         self.history = History()  # used by the writers, with the disk's lock
         self.run = os.environ.get(contract.RUN_ID, "") or _ALONE
         self._world: Group | None = None
-        self._staging: tensors.Staging | None = None
+        self._staging: folders.Staging | None = None
         self._writers: list[CheckpointWriter] = []  # the newest last; earlier ones wait for reports
         self._late = False  # training has had to wait for the disk, and that was logged
         self._stuck = False  # the disk has not answered within MAX_WAIT_S
@@ -125,13 +133,14 @@ class Checkpoints:
         if self._staging is None:
             atexit.register(self.drain)
         if self._staging is None or self._staging.layout != layout:
-            self._staging = tensors.Staging(*layout)
+            self._staging = folders.Staging(*layout)
         self._staging.copy(live)
         pack = None
         if rank == 0:
-            parts, random = frozenset(state.parts), state.random.portable()
+            parts = frozenset(state.parts)
+            random = state.random.portable()
             envelope = partial(sharing.make_envelope, contents, parts, random)
-            pack = partial(_pack, envelope, durable.notes_of(state.values))
+            pack = partial(_pack, envelope, notes_of(state.values))
         # All members compute the same name, and another world computes another one.
         names = "\n".join([os.environ.get(contract.RUN_ID, ""), *members])
         digest = hashlib.sha256(names.encode()).hexdigest()[:8]
@@ -232,9 +241,9 @@ class Checkpoints:
         try:
             with open_plain(path / folders.VALUES) as file:
                 envelope = sharing.unpack(file.read())
-            fill = partial(tensors.read_into, path, manifest)
+            fill = partial(folders.read_into, path, manifest)
             sharing.take_over(state, envelope, fill, with_random=True, same_script=False)
-            durable.restore(state.values, envelope.durable)
+            restore_notes(state.values, envelope.durable)
         except (UsageError, *UNREADABLE) as error:
             raise UsageError(f"{path} does not fit this script's state: {error}") from error
 
@@ -283,7 +292,7 @@ class CheckpointWriter(Thread):
     owner: "Checkpoints"
     folder: Path
     version: int
-    staging: tensors.Staging
+    staging: folders.Staging
     pack: Callable[[], Envelope] | None
     is_last: bool
     before: list["CheckpointWriter"]
@@ -302,7 +311,8 @@ class CheckpointWriter(Thread):
                 self._write()
                 self.written.set()
                 done = self._complete()
-            deadline, pause = time.monotonic() + PATIENCE_S, FIRST_POLL_S
+            deadline = time.monotonic() + PATIENCE_S
+            pause = FIRST_POLL_S
             while not done:
                 self.superseded.wait(pause)
                 pause = min(pause * GROWTH, LONGEST_POLL_S)
@@ -332,7 +342,7 @@ class CheckpointWriter(Thread):
         self._await_room()
         shown_folder(folder)
         self.has_begun = True
-        report = tensors.write_share(folder, self.staging)
+        report = folders.write_share(folder, self.staging)
         if self.pack is not None:
             values = msgspec.msgpack.encode(self.pack())
             report.files[folders.VALUES] = folders.write_file(folder / folders.VALUES, values)
@@ -373,7 +383,7 @@ class CheckpointWriter(Thread):
             earlier=earlier,
             run=owner.run,
         )
-        manifest.files[tensors.INDEX] = tensors.write_index(self.folder, manifest)
+        manifest.files[folders.INDEX] = folders.write_index(self.folder, manifest)
         folders.complete(self.folder, manifest)
         for writer in self.before:
             writer.superseded.set()
@@ -388,7 +398,8 @@ class CheckpointWriter(Thread):
 
     def _reports(self) -> list[Report] | None:
         """Return the reports of all ranks, None while one is missing."""
-        names, reports = set(os.listdir(self.folder)), []
+        names = set(os.listdir(self.folder))
+        reports = []
         ranks = range(self.staging.size)
         for rank in ranks:
             if f"part-{rank}.failed" in names:
@@ -414,7 +425,7 @@ class CheckpointWriter(Thread):
                 folders.remove(self.folder)
         elif self.has_begun:
             with suppress(OSError):
-                (self.folder / tensors.file_name(rank)).unlink(missing_ok=True)
+                (self.folder / folders.file_name(rank)).unlink(missing_ok=True)
             with suppress(OSError):
                 folders.write_file(self.folder / f"part-{rank}.failed", reason.encode())
                 logged = False  # rank 0 reads and logs it
@@ -426,8 +437,8 @@ class CheckpointWriter(Thread):
         self.owner.in_trouble |= logged
 
 
-def _pack(envelope: Callable[[], Envelope], notes: durable.Notes) -> Envelope:
-    return msgspec.structs.replace(envelope(), durable=durable.written(notes))
+def _pack(envelope: Callable[[], Envelope], notes: Notes) -> Envelope:
+    return msgspec.structs.replace(envelope(), durable=pack_notes(notes))
 
 
 def _at_least_1(name: str, value: int | None) -> int:
@@ -448,3 +459,43 @@ def describe(error: BaseException) -> str:
             return seen.strerror
         seen = seen.__cause__ or seen.__context__
     return first_line(error)
+
+
+# ---- what attributes add to checkpoints only -------------------------------------------
+
+
+@runtime_checkable
+class Durable(Protocol):
+    """An attribute of a state that adds something of its own to each checkpoint."""
+
+    def durable(self) -> Callable[[], bytes]:
+        """Return a function that returns what to keep; b"": nothing.
+
+        Called on the training thread of rank 0, at the commit that is written: it must not block,
+        and talks to nobody. The function is called on the thread that writes, and may.
+        """
+
+    def restore_durable(self, data: bytes) -> None:
+        """Take back what was kept.
+
+        Called on the rank that loads a checkpoint, after `load_state_dict`, and before the others
+        receive the state from it.
+        """
+
+
+def notes_of(values: Mapping[str, Any]) -> Notes:
+    """Return the functions of all attributes that add something, by attribute."""
+    return {name: each.durable() for name, each in values.items() if isinstance(each, Durable)}
+
+
+def pack_notes(notes: Notes) -> dict[str, bytes]:
+    """Return what the functions of `notes_of` return, without what is empty."""
+    found = {name: note() for name, note in notes.items()}
+    return {name: data for name, data in found.items() if data}
+
+
+def restore_notes(values: Mapping[str, Any], notes: Mapping[str, bytes]) -> None:
+    """Give each attribute back what it has added to a checkpoint."""
+    for name, data in notes.items():
+        if isinstance(each := values.get(name), Durable):
+            each.restore_durable(data)

@@ -26,8 +26,8 @@ from elastic_driver.core import documents, events
 from elastic_driver.core.members import Member
 from elastic_driver.core.state_version import StateVersion
 from elastic_driver.worker.context import WorkerContext
-from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.heartbeat_thread import HeartbeatThread, new_documents
+from elastic_driver.worker.heartbeat.preemption import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
 from rendezvous.errors import RendezvousError
@@ -103,9 +103,11 @@ class DriverConnection:
         """
         self._heartbeat.stop()
         if over_in is not None:
-            marks, leaves = self._heartbeat.marks(), self._heartbeat.last_leaves()
+            marks = self._heartbeat.marks()
+            leaves = self._heartbeat.last_leaves()
             unfit = unfit[: events.MAX_UNFIT_CHARS].encode(errors="replace").decode()
-            me, step = self.born.worker, self._heartbeat.last_step()
+            me = self.born.worker
+            step = self._heartbeat.last_step()
             ending = events.WorkerEnding(me, over_in, failed, marks, leaves, unfit, step)
             with contextlib.suppress(RendezvousError):
                 self.client.post_json(EVENTS_PATH, documents.encode(ending), deadline=STOP_S)

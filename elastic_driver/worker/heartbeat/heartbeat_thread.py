@@ -23,11 +23,12 @@ from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core import documents, events
 from elastic_driver.core.progress import BUFFERS_OF, MAX_DIGEST_CHARS, Progress, StateMark
 from elastic_driver.worker.context import WorkerContext
-from elastic_driver.worker.heartbeat.described import in_short, new_leaf_mark
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import (
     LONGEST_WAIT_S,
     TrainingProgress,
+    in_short,
+    new_leaf_mark,
     usual_pause,
 )
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch
@@ -146,7 +147,8 @@ class HeartbeatThread:
         due = [self.preemption.check(self._report_leaving), self._before_heartbeat()]
         if event := self._stall_watch.check(time.monotonic()):
             self._pending.append(event)
-        patience, wake = self._patience(), self.preemption.fileno()
+        patience = self._patience()
+        wake = self.preemption.fileno()
         while self._pending:
             body = documents.encode(self._pending[0])
             try:
@@ -225,7 +227,8 @@ class HeartbeatThread:
 
         Rank 0 tells a new driver again that this round has had a step: its journal may lack that.
         """
-        before, self._term = self._term, max(self._term, found.term)
+        before = self._term
+        self._term = max(self._term, found.term)
         if 0 < before < found.term and self._progress.rank == 0:
             self._first_step_of = 0
         # A driver writes its term before anything else.
@@ -240,15 +243,19 @@ class HeartbeatThread:
         A step of an optimizer counts here, so that a worker that never commits is seen.
         """
         progress = self._progress
-        round_id, version, step_time = progress.round, progress.version, progress.step_time
-        done, last = _steps_of(progress), progress.done
+        round_id = progress.round
+        version = progress.version
+        step_time = progress.step_time
+        done = _steps_of(progress)
+        last = progress.done
         if round_id == 0 or (done == 0 and not self._is_asked):
             return ()
         self._is_asked = False
         self._reported = (round_id, version, done)
         times = tuple(progress.step_times)[-RECENT_STEPS:]
         usual = statistics.median(times) if times else step_time
-        samples, links = progress.samples.collect(usual), progress.links()
+        samples = progress.samples.collect(usual)
+        links = progress.links()
         found = Progress(
             round_id,
             version,
@@ -309,7 +316,8 @@ class HeartbeatThread:
 
     def marks(self) -> tuple[StateMark, ...]:
         """Return the marks of the state in this round, or in the one left last."""
-        buffers, known = self._progress.buffers, tuple(self._progress.marks)
+        buffers = self._progress.buffers
+        known = tuple(self._progress.marks)
         return tuple(
             StateMark(step, digest[:MAX_DIGEST_CHARS], buffers.get(step, ""))
             for step, digest in known

@@ -1,4 +1,4 @@
-"""Signals that announce the end of this worker.
+"""The end of this worker: the signals that announce it, and its part in the job's last checkpoint.
 
 A scheduler that takes a machine away often announces it by SIGTERM, SIGUSR1 or SIGUSR2. A worker
 that gets one, and does not handle it itself, reports it to the driver, trains on until all leave at
@@ -11,6 +11,9 @@ Where a job waits for its next driver, a worker leaves without one: at once if t
 
 The training thread may sit in a collective and run no Python code for long. So the signals are
 recorded in C (`signal.set_wakeup_fd`), and the heartbeat thread reads them. Times are seconds.
+
+Where all workers of a job have to leave, the driver asks for a final checkpoint:
+`FinalCheckpointTask` is one worker's part in it.
 """
 
 import contextlib
@@ -23,10 +26,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from elastic_driver import contract
-from elastic_driver.core.events import WorkerLeaving
+from elastic_driver.core.documents import SaveRequest
+from elastic_driver.core.events import WorkerLeaving, WorkerSaved
 from elastic_driver.worker.worker_log import say
 from rendezvous.errors import AbortedError, RendezvousError, UnreachableError
 
@@ -56,7 +62,9 @@ class PreemptionWatch:
         notice: float,
         leave_alone: Callable[[str, float], bool] | None = None,
     ) -> None:
-        self._worker, self._notice, self.end = worker, notice, end_by
+        self._worker = worker
+        self._notice = notice
+        self.end = end_by
         self._leave_alone = leave_alone
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
@@ -190,3 +198,82 @@ def end_by(number: signal.Signals) -> None:
 def _reset_in_c(number: int) -> None:
     """Restore the signal's default action: `signal.signal` works on the main thread only."""
     ctypes.CDLL(None).signal(int(number), None)
+
+
+MAX_PROBLEM_CHARS = 1000
+
+
+class Checkpointed(Protocol):
+    """A state that can write a final checkpoint; see `State`, whose module imports this one."""
+
+    def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
+        """Begin to write this rank's share; return the folder, None where there is none.
+
+        Raises an exception that says why it cannot be written.
+        """
+
+    def final_checkpoint_problem(self, folder: Path) -> str | None:
+        """Return "" once the checkpoint is complete, why it failed, or None meanwhile."""
+
+
+class FinalCheckpointTask:
+    """Writes this worker's part of the final checkpoint, and reports the result.
+
+    The driver requests it while this worker waits for a world. The state writes its shares in the
+    background; the first of the requested workers reports the result. All calls come from the
+    training thread, which trains nothing meanwhile.
+    """
+
+    def __init__(self, worker: str, state: Checkpointed) -> None:
+        self._worker, self._state = worker, state
+        self._asked: tuple[int, tuple[str, ...]] | None = None  # number and members of the request
+        self._folder: Path | None = None  # is being written; set where this worker reports
+        self._unsent: WorkerSaved | None = None
+        self._sent: WorkerSaved | None = None
+
+    def begin(self, request: SaveRequest) -> None:
+        """Carry out the driver's request; a failure becomes the result and is not raised.
+
+        If a new driver repeats a request, its result is reported again, once it is known.
+        """
+        asked = request.number, request.members
+        if asked == self._asked:
+            self._unsent = self._unsent or self._sent
+            return
+        self._asked = asked
+        self._folder = None
+        self._unsent = None
+        self._sent = None
+        if self._worker not in request.members:
+            return
+        rank = request.members.index(self._worker)
+        try:
+            folder = self._state.begin_final_checkpoint(request, rank)
+        except Exception as error:  # of any kind: the others must not wait for this worker
+            self._conclude(str(error) or type(error).__name__)
+        else:
+            if rank == 0:
+                self._folder = folder
+                if folder is None:
+                    self._conclude("")
+
+    def report(self, post: Callable[[WorkerSaved], object]) -> bool:
+        """Post the result once it is known; return whether it is still pending.
+
+        The result is kept for the next call where `post` raises.
+        """
+        if self._folder is not None:
+            problem = self._state.final_checkpoint_problem(self._folder)
+            if problem is not None:
+                self._conclude(problem)
+        if self._unsent is not None:
+            post(self._unsent)
+            self._sent, self._unsent = self._unsent, None
+        return self._folder is not None
+
+    def _conclude(self, problem: str) -> None:
+        number, _ = self._asked or (0, ())
+        folder = "" if problem or self._folder is None else str(self._folder)
+        problem = problem[:MAX_PROBLEM_CHARS]
+        self._unsent = WorkerSaved(self._worker, number, folder, problem)
+        self._folder = None

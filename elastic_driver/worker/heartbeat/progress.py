@@ -4,22 +4,28 @@ The training thread writes its progress at every commit and compares one integer
 thread reads the progress and writes the requests to leave. Each field has one writer and is
 replaced as a whole, and the interpreter makes each assignment atomic, so no lock is needed.
 `version` counts the committed steps of the whole job. Times are monotonic seconds.
+
+`in_short` and `new_leaf_mark` describe a state leaf by leaf, within the bounds of the messages that
+carry it.
 """
 
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from statistics import fmean, median
 from typing import NamedTuple
 
 from msgspec import Struct
 
+from elastic_driver.core import events
 from elastic_driver.core.documents import Allocation
 from elastic_driver.core.measured import StepTimes
 from elastic_driver.core.progress import (
+    MAX_DIGEST_CHARS,
     MAX_MARKS,
     MAX_SAMPLES,
     ODD_STEPS,
@@ -115,7 +121,8 @@ class StepSamples:
 
         `step_time`: seconds of a whole step, waiting included.
         """
-        every, slowdown = steps_per_sample(step_time), self._slowdown.factor()
+        every = steps_per_sample(step_time)
+        slowdown = self._slowdown.factor()
         while self._recorded:
             step, known = self._recorded.popleft()
             if (cost := known()) is None:
@@ -246,7 +253,9 @@ class TrainingProgress:
     def committed(self, version: int) -> bool:
         """Record a committed step; return whether the round has to be left now."""
         now = time.monotonic()
-        self.step_time, self.committed_at, self.version = now - self.committed_at, now, version
+        self.step_time = now - self.committed_at
+        self.committed_at = now
+        self.version = version
         self.boundaries.append(now)
         self.steps += 1
         if self.step_reported:  # it counts once
@@ -299,17 +308,60 @@ class TrainingProgress:
 
     def entered(self, round_id: int, version: int, size: int = 1, rank: int = 0) -> None:
         """Record a new round, without a commit and without a request to leave so far."""
-        self.size, self.rank, self.version = size, rank, version
+        self.size = size
+        self.rank = rank
+        self.version = version
         self.committed_at = self.active_at = self.synced_at = time.monotonic()
-        self.leave_after, self.steps, self.reported_steps, self.checks = NEVER, 0, 0, 0
+        self.leave_after = NEVER
+        self.steps = 0
+        self.reported_steps = 0
+        self.checks = 0
         self.optimizer_steps = 0
         self.marks.clear()
-        self.reported_step, self.step_reported, self.timing = None, False, None
+        self.reported_step = None
+        self.step_reported = False
+        self.timing = None
         self.gradients = None
-        self.division, self.wants_allocations, self.samples = None, False, StepSamples()
+        self.division = None
+        self.wants_allocations = False
+        self.samples = StepSamples()
         self.round = self.steps_of = round_id
 
     def left(self) -> None:
         """Record that this process is in no round."""
         self.round = 0
         self.links, self.collectives = lambda: None, lambda: 0
+
+
+# ---- descriptions of a state -----------------------------------------------------------
+
+Leaf = tuple[str, str, str]  # name, digest, and value as text
+
+
+def new_leaf_mark(name: str, digest: str, text: str) -> events.LeafMark:
+    """Return the description of a leaf within the bounds of the message, in characters it takes."""
+    short = name[: events.MAX_LEAF_NAME_CHARS], text[: events.MAX_LEAF_TEXT_CHARS]
+    name, text = (each.encode(errors="replace").decode() for each in short)
+    return events.LeafMark(name, digest[:MAX_DIGEST_CHARS], text)
+
+
+def in_short(leaves: Sequence[Leaf], most: int) -> list[Leaf]:
+    """Return leaves as at most so many; of more, those of an object or an attribute become one."""
+    if len(leaves) <= most:
+        return list(leaves)
+    groups: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        words = leaf[0].split(".")
+        is_setting = " " in leaf[0]  # of an optimizer's group, or a flag
+        name = leaf[0] if is_setting else ".".join(words[: 2 if words[0] == "state" else 1])
+        groups.setdefault(name, []).append(leaf)
+    return [_as_one(name, inside) for name, inside in groups.items()][:most]
+
+
+def _as_one(name: str, inside: Sequence[Leaf]) -> Leaf:
+    if len(inside) == 1:
+        return name, *inside[0][1:]
+    root = blake2b(digest_size=8)
+    for leaf, digest, _ in sorted(inside):
+        root.update(f"{leaf} {digest} ".encode(errors="replace"))
+    return name, root.hexdigest(), f"{len(inside)} tensors and values"

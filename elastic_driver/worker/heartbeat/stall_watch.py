@@ -35,7 +35,7 @@ WORKING_SHARE = 0.1  # CPU seconds per second from which a thread counts as comp
 INTERRUPTION_S = 0.01  # CPU time between two checks of a thread that still counts as asleep
 QUIET_WEIGHT = 4  # of a check that finds all threads asleep
 _OURS = "/elastic_driver/worker/"
-_GLOO_WAITS = "/elastic_driver/worker/world/collective_waits.py"
+_GLOO_WAITS = "/elastic_driver/worker/world/gloo.py"
 STDERR = 2
 MAX_FRAMES = 60
 
@@ -70,7 +70,7 @@ class TrainingThread:
         A check counts for four if all other threads sleep as well: then none of them is about to
         wake this one, however busy the machine is.
 
-        Gloo may have forgotten the operation that it waits for (`world.collective_waits`).
+        Gloo may have forgotten the operation that it waits for (`world.gloo`).
         """
         frame = sys._current_frames().get(self._ident)
         used = self.cpu_seconds()
@@ -99,7 +99,9 @@ class StallWatch:
     """Watches the thread that creates it. `limit`: seconds; None: adapts to steps, 0: no limit."""
 
     def __init__(self, worker: str, progress: TrainingProgress, limit: float | None) -> None:
-        self._worker, self._progress, self._limit_set = worker, progress, limit
+        self._worker = worker
+        self._progress = progress
+        self._limit_set = limit
         self._thread = TrainingThread()
         self._stall: tuple[int, float] | None = None  # (round, active_at) of the reported stall
         self._first = 0.0  # seconds of silence at its first report
@@ -108,7 +110,8 @@ class StallWatch:
 
     def check(self, now: float) -> WorkerStalled | WorkerResumed | None:
         """Return the event to post, if any: a stall, its repetition, or its end."""
-        round_id, silence = self._progress.round, self._silence(now)
+        round_id = self._progress.round
+        silence = self._silence(now)
         if self._stall is not None and self._stall != (round_id, self._progress.active_at):
             stalled_in, self._stall = self._stall[0], None
             if stalled_in == round_id:

@@ -22,9 +22,9 @@ from elastic_driver.worker.mistakes.script_objects import (
     children,
     pointer_of,
     search,
+    tell,
     variables,
 )
-from elastic_driver.worker.mistakes.told import tell
 from elastic_driver.worker.state_sync.fingerprint import contents
 
 FIRST, LAST = 3, 20  # the commits at which changes are looked for
@@ -51,7 +51,8 @@ class Piece(NamedTuple):
         """Return a tensor's piece; None for one that cannot hold an average."""
         if not tensor.is_floating_point() or not pointer_of(tensor):
             return None
-        flat, shape = tensor.detach(), tuple(tensor.shape)
+        flat = tensor.detach()
+        shape = tuple(tensor.shape)
         if not flat.is_contiguous() and flat.numel() > PIECE:
             flat = flat[0]
         values = flat.reshape(-1)[:PIECE].to("cpu", torch.float32)
@@ -133,7 +134,8 @@ class _Watched:
             for place, tensor in now.items()
             if not trained(tensor) and (piece := Piece.of(tensor)) is not None
         }
-        before, self.last = self.last, {place: piece.mark for place, piece in pieces.items()}
+        before = self.last
+        self.last = {place: piece.mark for place, piece in pieces.items()}
         changed = [p for place, p in pieces.items() if before.get(place, p.mark) != p.mark]
         own = [piece for piece in changed if not weights.has(piece)]
         self.copies += bool(changed) and not own and self.is_old

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elastic_driver.worker.mistakes.script_objects import Kept, pointer_of
-from elastic_driver.worker.mistakes.told import tell
+from elastic_driver.worker.mistakes.script_objects import Kept, pointer_of, tell
 from elastic_driver.worker.state_sync.fingerprint import contents
 from elastic_driver.worker.state_sync.steps import trained_by
 from elastic_driver.worker.state_sync.tree import Tree
@@ -197,7 +196,8 @@ class OptimizerWatch:
 
     def _name(self, optimizer: Optimizer) -> str:
         """Return how to call an optimizer that is in no state."""
-        kind, name = type(optimizer).__name__, self._names(optimizer)
+        kind = type(optimizer).__name__
+        name = self._names(optimizer)
         return f"the optimizer {name!r} ({kind})" if name else f"an optimizer ({kind})"
 
 

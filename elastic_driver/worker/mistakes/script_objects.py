@@ -1,9 +1,11 @@
-"""Finds the objects that a script trains with, and which of them its states keep.
+"""Finds the objects that a script trains with, and which of them its states keep; tells a mistake.
 
 At a commit the script's own frames are on the stack: that of the training function, and those that
 it has called. Their variables, and the globals of their modules, hold what the script works with:
 directly, as an attribute of an object, or inside of a list or dictionary. The search is bounded in
 depth and in the number of objects, and holds on to nothing.
+
+A mistake is told by one line, once in a process, on the rank that is to say it (`tell`).
 """
 
 import contextlib
@@ -17,6 +19,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader
+
+from elastic_driver.worker import current
+from elastic_driver.worker.worker_log import say
 
 DEPTH = 3  # from a variable: an attribute of an attribute's item
 MOST_OBJECTS = 2000  # that one search looks at
@@ -218,3 +223,41 @@ def pointer_of(tensor: Tensor) -> int:
         return int(tensor.data_ptr())
     except (RuntimeError, NotImplementedError, ValueError):  # lazy, sparse, or of no memory
         return 0
+
+
+# ---- telling ---------------------------------------------------------------------------
+
+PAGE = "docs/common-mistakes.md"
+MOST = 4  # lines of one kind: of a script that leaves everything out, the first few are enough
+
+
+class _Told:
+    """The mutable field of this module."""
+
+    keys: set[tuple[str, str]] = set()  # noqa: RUF012 - of this process
+
+
+def tell(kind: str, text: str, about: str = "") -> bool:
+    """Write a line about a mistake, unless it was written before; return whether it was written.
+
+    Args:
+        kind: of the mistake: its section on the page.
+        text: what happened, to whom, and what to try.
+        about: what the line is about, if there may be several of this kind.
+    """
+    key = kind, about
+    if key in _Told.keys or sum(k == kind for k, _ in _Told.keys) >= MOST:
+        return False
+    _Told.keys.add(key)
+    say(f"{text} ({PAGE}#{kind})")
+    return True
+
+
+def is_speaker() -> bool:
+    """Return whether this rank tells the mistakes that all ranks make: rank 0 of a world does."""
+    return current.is_initialized() and current.rank() == 0
+
+
+def forget_told() -> None:
+    """Let everything be told again; for tests."""
+    _Told.keys.clear()

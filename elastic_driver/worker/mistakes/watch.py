@@ -2,41 +2,53 @@
 
 Most is looked for in the first commits of a process; afterwards a commit pays for two comparisons.
 Times are monotonic seconds.
+
+torch's `DistributedSampler` keeps the size of the world and the rank that it was made with. A
+worker that stays in the job keeps its process, and so the sampler: after a change of the workers
+its loop goes over the share of another world, which leaves samples out, or has another length than
+on the other ranks. `watch_samplers` looks for that.
+
+A newcomer runs the script up to the training function, and then gets the state, in objects of its
+own. A model that the others have made since then is not among these; `MadeLate` tells so.
 """
 
+import functools
 import itertools
 import os
 import re
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
 
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode, HostsUpdatedInterrupt, SwallowedError
+from elastic_driver.words import counted
 from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.mistakes import left_out, shares
+from elastic_driver.worker.mistakes import left_out
 from elastic_driver.worker.mistakes.left_out import LeftOut
-from elastic_driver.worker.mistakes.made_late import MadeLate
 from elastic_driver.worker.mistakes.optimizers import OptimizerWatch
 from elastic_driver.worker.mistakes.script_objects import (
     Kept,
     Variable,
     in_script,
+    is_speaker,
     search,
+    tell,
     variables,
 )
-from elastic_driver.worker.mistakes.told import is_speaker, tell
+from elastic_driver.worker.state_sync.parts import ModulePart, StatePart
 from elastic_driver.worker.state_sync.steps import collectives
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import wrapping
-from elastic_driver.worker.world.collective_waits import peer_is_lost, refuse_if_lost
+from elastic_driver.worker.world.gloo import peer_is_lost, refuse_if_lost
 
 LOOKED_AT = max(left_out.LAST, 20)  # commits of a process that are looked at
 ALONE_AFTER = 5  # steps without a collective that are told where states are not compared
@@ -70,9 +82,8 @@ class Mistakes:
         self._averages: bool | None = None  # something averages gradients; None: not known
         self._alone = 0  # steps in a row that no collective came before, in this round
         self._size = 1
-        self._told_to_leave: int | None = (
-            None  # the round that commit() has told the script to leave
-        )
+        # The round that commit() has told the script to leave.
+        self._told_to_leave: int | None = None
         self._swallowed = 0  # how often the script has gone on in it
         self._steps = 0  # of optimizers, since the last commit
 
@@ -80,9 +91,12 @@ class Mistakes:
 
     def entered(self, progress: TrainingProgress, size: int) -> None:
         """Begin a round of so many workers."""
-        self._alone, self._swallowed, self._steps, self._size = 0, 0, 0, size
+        self._alone = 0
+        self._swallowed = 0
+        self._steps = 0
+        self._size = size
         self._due = LOOKED_AT
-        shares.watch()
+        watch_samplers()
         self._made_late.entered()
         progress.on_difference = self.on_difference
 
@@ -304,3 +318,98 @@ def _place(frame: FrameType | None) -> str:
     if frame is None:
         return "an unknown place"
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+# ---- samplers of a world that is no more -----------------------------------------------
+
+_right_once: "weakref.WeakSet[DistributedSampler[Any]]" = weakref.WeakSet()
+
+
+def watch_samplers() -> None:
+    """Look at each `DistributedSampler` of this process when it is iterated.
+
+    One whose numbers are not those of its first world, such as that of a group of ranks, is left
+    alone.
+    """
+    iterate = DistributedSampler.__iter__
+    if hasattr(iterate, "__wrapped__"):
+        return
+
+    @functools.wraps(iterate)
+    def iterated(sampler: "DistributedSampler[Any]") -> Iterator[Any]:
+        if current.is_initialized():
+            _compare_sampler(sampler, current.size(), current.rank())
+        samples: Iterator[Any] = iterate(sampler)
+        return samples
+
+    DistributedSampler.__iter__ = iterated
+
+
+def _compare_sampler(sampler: "DistributedSampler[Any]", size: int, rank: int) -> None:
+    shares, share = sampler.num_replicas, sampler.rank
+    same_size = shares == size
+    if same_size and share == rank:
+        _right_once.add(sampler)
+    if sampler not in _right_once or (share == rank if same_size else rank):
+        return  # it is right; or rank 0 says it
+    tell(
+        "old-shares",
+        f"a DistributedSampler that was made for rank {share} of {shares} is iterated by rank "
+        f"{rank} of {size}: ranks train other shares of the data than they should; use "
+        "elastic.ElasticSampler (hvd.elastic.ElasticSampler), or make sampler and loader inside "
+        "the training function",
+    )
+
+
+# ---- what comes into a state while training --------------------------------------------
+
+
+class MadeLate:
+    """Compares the objects of a state with those at its first meeting."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._first: dict[str, tuple[str, int]] | None = None
+        self._changes = 0  # of the tree, at the last look
+
+    def entered(self) -> None:
+        """Note what each worker has made by itself; later worlds change nothing about that."""
+        if self._first is None:
+            self._first = self._now()
+            self._changes = self._tree.changes
+
+    def look(self) -> None:
+        """Tell what is another object since."""
+        if self._first is None or self._tree.changes == self._changes:
+            return
+        self._changes = self._tree.changes
+        for path, (kind, parameters) in self._now().items():
+            first = self._first.get(path)
+            if first is None:
+                if not any(path.startswith(f"{other}.") for other in self._first):
+                    self._tell(path, f"({kind}) has come into the state")
+            elif first[0] != kind:
+                self._tell(path, f"is a {kind}, no {first[0]} any more,")
+            elif first[1] != parameters:
+                self._tell(path, f"has {counted(parameters, 'parameter')} instead of {first[1]}")
+
+    def _now(self) -> dict[str, tuple[str, int]]:
+        return {path: (_kind(part), _parameters(part)) for path, part in self._tree.parts.items()}
+
+    def _tell(self, path: str, what: str) -> None:
+        if is_speaker():
+            tell(
+                "made-late",
+                f"{path!r} {what} since the training began, so a worker that joins cannot take it "
+                "over, and leaves; make it before the training function, on every worker, or keep "
+                "its state_dict() in its place",
+                path,
+            )
+
+
+def _kind(part: StatePart) -> str:
+    return type(part.thing).__qualname__
+
+
+def _parameters(part: Any) -> int:
+    return sum(1 for _ in part.thing.parameters()) if isinstance(part, ModulePart) else 0

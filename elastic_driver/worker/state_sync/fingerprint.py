@@ -61,7 +61,8 @@ def is_capturing() -> bool:
 def _on_cpu(tensor: Tensor) -> int:
     if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    size, address = tensor.nbytes, tensor.data_ptr()
+    size = tensor.nbytes
+    address = tensor.data_ptr()
     if not size or not address:  # it has no memory at this moment
         return 0
     return zlib.crc32((ctypes.c_char * size).from_address(address))

@@ -8,8 +8,7 @@ see, steps with a collective behind them) has to be copied at each commit. Nobod
 are: it is *learned*.
 
 - A tensor is known by its object, its memory and its version counter. At each commit, and after a
-  failure, these are compared. What optimizers remember is compared after a failure, but read at few
-  commits only (`Followers`): reading takes longer than all else in a commit of a large model.
+  failure, these are compared.
 - In the first steps, and now and then later, the content is compared as well (`fingerprint`):
   between the commit and the first optimizer step, and from commit to commit. That finds changes
   which no version shows (`tensor.data`, captured graphs).
@@ -17,12 +16,19 @@ are: it is *learned*.
   so later is found at the next commit.
 - Whatever no optimizer of the state trains is copied at first, up to `UNPROVEN_BYTES`, until it is
   known to stand still; up to `ALWAYS_BYTES` it is copied for good.
+
+What optimizers remember is compared after a failure, but read at few commits only (`Followers`).
+Adam remembers three tensors of each parameter. To read all their version counters takes longer than
+everything else in a commit, and they change in the optimizer's steps, with the parameters. So they
+are read while that is learned, whenever a step is not like the one before it, and at each
+`EVERY`th commit. For a commit in between, the versions follow from the growth in each step. A few
+are read at each commit, which shows what a script does to all of them.
 """
 
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from operator import sub
+from operator import add, sub
 from typing import NamedTuple
 
 import torch
@@ -30,7 +36,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
-from elastic_driver.worker.state_sync.followers import Followers, Read
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.values import fill_tensor, shares_memory
 from elastic_driver.worker.torch_seams.tensors import copy_all, version_of
@@ -42,6 +47,25 @@ SHARE = 0.0005  # of the training time, for comparing contents later
 _pointer = torch.Tensor.data_ptr
 Named = list[tuple[str, Tensor]]
 Memory = tuple[str, Tensor, Tensor | None]  # name, tensor, and the parameter it belongs to
+
+
+class Read(NamedTuple):
+    """Versions as they were read, and the equal steps that were committed since then."""
+
+    versions: list[int]
+    growth: list[int]  # in one step
+    steps: int
+
+    @classmethod
+    def at(cls, versions: list[int]) -> "Read":
+        """Return what was read just now."""
+        return cls(versions, [], 0)
+
+    def expected(self) -> list[int]:
+        """Return the versions at the commit."""
+        if not self.steps:
+            return self.versions
+        return list(map(add, self.versions, (self.steps * each for each in self.growth)))
 
 
 class _Commit(NamedTuple):
@@ -171,14 +195,16 @@ class Leaves:
         else:
             self._learn(versions, pointers, collectives)
         choice = self._choose() if self._choice is None else self._choice
-        copies, commit = self._copy(choice), self._commit
+        copies = self._copy(choice)
+        commit = self._commit
         self._versions, self._pointers = versions, pointers
         self._seen = _Seen(versions, pointers, self._others.last)
         if commit.copies is not copies or commit.moved is not choice:
             self._commit = _Commit(self.names, self.tensors, self._still, choice, copies)
         self._is_torn = False
         if self._contents or self._early:
-            self._early, self._contents = set(), {}
+            self._early = set()
+            self._contents = {}
         if self.copy_all:
             return
         now = self._clock()
@@ -307,7 +333,8 @@ class Leaves:
         """Return the names of tensors that have changed since the commit and were not copied."""
         commit = self._commit
         stepped = _changed_by(self._steps.optimizers()) if commit.still else set()
-        versions, pointers = self._seen.all_versions(), self._seen.pointers
+        versions = self._seen.all_versions()
+        pointers = self._seen.pointers
         found = []
         unknown = []  # seem to be unchanged, and their content is known
         for number in commit.still:
@@ -381,3 +408,75 @@ def _differ(tensor: Tensor, copy: Tensor) -> bool:
         bool(tensor.shape != copy.shape or tensor.dtype != copy.dtype)
         or tensor.device != copy.device
     )
+
+
+# ---- the versions of what optimizers remember ------------------------------------------
+
+EVERY = 16  # commits
+SAMPLES = 24  # that are read at each commit
+
+
+class Followers:
+    """The versions of some tensors at the last commit; `last` holds them.
+
+    Args:
+        tensors: the followers.
+        leaders: of each one, the number of the tensor with which it changes; -1: of none.
+        before: the followers until now, some of which may be among these.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor] = (),
+        leaders: Sequence[int] = (),
+        before: "Followers | None" = None,
+    ) -> None:
+        self.tensors, self._leaders = tensors, leaders
+        # An odd distance, so that there are some of each kind.
+        self._samples = slice(None, None, len(tensors) // SAMPLES | 1)
+        self._sampled = tensors[self._samples]
+        self._expected: list[int] = []  # their versions at the last commit
+        self._seen: list[int] | None = None  # the growth at the last reading
+        self._is_usual = False  # it was the same at the reading before, and leaders show it
+        versions: dict[int, int] = {}
+        if before is not None:
+            last: Read = before.last
+            versions = dict(zip(map(id, before.tensors), last.expected(), strict=True))
+        # A tensor that is new stands for itself.
+        self.last: Read = Read.at([versions.get(id(t), version_of(t)) for t in tensors])
+
+    def passes(self) -> bool:
+        """Count a step in which the leaders have grown as before; False: all have to be read."""
+        if not self.tensors:
+            return True
+        versions, _, steps = self.last
+        if not self._is_usual or self._seen is None or steps + 1 >= EVERY:
+            return False
+        if not steps:
+            self._expected = versions[self._samples]
+        expected = list(map(add, self._expected, self._seen[self._samples]))
+        if list(map(version_of, self._sampled)) != expected:
+            return False
+        self._expected = expected
+        self.last = Read(versions, self._seen, steps + 1)
+        return True
+
+    def read(self, leading: Sequence[int]) -> list[int]:
+        """Read the versions, at a commit; return by how much each has grown since the last one.
+
+        `leading`: by how much the leaders have grown. A fused optimizer counts no version of a
+        parameter: then nothing shows in which steps its followers have grown.
+        """
+        versions = list(map(version_of, self.tensors))
+        growth = list(map(sub, versions, self.last.expected()))
+        self._is_usual = growth == self._seen and all(
+            not grown or (leader >= 0 and leading[leader])
+            for grown, leader in zip(growth, self._leaders, strict=True)
+        )
+        self._seen = growth
+        self.last = Read.at(versions)
+        return growth
+
+    def forget(self) -> None:
+        """Read all again at the next commits: what happens is not known."""
+        self._is_usual, self._seen = False, None

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.generators import new_random, random_more, random_state
-from elastic_driver.worker.state_sync.known import looked_up
-from elastic_driver.worker.state_sync.numpy_values import is_array, is_scalar, written_dtype
+from elastic_driver.worker.state_sync.rng import new_random, random_more, random_state
 from elastic_driver.worker.state_sync.values import (
     LARGEST,
     OTHER,
@@ -29,15 +27,19 @@ from elastic_driver.worker.state_sync.values import (
     atoms,
     child_names,
     first_line,
+    is_array,
     is_referred,
+    is_scalar,
     is_single,
     kind_names,
     kind_of,
     kinds,
     knot,
+    looked_up,
     require_sent,
     too_deep,
     unkept,
+    written_dtype,
 )
 
 _PENDING = object()  # in place of a tuple whose content is still to be read
@@ -216,7 +218,9 @@ class Reader:
     def __init__(
         self, tensors: Sequence[Tensor], parts: Sequence[Any] = (), what: str = ""
     ) -> None:
-        self._tensors, self._parts, self._what = tensors, parts, what or "a value"
+        self._tensors = tensors
+        self._parts = parts
+        self._what = what or "a value"
         self._objects: list[Any] = []
         self._used: set[int] = set()
 
@@ -251,7 +255,8 @@ class Reader:
         return _READERS[tag](self, data, live)
 
     def _read_container(self, kind: type, how: Kind, data: list[Any], live: Any) -> Any:
-        number, more = len(self._objects), data[1] if data[0] != "class" else None
+        number = len(self._objects)
+        more = data[1] if data[0] != "class" else None
         reusable = type(live) is kind and id(live) not in self._used and how.fill is not None
         if kind is deque:
             reusable = reusable and live.maxlen == more
@@ -429,7 +434,8 @@ def _live_children(live: Any, kind: type, written: list[Any]) -> list[Any]:
     how = kind_of(kind)
     if how is None or issubclass(kind, set | frozenset):
         return [None] * len(written)
-    children, half = how.children(live), len(written) // 2
+    children = how.children(live)
+    half = len(written) // 2
     if how.children is list:
         return (children + [None] * len(written))[: len(written)]
     # Keys, then values.

@@ -9,15 +9,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.attributes import Attribute, Attributes
-from elastic_driver.worker.state_sync.glance import Structure
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.part import (
     NEVER,
+    Attribute,
+    Attributes,
     Named,
     Outgoing,
     Rest,
     StatePart,
+    Structure,
     require_tensor,
 )
 from elastic_driver.worker.state_sync.taking import Taker, as_kept, put_back
@@ -82,7 +83,9 @@ class OptimizerPart(StatePart):
         self._plain = [n for n, each in enumerate(inside[:-1]) if not isinstance(each, Tensor)]
         for place in self._plain:
             inside[place] = None
-        self._remembered, self._shape, self._has_changed = inside, None, True
+        self._remembered = inside
+        self._shape = None
+        self._has_changed = True
 
     def structure(self) -> Structure | None:
         """See `StatePart.structure`."""
@@ -170,7 +173,8 @@ class OptimizerPart(StatePart):
 
     def take(self) -> _Kept:
         """Return groups and memory as they are, and copies of settings and what is no tensor."""
-        groups, attributes = self.thing.param_groups, self._attributes.take()
+        groups = self.thing.param_groups
+        attributes = self._attributes.take()
         if self._shape is None:
             memory = [
                 (parameter, values, dict(values) if isinstance(values, dict) else values)
@@ -262,7 +266,8 @@ class OptimizerPart(StatePart):
 
     def outgoing(self) -> Outgoing:
         """Return groups with the names of their parameters, and the state by number."""
-        writer, optimizer = Writer(), self.thing
+        writer = Writer()
+        optimizer = self.thing
         groups = []
         for number, group in enumerate(optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key != "params"}
@@ -329,7 +334,8 @@ class OptimizerPart(StatePart):
 
     def accept(self, document: Any, tensors: Sequence[Tensor], /) -> None:
         """Make the received groups, with this process's parameters, and load the state."""
-        optimizer, reader = self.thing, Reader(tensors, what=self.name)
+        optimizer = self.thing
+        reader = Reader(tensors, what=self.name)
         parameters = self._theirs(document[1])
         *settings, numbered, others = self._live(parameters)
         groups = optimizer.param_groups[: len(parameters)]

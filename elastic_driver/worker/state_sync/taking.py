@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from elastic_driver.worker.state_sync.generators import random_state
-from elastic_driver.worker.state_sync.numpy_values import is_array
+from elastic_driver.worker.state_sync.rng import random_state
 from elastic_driver.worker.state_sync.values import (
     DEEPEST,
     SIMPLE,
@@ -17,6 +16,7 @@ from elastic_driver.worker.state_sync.values import (
     fill_tensor,
     has_nameless_factory,
     has_part,
+    is_array,
     is_single,
     kind_of,
     knot,
@@ -46,7 +46,8 @@ class _Held:
     def as_kept(self, done: dict[int, Any]) -> Any:
         if id(self) in done:
             return done[id(self)]
-        kind, more = self.kind, self.kind.more(self.value)
+        kind = self.kind
+        more = self.kind.more(self.value)
         if kind.fill is None:
             done[id(self)] = kind.make([as_kept(item, done) for item in self.items or ()], more)
         else:
@@ -61,7 +62,8 @@ class _HeldBytes:
     __slots__ = ("copy", "value")
 
     def __init__(self, value: bytearray) -> None:
-        self.value, self.copy = value, bytes(value)
+        self.value = value
+        self.copy = bytes(value)
 
     def put_back(self, _done: dict[int, Any]) -> Any:
         self.value[:] = self.copy
@@ -77,7 +79,8 @@ class _HeldTensor:
     __slots__ = ("copy", "flag", "value")
 
     def __init__(self, value: Tensor) -> None:
-        self.value, self.copy = value, value.detach().clone()
+        self.value = value
+        self.copy = value.detach().clone()
         self.flag = value.requires_grad
 
     def put_back(self, _done: dict[int, Any]) -> Any:
@@ -98,7 +101,8 @@ class _HeldArray:
     __slots__ = ("copy", "value")
 
     def __init__(self, value: Any) -> None:
-        self.value, self.copy = value, value.copy()
+        self.value = value
+        self.copy = value.copy()
 
     def put_back(self, _done: dict[int, Any]) -> Any:
         value, copy = self.value, self.copy

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.glance import Glance, Structure
-from elastic_driver.worker.state_sync.gradients import Gradients
 from elastic_driver.worker.state_sync.leaves import Leaves
 from elastic_driver.worker.state_sync.message import ComparingWriter
+from elastic_driver.worker.state_sync.part import Glance, Structure
 from elastic_driver.worker.state_sync.parts import (
     ModulePart,
     OptimizerPart,
@@ -29,7 +28,7 @@ from elastic_driver.worker.state_sync.parts import (
     StatePart,
     part_for,
 )
-from elastic_driver.worker.state_sync.steps import Steps, trained_by
+from elastic_driver.worker.state_sync.steps import Gradients, Steps, trained_by
 from elastic_driver.worker.state_sync.taking import (
     Taker,
     as_kept,
@@ -131,7 +130,10 @@ class Tree:
         if (usual := self._walk_as_usual()) is not None:
             return usual
         at_first = None if self._kept is None else self._nameless
-        taker, kept, known, needs_part = Taker(at_first), {}, self._objects, self._needs_part
+        taker = Taker(at_first)
+        kept = {}
+        known = self._objects
+        needs_part = self._needs_part
         for name, value in self.values.items():
             if type(value) in SIMPLE:
                 kept[name] = value
@@ -159,7 +161,9 @@ class Tree:
         They need no walk where all are numbers and the like, but for objects that have parts, which
         are those of the last walk, made of the same things.
         """
-        usual, glance, kept = self._usual, self._glance, self.values.copy()
+        usual = self._usual
+        glance = self._glance
+        kept = self.values.copy()
         if usual is None or glance is None or not usual.is_like(kept) or not glance.is_same():
             return None
         self._is_seen = True
@@ -181,7 +185,8 @@ class Tree:
         self._is_seen = glance is not None and glance.is_same()
         if self._is_seen:
             return
-        self._given, self._optimizers = dict(objects), None
+        self._given = dict(objects)
+        self._optimizers = None
         self._usual = self._glance = None
         for path, optimizer in _inner_optimizers(objects):
             objects[path] = optimizer
@@ -211,7 +216,8 @@ class Tree:
         for part in self.parts.values():
             part.require_kept()
         self.changes += 1
-        modules, optimizers = self._all(ModulePart), self._all(OptimizerPart)
+        modules = self._all(ModulePart)
+        optimizers = self._all(OptimizerPart)
         tensors = [pair for part in modules for pair in part.tensors()]
         names: dict[int, str] = {}
         for name, tensor in (*tensors, *attributes):
@@ -279,13 +285,15 @@ class Tree:
 
         `from_others`: the state was received, so that its changes say nothing about the script.
         """
-        kept, now = self.walk(), self.steps.now()
+        kept = self.walk()
+        now = self.steps.now()
         gradients = self.gradients.take(self.optimizers(), from_others=from_others)
         resting = self._resting if self._is_seen and not from_others else None
         if resting is not None and resting.glance is self._glance:
             parts = resting.awake(self._clock())
         else:
-            parts, resting = [*self.parts.values()], None
+            parts = [*self.parts.values()]
+            resting = None
         self._resting = None
         taken = [(part, part.take()) for part in parts]
         self.leaves.keep(now, from_others=from_others)
@@ -301,7 +309,8 @@ class Tree:
 
     def copies(self) -> list[tuple[int, int, str, str]]:
         """Return what each commit copies: bytes, number of tensors, name of the first, and why."""
-        leaves, seen = self.leaves, set[int]()
+        leaves = self.leaves
+        seen = set[int]()
         name, why = next(iter(leaves.moving.items()), ("", ""))
         found = [(leaves.copied_bytes, len(leaves.moving), name, why)]
         why = "it is a value of the state, and no parameter or buffer"
@@ -313,11 +322,6 @@ class Tree:
         for name, copy in self.kept_gradients():
             found.append((copy.nbytes, 1, f"the gradient of {name}", "no step has used it yet"))
         return [each for each in found if each[1]]
-
-    @property
-    def is_kept(self) -> bool:
-        """Return whether there was a commit."""
-        return self._kept is not None
 
     def is_clean(self) -> bool:
         """Return whether everything is, or can be put back to, what it was at the commit."""
@@ -397,7 +401,9 @@ class Tree:
         alone, not from what this process has seen.
         """
         values, parts = self.values, self.parts
-        names, tensors, copies = self.leaves.names, self.leaves.tensors, dict[int, Tensor]()
+        names = self.leaves.names
+        tensors = self.leaves.tensors
+        copies = dict[int, Tensor]()
         if as_committed:
             done: dict[int, Any] = {}
             values = {name: as_kept(kept, done) for name, kept in (self._kept or {}).items()}

@@ -3,6 +3,11 @@
 A plain value is a tree: numbers, strings, dates, paths, enums, NumPy values, tensors, and
 containers of them. `taking` copies such values for a commit, `message` sends them. What is in no
 table cannot be kept, and `UnkeptError` names it.
+
+Classes and functions are sent by name, if other workers find them by it. A worker that joins has
+loaded what the script loads before its training function is called, and has not run that function.
+So what is imported or defined in there has no name that it knows. NumPy is imported only where a
+script uses it.
 """
 
 import dataclasses
@@ -10,8 +15,10 @@ import decimal
 import enum
 import fractions
 import pathlib
+import sys
 import types
 import uuid
+import warnings
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -23,8 +30,6 @@ import torch
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.known import is_known, looked_up, no_name
-from elastic_driver.worker.state_sync.numpy_values import is_of_numpy, is_scalar
 
 # The dtype (torch's name for it) and the shape of a tensor.
 TensorKind = tuple[str, tuple[int, ...]]
@@ -42,7 +47,9 @@ class UnkeptError(UsageError):
         super().__init__(
             f"the attribute {path!r} cannot be sent to other workers or put back: {problem}; {hint}"
         )
-        self.path, self._problem, self._hint = path, problem, hint
+        self.path = path
+        self._problem = problem
+        self._hint = hint
 
     def inside(self, name: str) -> "UnkeptError":
         """Return the error for a value inside of the state of an object with this name."""
@@ -503,3 +510,132 @@ def child_names(value: Any, items: Sequence[Any]) -> list[str]:
         keys = items[: len(items) // 2]
         return [f".{key}" for key in keys] * 2
     return [f".{index}" for index in range(len(items))]
+
+
+# ---- names that other workers know -----------------------------------------------------
+
+MAIN = "__main__"
+
+
+class _Script:
+    """What the script had loaded and defined when its training functions began.
+
+    A worker that joins is there when the function is called: it has not loaded what comes inside.
+    Names of modules, and `__main__:NAME` for what the script itself has defined.
+    """
+
+    trains = False
+    loaded: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
+
+    @classmethod
+    def knew(cls, module: Any, name: str) -> bool:
+        own = f"{MAIN}:{name.partition('.')[0]}" if module == MAIN else module
+        return own not in cls.late and (not cls.trains or own in cls.loaded)
+
+
+def _loaded_now() -> frozenset[str]:
+    own = vars(sys.modules[MAIN]) if MAIN in sys.modules else {}
+    return frozenset(sys.modules) | {f"{MAIN}:{name}" for name in list(own)}
+
+
+def training_begins() -> None:
+    """Note what a worker that joins has loaded when it is given the state."""
+    _Script.trains = True
+    _Script.loaded = _loaded_now() - _Script.late
+
+
+def training_ends() -> None:
+    """Note what the training function has loaded, which a worker that skips it has not."""
+    if _Script.trains:
+        _Script.late |= _loaded_now() - _Script.loaded
+        _Script.trains = False
+
+
+def is_known(value: Any) -> bool:
+    """Return whether a class or function is found by its name on other workers, too."""
+    module, name = value.__module__, value.__qualname__
+    return looked_up(module, name) is value and _Script.knew(module, name)
+
+
+def looked_up(module: Any, name: str) -> Any:
+    """Return what a name means in a module that is loaded; None where there is nothing."""
+    found: Any = sys.modules.get(module) if isinstance(module, str) else None
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def no_name(module: Any, name: str) -> tuple[str, str]:
+    """Return why a class or function is not known to other workers, and what to do."""
+    if looked_up(module, name) is not None and not _Script.knew(module, name):
+        if module == MAIN:
+            return (
+                f"{name} was defined in the script after training had begun",
+                "define it at the top of the script, so that a worker that joins knows it, too",
+            )
+        return (
+            f"{name} is of the module {module}, which was imported after training had begun",
+            "import it at the top of the script, so that a worker that joins knows it, too",
+        )
+    problem = f"{name} has no name that other workers know"
+    return problem, "define it at the top of a module, and keep its name"
+
+
+# ---- values of NumPy -------------------------------------------------------------------
+
+LARGEST_BYTES = 2**32 - 1  # of an array, that msgpack carries
+
+
+def _numpy() -> Any:
+    return sys.modules.get("numpy")
+
+
+def is_array(value: Any) -> bool:
+    """Return whether a value is a NumPy array without objects."""
+    numpy = _numpy()
+    return numpy is not None and type(value) is numpy.ndarray and _travels(value)
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether a value is a NumPy scalar."""
+    numpy = _numpy()
+    return numpy is not None and isinstance(value, numpy.generic) and _travels(value)
+
+
+def is_of_numpy(value: Any) -> bool:
+    """Return whether a value is an array of NumPy, or a scalar of another kind than `is_scalar`."""
+    numpy = _numpy()
+    return numpy is not None and (
+        type(value) is numpy.ndarray or (isinstance(value, numpy.generic) and not is_scalar(value))
+    )
+
+
+def _travels(value: Any) -> bool:
+    """Return whether a NumPy value is one of plain data: its dtype can be written and read."""
+    dtype = value.dtype
+    found = _dtypes.get(dtype)
+    if found is None:
+        found = _dtypes[dtype] = not dtype.hasobject and _is_written_whole(dtype)
+    return found and value.nbytes <= LARGEST_BYTES
+
+
+_dtypes: dict[Any, bool] = {}
+
+
+def written_dtype(dtype: Any) -> Any:
+    """Return a dtype of NumPy as its file format writes it; what people add to it is left out."""
+    import numpy  # noqa: PLC0415 - only where a script uses it
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what is left out
+        return numpy.lib.format.dtype_to_descr(dtype)
+
+
+def _is_written_whole(dtype: Any) -> bool:
+    import numpy  # noqa: PLC0415 - only where a script uses it
+
+    try:
+        return bool(numpy.lib.format.descr_to_dtype(written_dtype(dtype)) == dtype)
+    except (TypeError, ValueError):  # its fields overlap, or are of a kind of its own
+        return False

@@ -6,16 +6,20 @@ goes on as soon as the round is known to be over; the thread ends when it can.
 
 Torch's global state must be touched by the main thread only. So the thread makes the bare
 `ProcessGroupGloo`; the main thread then calls `init_process_group(backend="elastic_gloo")`, whose
-creator, registered through torch's public extension point, returns the object that is ready.
-Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's own, and
-`torch_names` has torch say so. Where a device has collectives of its own, torch makes
-that half itself (`cpu:elastic_gloo,xpu:xccl`); see `device`. In rounds without it gloo carries the
-device's tensors, too, by way of the host's memory: our backend is registered for them.
+creator, registered through torch's public extension point, returns the object that is ready. Where
+a device has collectives of its own, torch makes that half itself (`cpu:elastic_gloo,xpu:xccl`; see
+`device`). In rounds without it gloo carries the device's tensors, too, by way of the host's memory:
+our backend is registered for them.
 
-Only `membership` uses this module. Times are seconds.
+Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's own, under
+another name. Scripts, and torch itself, ask for the name: `monitored_barrier()` and the
+differentiable `all_to_all()` are for "gloo" only. So torch's functions that take or return a name
+are replaced by ones that translate it (`translate`). Where a device has collectives of its own, its
+half names the group. Times are seconds.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -29,16 +33,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms.join import Join
 
 from elastic_driver import contract
 from elastic_driver.core.documents import World
-from elastic_driver.errors import ClusterError, WorldBrokenError
+from elastic_driver.errors import ClusterError, UsageError, WorldBrokenError
 from elastic_driver.ports import none_left
 from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.world.backend import accelerator_names
-from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.device import DeviceHalf
-from elastic_driver.worker.world.torch_names import BACKEND, make_group, translate
+from elastic_driver.worker.world.gloo import GroupConnections
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
 from rendezvous.torch_store import HTTPStore
 
@@ -71,7 +76,7 @@ class RoundGroup:
     store: Store | None = None  # the one it was built with
     half: DeviceHalf | None = None  # carries the accelerator's tensors, where there is one
     elected: bool = True  # whether the vote, if there was one, was for such a half
-    host_groups: dict[str, Any] = field(default_factory=dict)  # torch's, made by `host_groups`
+    host_groups: dict[str, Any] = field(default_factory=dict)  # torch's, made by `session`
 
     def vote(self, identity: str) -> bool:
         """Return whether every worker has a device of its own; a collective.
@@ -120,7 +125,8 @@ class RoundGroup:
         _Handover.create = lambda *_: self.backend
         excepthook = sys.excepthook
         name = f"cpu:{BACKEND},{device_backends}" if device_backends else BACKEND
-        rank, size = self.backend.rank(), self.backend.size()
+        rank = self.backend.rank()
+        size = self.backend.size()
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         try:
             make_group(name, None, timeout, size, rank, self.store)
@@ -146,7 +152,9 @@ class RoundGroup:
         self.connections.shut_writes()
         tear_down_wrappers()
         self.host_groups.clear()
-        last, self.backend, self.subgroups = [self.backend, *self.subgroups], None, []
+        last = [self.backend, *self.subgroups]
+        self.backend = None
+        self.subgroups = []
         _Handover.create = None  # it holds the group
         torchs = [] if self.half is not None or not dist.is_initialized() else [dist.group.WORLD]
         if self.half is not None and dist.is_initialized():
@@ -266,3 +274,105 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 def _close(store: Store | None) -> None:
     if isinstance(store, HTTPStore):  # torch's own stores need no end
         store.close()
+
+
+# ---- the name of the group -------------------------------------------------------------
+
+BACKEND = "elastic_gloo"
+_REMOVE = "remove the call, or make it only where elastic-driver is not used"
+
+
+class _Installed:
+    """The mutable fields of this module."""
+
+    done = False
+    ours = False  # the call of `init_process_group` is that of `groups`
+
+
+def translate() -> None:
+    """Have torch's functions speak of "gloo"; a second call does nothing. On the main thread."""
+    if _Installed.done:
+        return
+    _Installed.done = True
+    _replace("get_backend", _get_backend)
+    _replace("new_group", _new_group)
+    _replace("init_process_group", _init_process_group)
+    notify = Join.notify_join_context
+
+    @functools.wraps(notify)
+    def notify_join_context(joinable: Any) -> Any:
+        work = notify(joinable)
+        if (see := getattr(joinable, "see_join_work", None)) is not None:
+            see(work)
+        return work
+
+    Join.notify_join_context = staticmethod(notify_join_context)
+
+
+def make_group(name: str, *args: Any) -> None:
+    """Call torch's `init_process_group`; raises `UsageError` where the script has called it."""
+    if dist.is_initialized():
+        raise UsageError(
+            "the script has called init_process_group() before the function under @elastic.run, in "
+            f"which elastic-driver makes torch's process group: {_REMOVE}"
+        )
+    _Installed.ours = True
+    try:
+        dist.init_process_group(name, *args)
+    finally:
+        _Installed.ours = False
+
+
+def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    replaced = make(getattr(c10d, name))
+    setattr(c10d, name, replaced)
+    setattr(dist, name, replaced)
+
+
+def _get_backend(of_torch: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(of_torch)
+    def get_backend(group: Any = None) -> str:
+        name = of_torch(group)
+        if BACKEND not in name:
+            return name
+        _, _, device = name.partition(",")
+        return device.partition(":")[2] or dist.Backend.GLOO
+
+    return get_backend
+
+
+def _new_group(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(of_torch)
+    def new_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        *args: Any,
+        **others: Any,
+    ) -> Any:
+        """See torch: a group of "gloo" is one of this world, and breaks with it."""
+        if backend == dist.Backend.GLOO and BACKEND in of_world():
+            backend = BACKEND
+        return of_torch(ranks, timeout, backend, *args, **others)
+
+    return new_group
+
+
+def of_world() -> str:
+    """Return torch's name of the default group's backend; "" where there is none."""
+    if not dist.is_initialized():
+        return ""
+    return process_groups.backend_names(process_groups.default_group())
+
+
+def _init_process_group(of_torch: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(of_torch)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if not _Installed.ours and BACKEND in of_world():
+            raise UsageError(
+                "init_process_group() is called in a world, for which elastic-driver has made "
+                f"torch's process group: {_REMOVE}"
+            )
+        of_torch(*args, **kwargs)
+
+    return init_process_group

@@ -3,14 +3,19 @@
 `run` and `elastic.init()` call it on the main thread: report READY, wait for a round with this
 worker in it, build its process group, train, leave, again. `notices` says when to leave. A process
 that `elasticrun` did not start is a world of one. Times are seconds.
+
+A `Companion` is a part of the script's process that lives as long as a world, such as the engine of
+Horovod's operations. `run` starts companions in each new world; here they are stopped before the
+world's process group is taken down.
 """
 
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 from torch.distributed import HashStore, Store
@@ -23,12 +28,12 @@ from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.worker import accelerator, context, current
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-from elastic_driver.worker.heartbeat.final_checkpoint import FinalCheckpointTask
+from elastic_driver.worker.heartbeat.preemption import Checkpointed, FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync.sharing import UnfitError
 from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world import companions, groups
+from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf
 from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
@@ -40,6 +45,19 @@ CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
 END_S = 5.0  # at the end of the script, for gloo's old groups to end; usually milliseconds
 MAX_DEVICE_FAILURES = 3  # in a row, of devices to connect in rounds that no notice has ended
 ALONE = SlotInfo("localhost", 0, 0, 0, 0, 1, 1, 1, 0, 1)  # rank 0 of 1
+
+
+class TrainedState(Checkpointed, Protocol):
+    """What a membership needs of a state; see `State`."""
+
+    def state_version(self) -> StateVersion:
+        """Return the version to report with READY."""
+
+    def save_without_driver(self, worker: str, world: Sequence[str], seconds: float) -> str:
+        """Write the last commit with the others that leave; return a clause: what is on disk."""
+
+    def _restore_all(self) -> None:
+        """Go back to the last commit of each state of this process."""
 
 
 class JobMembership:
@@ -138,7 +156,7 @@ class JobMembership:
 
     # ---- joining -------------------------------------------------------------------------
 
-    def join(self, reason: str, state: Any = None, *, broken: bool = False) -> None:
+    def join(self, reason: str, state: TrainedState | None = None, *, broken: bool = False) -> None:
         """Leave this round, if any, and become a member of the next one.
 
         If no round comes because all workers have to leave, `state` writes a final checkpoint.
@@ -147,7 +165,7 @@ class JobMembership:
 
         Args:
             reason: why we left the round; reported with READY.
-            state: the `State` that this worker trains.
+            state: that this worker trains.
             broken: whether the round broke, so that the state goes back to its last commit.
         """
         version = StateVersion() if state is None else state.state_version()
@@ -165,7 +183,9 @@ class JobMembership:
                 raise
             self._end_without_driver(*self._notices.alone, driver.born.worker, state)
 
-    def _enter_next(self, driver: DriverConnection, version: StateVersion, state: Any) -> None:
+    def _enter_next(
+        self, driver: DriverConnection, version: StateVersion, state: TrainedState | None
+    ) -> None:
         checkpoint = None if state is None else FinalCheckpointTask(driver.born.worker, state)
         while True:
             world, me = driver.await_world(self._left, checkpoint)
@@ -178,7 +198,9 @@ class JobMembership:
                 reason = f"round {world.round} ended while its group was built: {error}"
                 self._report_ready(version, reason)
 
-    def _end_without_driver(self, reason: str, until: float, worker: str, state: Any) -> NoReturn:
+    def _end_without_driver(
+        self, reason: str, until: float, worker: str, state: TrainedState | None
+    ) -> NoReturn:
         """Write the final checkpoint with the others, if `state` has one, and end the script."""
         done = "it has trained nothing"
         if state is not None:
@@ -241,7 +263,9 @@ class JobMembership:
 
     # ---- leaving -------------------------------------------------------------------------
 
-    def _leave_and_report(self, version: StateVersion, reason: str, to_restore: Any) -> None:
+    def _leave_and_report(
+        self, version: StateVersion, reason: str, to_restore: TrainedState | None
+    ) -> None:
         """Leave this round and report READY for the next, in the order that the backend needs.
 
         With gloo alone READY comes first, to save time. A device may still write where the state
@@ -299,9 +323,9 @@ class JobMembership:
         """Take the process group down, healthy or broken, without waiting for a peer.
 
         A peer that has not got the notice to leave yet finds its group broken. The connections
-        themselves stay open until the next round: see `connections`.
+        themselves stay open until the next round: see `gloo`.
         """
-        companions.stop_all()
+        stop_companions()
         # Before `group` is reset: a notice that comes meanwhile has to reach the device.
         problem = self.group.cut_off_device(broken=False) if self.group is not None else None
         group = self._notices.left()
@@ -323,3 +347,46 @@ class JobMembership:
         self._notices.leave_alone(reason, seconds)
         if self._driver is not None:
             self._driver.client.abort()  # the training thread may wait for a world
+
+
+# ---- companions of a world -------------------------------------------------------------
+
+
+class Companion(Protocol):
+    """Something that works over the process group of one world; called on the training thread."""
+
+    def start(self) -> None:
+        """Start in the world that this process has just joined. Collective: all ranks call it."""
+
+    def stop(self, *, broken: bool) -> None:
+        """End, within seconds; a second call does nothing.
+
+        `broken`: the world is of no use any more, so no peer is waited for.
+        """
+
+
+_companions: list[Companion] = []
+
+
+def add_companion(companion: Companion) -> None:
+    """Start this companion in every world that comes; a second call does nothing."""
+    if companion not in _companions:
+        _companions.append(companion)
+
+
+def remove_companion(companion: Companion) -> None:
+    """Start this companion in no world any more."""
+    if companion in _companions:
+        _companions.remove(companion)
+
+
+def start_companions() -> None:
+    """Start all companions in a new world."""
+    for companion in _companions:
+        companion.start()
+
+
+def stop_companions(*, broken: bool = False) -> None:
+    """Stop all companions; see `Companion.stop`."""
+    for companion in _companions:
+        companion.stop(broken=broken)

@@ -18,8 +18,7 @@ from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER, TrainingPro
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.state_sync.steps import collectives_of_world
 from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world.collective_waits import CollectiveWaits
-from elastic_driver.worker.world.connections import link_usage
+from elastic_driver.worker.world.gloo import CollectiveWaits, link_usage
 from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
 
 GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
@@ -177,7 +176,7 @@ class RoundNotices:
 
         The loss of a peer ends collectives at once, but a peer that is stopped or cut off does
         not: then we end them. Where gloo has forgotten one, the training thread gives up its wait;
-        where that cannot be given up (see `collective_waits`), this process ends, to be replaced.
+        where that cannot be given up (see `gloo`), this process ends, to be replaced.
         The heartbeat thread calls it before each heartbeat.
         """
         since = self._taken_down_since

@@ -9,27 +9,174 @@ for. No process that a worker has started joins the job beside it.
 A worker that makes no progress for long counts as hung (`heartbeat.stall_watch`,
 `core.rules.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
 phase that is not training, such as an evaluation, runs inside `busy`. Both do nothing in a process
-that `elasticrun` did not start. Scripts call them on the training thread. Times are seconds.
+that `elasticrun` did not start. Scripts call them on the training thread.
+
+A script of Horovod calls `hvd.init()` first, and nobody knows then whether it will ever call
+`hvd.elastic.run`. If it does not, its job counts as plain: the driver hears nothing of its workers,
+and restarts them together after a loss. So they meet by themselves, with the ranks that they were
+started with (`InitialMembership`), without a word to the driver. They may leave that world and meet
+again as often as they like; no round changes.
+
+`local_group()` and `cross_group()` serve collectives in two stages, such as a reduction within each
+host and then between hosts. A group is connected when it is first asked for in a round, by its own
+members only, and ends with the round (`groups`). Ranks are those of the current world. Times are
+seconds.
 """
 
 import atexit
+import itertools
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
 
+import msgspec
+import torch.distributed as dist
+from msgspec import Struct, field
+from torch.distributed import DistStoreError, HashStore
+
+from elastic_driver import contract
+from elastic_driver.core.documents import Reader, World, decode_place
 from elastic_driver.core.measured import MAX_NAME_CHARS, MAX_NUMBERS
-from elastic_driver.errors import UsageError
+from elastic_driver.core.members import Member, SlotInfo
+from elastic_driver.errors import UsageError, WorldBrokenError
 from elastic_driver.worker import context, current
+from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world import companions
-from elastic_driver.worker.world.backend import choose_backend
-from elastic_driver.worker.world.initial import InitialMembership, place_at_start, place_of_now
-from elastic_driver.worker.world.membership import JobMembership
+from elastic_driver.worker.world.backend import BackendChoice, choose_backend
+from elastic_driver.worker.world.groups import RoundOverError
+from elastic_driver.worker.world.membership import ALONE, JobMembership, stop_companions
+from rendezvous.client import RendezvousClient
+from rendezvous.errors import RendezvousError
+from rendezvous.torch_store import HTTPStore
+from rendezvous.wire import DeletePrefix
+
+# ---- the world that this process was started for ---------------------------------------
+
+TELLING_S = 5.0  # for the driver to answer which rank a newcomer will have
+MEETING_S = 600.0  # for all processes to come, as the default of --start-timeout
+_meetings = itertools.count(1)  # of this process
+
+
+class _Place(Struct, frozen=True):
+    """The place of a worker at its start, in its variables."""
+
+    host: str = field(name=contract.HOSTNAME)
+    rank: int = field(name="RANK")
+    size: int = field(name="WORLD_SIZE")
+    local_rank: int = field(name="HOROVOD_LOCAL_RANK")
+    local_size: int = field(name="HOROVOD_LOCAL_SIZE")
+    cross_rank: int = field(name="HOROVOD_CROSS_RANK")
+    cross_size: int = field(name="HOROVOD_CROSS_SIZE")
+    node_rank: int = field(name="GROUP_RANK")
+    node_count: int = field(name="GROUP_WORLD_SIZE")
+    round: int = field(name=contract.ROUND)
+
+
+def place_at_start(
+    born: WorkerContext, environ: Mapping[str, str] | None = None
+) -> tuple[SlotInfo, int]:
+    """Return the place that a worker was started with, and the round that it was started for.
+
+    Raises `UsageError` where a variable is missing or wrong.
+    """
+    env = dict(os.environ if environ is None else environ)
+    try:
+        found = msgspec.convert(env, _Place, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"the variables of this worker have changed: {error}; leave those of elasticrun as "
+            "they are"
+        ) from error
+    place = SlotInfo(
+        host=found.host,
+        slot=born.slot,
+        rank=found.rank,
+        local_rank=found.local_rank,
+        cross_rank=found.cross_rank,
+        size=found.size,
+        local_size=found.local_size,
+        cross_size=found.cross_size,
+        node_rank=found.node_rank,
+        node_count=found.node_count,
+    )
+    return place, found.round
+
+
+def place_of_now(born: WorkerContext) -> SlotInfo | None:
+    """Return the place that the driver has told a newcomer since it was started; None: no other.
+
+    A driver that is away tells nothing.
+    """
+    client = born.client(TELLING_S)
+    key = contract.worker_place(born.worker)
+    try:
+        entry = client.get(key)
+    except RendezvousError as error:
+        say(f"the driver does not say which rank this worker will have ({error})")
+        return None
+    finally:
+        client.close()
+    return None if entry is None else Reader(say).read(decode_place, key, entry.value)
+
+
+class InitialMembership(JobMembership):
+    """Membership in the world that this process was started for."""
+
+    def __init__(self, born: WorkerContext | None, choice: BackendChoice) -> None:
+        super().__init__(None, choice)
+        self._born = born
+        self._client: RendezvousClient | None = None
+        if born is not None:
+            self._port = urlsplit(born.endpoint).port
+
+    def meet(self) -> None:
+        """Wait for all processes of the world, and build its process group.
+
+        Raises `WorldBrokenError` where they do not come.
+        """
+        number = next(_meetings)
+        if self._born is None:
+            me = Member(worker="localhost.0.0", place=ALONE)
+            self._enter(World(1, (me,), "started alone"), me, HashStore(), -1)
+            return
+        place, round_id = place_at_start(self._born)
+        self._client = self._born.client()
+        prefix = f"horovod/{round_id}/"
+        store = HTTPStore(self._client, f"{prefix}{number}/", timedelta(seconds=MEETING_S))
+        me = Member(worker=self._born.worker, place=place)
+        try:
+            members = _roll_call(store, me)
+            self._enter(World(round_id, members, "as started"), me, store, -1)
+        except (DistStoreError, RoundOverError) as error:
+            raise WorldBrokenError(
+                f"rank {place.rank} of {place.size} did not meet the others in hvd.init(): {error}"
+            ) from error
+        if place.rank == 0 and number > 1:  # all have left the meeting before this one
+            self._client.batch(DeletePrefix(f"{prefix}{number - 1}/"))
+
+    def stop(self, *, script_is_over: bool = False, error: BaseException | None = None) -> None:
+        """Leave the world; bounded, whatever the peers do."""
+        super().stop(script_is_over=script_is_over, error=error)
+        if self._client is not None:
+            self._client.close()
+
+
+def _roll_call(store: HTTPStore, me: Member) -> tuple[Member, ...]:
+    """Return all members by rank, once each of them has come."""
+    store.set(f"member/{me.place.rank}", msgspec.json.encode(me))
+    keys = [f"member/{rank}" for rank in range(me.place.size)]
+    return tuple(msgspec.json.decode(found, type=Member) for found in store.multi_get(keys))
+
+
+# ---- the membership --------------------------------------------------------------------
 
 BUSY_S = 3600.0  # the default limit of `busy`
 LARGEST_COUNT = 2**53  # of steps and samples
@@ -87,7 +234,7 @@ def start(backend: str | None = None) -> JobMembership:
 def meet_as_started() -> None:
     """Join the world that this process was started for, and tell the driver nothing.
 
-    For scripts of which nobody knows yet whether they are elastic; see `initial`. Does nothing in
+    For scripts of which nobody knows yet whether they are elastic; see above. Does nothing in
     a process that is in a world.
     """
     if membership() is not None:
@@ -137,7 +284,7 @@ def _leave_upon_exception() -> None:
             show(kind, error, trace)
         finally:
             if membership() is not None:
-                companions.stop_all(broken=True)
+                stop_companions(broken=True)
             _shutdown(script_is_over=True, error=error)
 
     sys.excepthook = show_and_leave
@@ -176,6 +323,9 @@ def _shutdown(*, script_is_over: bool, error: BaseException | None = None) -> No
         member.stop(script_is_over=script_is_over, error=error)
 
 
+# ---- progress --------------------------------------------------------------------------
+
+
 def report_progress(
     step: int | None = None,
     samples: int | None = None,
@@ -205,7 +355,8 @@ def report_progress(
     for name, count in (("step", step), ("samples", samples), ("total", total)):
         if count is not None and not 0 <= count <= LARGEST_COUNT:
             raise UsageError(f"report_progress({name}={count}): give a number from 0 on")
-    progress, now = _progress(), time.monotonic()
+    progress = _progress()
+    now = time.monotonic()
     if numbers:
         progress.numbers = _checked(numbers)
     if total is not None:
@@ -264,6 +415,9 @@ def _progress() -> TrainingProgress:
     return TrainingProgress() if member is None else member.progress
 
 
+# ---- forks and the end of the process --------------------------------------------------
+
+
 def _forget_in_child() -> None:
     member = membership()
     _Session.membership = _Session.initial = None
@@ -274,3 +428,38 @@ def _forget_in_child() -> None:
 
 atexit.register(_shutdown, script_is_over=True)
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# ---- groups of a host, and across hosts ------------------------------------------------
+
+
+def local_group() -> Any:
+    """Return torch's process group of the workers on this host, in the order of local ranks.
+
+    The first call in a round is a collective: all ranks call it, and `cross_group`, in the same
+    order. Later calls return the same object. Ask again after each change of the world, as the
+    function under `@elastic.run` does that begins with it. Raises `UsageError` before this process
+    is in a world, and `RoundOverError`, which `@elastic.run` handles, if the round ends meanwhile.
+    """
+    me = current.place()
+    return _group("local", lambda place: place.host == me.host)
+
+
+def cross_group() -> Any:
+    """Return torch's process group of the workers with this local rank, one of each host.
+
+    They are in the order of cross ranks. See `local_group`.
+    """
+    me = current.place()
+    return _group("cross", lambda place: place.local_rank == me.local_rank)
+
+
+def _group(name: str, belongs: Callable[[SlotInfo], bool]) -> Any:
+    member = membership()
+    if member is None or member.group is None or member.world is None:
+        raise current.NotInitializedError("the round is over; ask for groups in the next one")
+    made = member.group.host_groups
+    if name not in made:
+        ranks = [m.place.rank for m in member.world.members if belongs(m.place)]
+        made[name] = dist.new_group(ranks, use_local_synchronization=True)
+    return made[name]

@@ -4,9 +4,18 @@ A DDP object hooks itself onto the parameters it wraps, and its hooks stay until
 gone. The model outlives many worlds, so `membership` takes every wrapper down when it leaves a
 world. It does so explicitly: a reference kept in a traceback would otherwise leave the hooks of a
 dead group on live parameters.
+
+For `--auto-scale` the wrapper measures how much the gradients of the ranks differ from their mean.
+The larger a batch is, the less each of its samples teaches. How much less follows from the noise of
+the gradients: from the squared norm of each rank's own gradient, and that of the mean over ranks
+(`policies.scaling.noise`). Both are measured in DistributedDataParallel's communication hook, in
+the first steps of a world and then in every `EVERY`th, which all ranks count alike. Gradients on a
+GPU are not measured: reading their norm would stop the stream.
 """
 
 import contextlib
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,16 +27,13 @@ from torch.futures import Future
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_driver import contract
+from elastic_driver.core.progress import GradientNorms
 from elastic_driver.worker import current
 from elastic_driver.worker.state_sync.fingerprint import beginnings
-from elastic_driver.worker.state_sync.meeting import gather
+from elastic_driver.worker.state_sync.sharing import gather_rows as gather
 from elastic_driver.worker.torch_seams.tensors import copy_all, flatten, unflatten, version_of
-from elastic_driver.worker.world.collective_waits import (
-    CollectiveWaits,
-    current_waits,
-    refuse_if_lost,
-)
-from elastic_driver.worker.world.gradient_norms import new_meter
+from elastic_driver.worker.world.gloo import CollectiveWaits, current_waits, refuse_if_lost
 
 
 class _Within:
@@ -70,7 +76,7 @@ def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
 
 
 class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torch has no types here
-    """DistributedDataParallel whose waits for gloo can be given up, see `collective_waits`.
+    """DistributedDataParallel whose waits for gloo can be given up, see `gloo`.
 
     A communication hook makes that possible, and a broadcast of buffers that is ours. Gradients and
     buffers have the bits that they have without these.
@@ -146,7 +152,8 @@ class _GradientMean:
     """
 
     def __init__(self, waits: CollectiveWaits, group: Any) -> None:
-        self._waits, self._size = waits, dist.get_world_size(group)
+        self._waits = waits
+        self._size = dist.get_world_size(group)
         self.group = group  # None: the wrapper was taken down
         self._meter = new_meter(self._size)
         self.taking_part: Any = None  # torch's work that counts the ranks of this pass; None: all
@@ -156,7 +163,8 @@ class _GradientMean:
         if self.of_script is not None:
             device = bucket.buffer().device
             return self._waits.guarded(self.of_script(bucket), lambda tensor: tensor, device)
-        gradients, meter = bucket.buffer(), self._meter
+        gradients = bucket.buffer()
+        meter = self._meter
         measured = None if meter is None else meter.begin(bucket)
         # In this way torch's reducer divides where there is no hook.
         size = self._size
@@ -239,3 +247,92 @@ def tear_down_wrappers() -> None:
             ddp.forget_group()
     _wrapped.clear()
     _in_sync.clear()
+
+
+# ---- how much the gradients of the ranks differ ----------------------------------------
+
+FIRST = 16  # steps of a world that are all measured
+EVERY = 64  # of the later ones
+KEPT = 0.9  # the weight of all earlier measurements against the newest one
+
+
+class _Step:
+    """The buckets of one step."""
+
+    def __init__(self) -> None:
+        self.own = self.mean = 0.0
+        self.open = 0  # buckets whose mean is not known yet
+        self.last = False  # all buckets have begun
+
+
+class GradientMeter:
+    """Measures the steps of one wrapper; its buckets may end in any order, in other threads."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._step: _Step | None = None  # None: this step is not measured
+        self._lock = threading.Lock()
+
+    def begin(self, bucket: dist.GradBucket) -> _Step | None:
+        """Take in a bucket of this rank's gradients; return what `end` needs, if anything."""
+        gradients = bucket.buffer()
+        if bucket.index() == 0:
+            self._steps += 1
+            due = self._steps <= FIRST or self._steps % EVERY == 0
+            self._step = _Step() if due else None
+        step = self._step
+        if step is None or gradients.is_sparse or gradients.device.type != "cpu":
+            self._step = None
+            return None
+        own = _squared(gradients)
+        with self._lock:
+            step.own += own
+            step.open += 1
+            step.last = bucket.is_last()
+        return step
+
+    def end(self, step: _Step, mean: torch.Tensor) -> None:
+        """Take in the mean of that bucket over all ranks."""
+        squared = _squared(mean)
+        with self._lock:
+            step.mean += squared
+            step.open -= 1
+            complete = step.last and not step.open
+        if complete:
+            _Measured.take(step.own, step.mean)
+
+
+class _Measured:
+    """The norms that were measured in the present world."""
+
+    weight = own = mean = 0.0
+
+    @classmethod
+    def take(cls, own: float, mean: float) -> None:
+        cls.weight = KEPT * cls.weight + 1
+        cls.own, cls.mean = KEPT * cls.own + own, KEPT * cls.mean + mean
+
+    @classmethod
+    def forget(cls) -> None:
+        cls.weight = cls.own = cls.mean = 0.0
+
+
+def new_meter(size: int) -> GradientMeter | None:
+    """Return a meter for a wrapper in a new world; None if the job does not ask for it."""
+    _Measured.forget()
+    wanted = os.environ.get(contract.MEASURE_GRADIENTS) == "1"
+    return GradientMeter() if wanted and size > 1 else None
+
+
+def gradient_norms() -> GradientNorms | None:
+    """Return what was measured in this world; None: nothing."""
+    if not _Measured.weight:
+        return None
+    return GradientNorms(_Measured.own / _Measured.weight, _Measured.mean / _Measured.weight)
+
+
+def _squared(tensor: torch.Tensor) -> float:
+    """Return the squared norm of a flat tensor."""
+    if tensor.dtype in (torch.float32, torch.float64):
+        return float(torch.dot(tensor, tensor))  # the fastest way
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32)) ** 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import elastic_driver as elastic
 from elastic_driver.core.documents import Allocation
 from elastic_driver.worker import batches
-from elastic_driver.worker.batching.shares import BalancedShares
+from elastic_driver.worker.batches import BalancedShares
 
 BEGUN = 8  # steps that come first
 

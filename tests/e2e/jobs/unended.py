@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import elastic_driver as elastic
 from elastic_driver.errors import WorldBrokenError
-from elastic_driver.worker.world.connections import GroupConnections
+from elastic_driver.worker.world.gloo import GroupConnections
 
 quick_end.prepare()
 

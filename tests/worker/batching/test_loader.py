@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_driver.arithmetic import Permutation, mix
-from elastic_driver.worker.batching.loader import fix_kernels, seed_everything, shuffled
+from elastic_driver.worker.batches import fix_kernels, seed_everything, shuffled
 
 
 def test_the_same_identity_draws_the_same_numbers() -> None:

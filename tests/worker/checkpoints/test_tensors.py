@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.worker.checkpoints.tensors import Piece, rows_and_bytes, share
+from elastic_driver.worker.checkpoints.folder import Piece, rows_and_bytes, share
 from elastic_driver.worker.state_sync.values import TensorKind
 
 Kinds = dict[str, TensorKind]

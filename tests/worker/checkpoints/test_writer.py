@@ -17,8 +17,8 @@ from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.errors import ElasticError
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper
+from elastic_driver.worker.checkpoints.folder import file_name
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
-from elastic_driver.worker.checkpoints.tensors import file_name
 from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.sharing import LiveState
 from elastic_driver.worker.state_sync.steps import Steps
@@ -331,7 +331,7 @@ def test_old_ones_that_cannot_be_deleted_do_not_cost_the_new_one(
 def test_a_failing_rank_is_named_once_and_so_is_its_recovery(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elastic_driver.worker.checkpoints import tensors
+    from elastic_driver.worker.checkpoints import folder as tensors
 
     write, full = tensors.write_share, True
 
@@ -397,7 +397,7 @@ def test_reports_that_never_come_are_given_up(
 def test_a_disk_that_hangs_holds_training_up_once_and_not_for_ever(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from elastic_driver.worker.checkpoints import tensors
+    from elastic_driver.worker.checkpoints import folder as tensors
 
     write, answers = tensors.write_share, threading.Event()
 

@@ -174,7 +174,7 @@ def thread_in(filename: str) -> Iterator[StallWatch]:
         ("/x/torch/distributed/distributed_c10d.py", "collective"),
         ("/x/torch/nn/parallel/distributed.py", "collective"),
         ("/x/torch/autograd/graph.py", "collective"),
-        ("/x/elastic_driver/worker/batching/buckets.py", "collective"),
+        ("/x/elastic_driver/worker/batching/layout.py", "collective"),
         ("/x/torch/utils/data/dataloader.py", "elsewhere"),
         ("/home/me/train.py", "elsewhere"),
     ],

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import elastic_driver as elastic
-from elastic_driver.worker.mistakes import told
+from elastic_driver.worker.mistakes.script_objects import PAGE, forget_told
 from elastic_driver.worker.world import session
 
 COMMITS = 24
@@ -23,12 +23,12 @@ def lines(capfd: pytest.CaptureFixture[str]) -> Iterator[Told]:
     """A world of one; returns the lines about mistakes since the last call."""
     gc.collect()  # states of earlier tests, in a world of the same number
     torch.manual_seed(0)
-    told.forget()
+    forget_told()
     session.init()
     yield lambda: [
         line.removeprefix("elastic: ")
         for line in capfd.readouterr().err.splitlines()
-        if told.PAGE in line
+        if PAGE in line
     ]
     session.shutdown()
 

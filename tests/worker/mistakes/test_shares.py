@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic_driver.core.members import SlotInfo
 from elastic_driver.worker import current
-from elastic_driver.worker.mistakes import shares, told
+from elastic_driver.worker.mistakes.script_objects import forget_told
+from elastic_driver.worker.mistakes.watch import watch_samplers
 
 DATA = list(range(12))
 Told = Callable[[], str]
@@ -17,8 +18,8 @@ Told = Callable[[], str]
 
 @pytest.fixture
 def said(capfd: pytest.CaptureFixture[str]) -> Iterator[Told]:
-    told.forget()
-    shares.watch()
+    forget_told()
+    watch_samplers()
     yield lambda: "".join(x for x in capfd.readouterr().err.splitlines() if "old-shares" in x)
     current.forget()
 

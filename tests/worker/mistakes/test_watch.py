@@ -18,9 +18,10 @@ import torch
 import elastic_driver as elastic
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError, WorldBrokenError
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER, TrainingProgress
-from elastic_driver.worker.mistakes import told, watch
+from elastic_driver.worker.mistakes import watch
+from elastic_driver.worker.mistakes.script_objects import PAGE
 from elastic_driver.worker.mistakes.watch import Mistakes, hint
-from elastic_driver.worker.world.collective_waits import CollectiveWaits
+from elastic_driver.worker.world.gloo import CollectiveWaits
 from tests.support.job import ROOT
 from tests.worker.mistakes.conftest import Told, a_step, state_of, use
 
@@ -228,7 +229,7 @@ def test_objects_that_cannot_be_looked_at_do_not_end_a_training(
 def test_each_mistake_has_its_section_on_the_page() -> None:
     sources = [path.read_text() for path in Path(watch.__file__).parent.glob("*.py")]
     kinds = {kind for text in sources for kind in re.findall(r'tell\(\s*"([a-z-]+)"', text)}
-    page = (ROOT / told.PAGE).read_text()
+    page = (ROOT / PAGE).read_text()
     headings = {
         line[3:].lower().replace(" ", "-") for line in page.splitlines() if line[:3] == "## "
     }

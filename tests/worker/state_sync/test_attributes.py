@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from elastic_driver.worker.state import TorchState
-from elastic_driver.worker.state_sync import attributes as attributes_module
-from elastic_driver.worker.state_sync.attributes import LOOKS, Attributes
+from elastic_driver.worker.state_sync import part as attributes_module
+from elastic_driver.worker.state_sync.part import LOOKS, Attributes
 from tests.worker.state_sync.test_sharing import carry, live_state
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.attributes import LOOKS
+from elastic_driver.worker.state_sync.part import LOOKS
 from elastic_driver.worker.state_sync.steps import Steps
 from elastic_driver.worker.state_sync.tree import Tree
 

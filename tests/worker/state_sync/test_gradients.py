@@ -12,8 +12,8 @@ from torch import nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state import TorchState
-from elastic_driver.worker.state_sync import gradients as module
-from elastic_driver.worker.state_sync.gradients import Gradients
+from elastic_driver.worker.state_sync import steps as module
+from elastic_driver.worker.state_sync.steps import Gradients
 
 
 def batch(number: int) -> torch.Tensor:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from elastic_driver.worker.state import TorchState
-from elastic_driver.worker.state_sync import followers
+from elastic_driver.worker.state_sync import leaves
 from tests.worker.training import digest
 
-MANY = 3 * followers.EVERY + 5
+MANY = 3 * leaves.EVERY + 5
 
 
 class Heads(nn.Module):

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_driver.worker.state_sync import rng
-from elastic_driver.worker.state_sync.rng import RandomStates, python_state
+from elastic_driver.worker.state_sync.rng import RandomStates
 
 WORDS = 624  # after so many draws of one word a Mersenne Twister's position is the same again
 
@@ -32,11 +31,11 @@ def nothing() -> None:
     ids=["nothing", "one", "gaussian", "a whole turn", "seed", "setstate"],
 )
 def test_pythons_state_is_the_one_python_says(move: Callable[[], object]) -> None:
-    state = python_state()
+    states = RandomStates()
     for _ in range(4):
-        assert state() == random.getstate()
+        assert states.take()["python"] == random.getstate()
         move()
-    assert state() == random.getstate()
+    assert states.take()["python"] == random.getstate()
 
 
 def said() -> str:
@@ -79,23 +78,12 @@ def test_numpys_state_is_the_one_numpy_says(move: Callable[[], object]) -> None:
         np.random.set_bit_generator(before)
 
 
-def test_a_generator_that_has_not_moved_is_not_asked() -> None:
+def test_numpys_generator_is_not_asked_where_it_has_not_moved() -> None:
     states = RandomStates()
     first = states.take()
-    again = states.take()
-    assert again["python"] is first["python"]
-    assert again["numpy"] is first["numpy"]
-    random.random()
-    assert states.take()["python"] is not first["python"]
-
-
-def test_an_interpreter_that_lays_its_generator_out_otherwise_is_asked_each_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rng, "_WORD_BYTES", 8)
-    state = python_state()
-    assert state() is not state()
-    assert state() == random.getstate()
+    assert states.take()["numpy"] is first["numpy"]
+    np.random.random()
+    assert states.take()["numpy"] is not first["numpy"]
 
 
 def test_another_generator_than_numpys_own_is_kept_and_not_sent() -> None:

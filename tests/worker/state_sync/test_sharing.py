@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync import transfer
+from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.sharing import (
     LiveState,
+    Route,
     make_envelope,
     receive,
     send,
@@ -22,7 +23,6 @@ from elastic_driver.worker.state_sync.sharing import (
     take_over,
 )
 from elastic_driver.worker.state_sync.steps import Steps
-from elastic_driver.worker.state_sync.transfer import Route
 from elastic_driver.worker.state_sync.tree import Tree
 from tests.support.gloo import run_ranks
 from tests.worker.training import digest, random_digest
@@ -54,8 +54,8 @@ def share(
     rank: int, size: int, seed: int, chunk: int, receivers: frozenset[int]
 ) -> tuple[str, str]:
     """Rank 1 sends; others stand by or have no part. (digest before, digest after)"""
-    transfer.CHUNK_BYTES = chunk
-    transfer.ALONE_BYTES = 64
+    sharing.CHUNK_BYTES = chunk
+    sharing.ALONE_BYTES = 64
     route = Route(1, receivers)
     torch.manual_seed(seed + rank)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1).double())

@@ -14,8 +14,8 @@ from torch.futures import Future
 
 from elastic_driver.errors import WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
-from elastic_driver.worker.world import collective_waits, groups
-from elastic_driver.worker.world.collective_waits import CollectiveWaits, current_waits
+from elastic_driver.worker.world import gloo, groups
+from elastic_driver.worker.world.gloo import CollectiveWaits, current_waits
 from tests.support.coordinator import eventually
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ def test_a_guarded_future_knows_the_device_of_its_value(
             made.append(devices)  # a torch without CUDA takes no such device
             super().__init__()
 
-    monkeypatch.setattr(collective_waits, "Future", Noted)
+    monkeypatch.setattr(gloo, "Future", Noted)
     works = [group.allreduce([torch.ones(1)]) for group in pair]
     for name in ("cpu", "cuda:1"):
         waits.guarded(works[0].get_future(), lambda _: None, torch.device(name))

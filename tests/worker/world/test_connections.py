@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.worker.world.connections import GroupConnections
+from elastic_driver.worker.world.gloo import GroupConnections
 
 
 @pytest.fixture

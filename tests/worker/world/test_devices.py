@@ -15,8 +15,8 @@ import torch.distributed as dist
 from elastic_driver.errors import WorldBrokenError
 from elastic_driver.worker.world import device as device_half
 from elastic_driver.worker.world import groups
-from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf
+from elastic_driver.worker.world.gloo import GroupConnections
 from elastic_driver.worker.world.groups import RoundGroup
 from tests.support.gloo import run_ranks
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from elastic_driver.worker.world.connections import link_usage
+from elastic_driver.worker.world.gloo import link_usage
 from tests.support.job import eventually
 
 

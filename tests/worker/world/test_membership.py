@@ -14,7 +14,7 @@ from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.backend import BackendChoice
-from elastic_driver.worker.world.connections import GroupConnections
+from elastic_driver.worker.world.gloo import GroupConnections
 from elastic_driver.worker.world.membership import ALONE, JobMembership
 
 

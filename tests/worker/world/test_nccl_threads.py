@@ -11,8 +11,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from elastic_driver.worker.world import nccl_threads
-from elastic_driver.worker.world.nccl_threads import ProxyThreads
+from elastic_driver.worker.world import nccl
+from elastic_driver.worker.world.nccl import ProxyThreads
 
 
 def sleepers() -> list[socket.socket]:
@@ -69,7 +69,7 @@ def test_no_descriptor_stays_that_nccl_has_forgotten(
     sockets: Sockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads, own, _ = sockets
-    monkeypatch.setattr(nccl_threads, "AT_MOST", 2)
+    monkeypatch.setattr(nccl, "AT_MOST", 2)
     ended = threading.Event()
     waking = threading.Thread(target=threads.wake_until, args=(ended,))
     waking.start()
@@ -90,7 +90,7 @@ def test_a_socket_that_was_closed_is_not_called(
     threads, own, _ = sockets
     address = own[0].getsockname()
     own[0].close()
-    monkeypatch.setattr(nccl_threads, "AT_MOST", 2)
+    monkeypatch.setattr(nccl, "AT_MOST", 2)
     with socket.create_server(address) as another:  # which has got its number
         ended = threading.Event()
         threading.Timer(0.2, ended.set).start()

@@ -9,8 +9,8 @@ import pytest
 
 from elastic_driver.core.documents import Notice
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.world.connections import GroupConnections
 from elastic_driver.worker.world.device import DeviceHalf
+from elastic_driver.worker.world.gloo import GroupConnections
 from elastic_driver.worker.world.groups import RoundOverError
 from elastic_driver.worker.world.notices import (
     CHECK_S,

@@ -55,7 +55,7 @@ from elastic_driver.features.shards.standing import ShardStanding
 from elastic_driver.features.shards.worker.client import ShardClient
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.positions import Counted
-from elastic_driver.worker.state_sync.transfer import Route, carry_bytes
+from elastic_driver.worker.state_sync.sharing import Route, carry_bytes
 from elastic_driver.worker.world import session
 
 __all__ = ["ShardedDataset"]
