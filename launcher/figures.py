@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from elastic_driver.core.measured import GpuUsage, HostUsage, WorkerMeasured
+from elastic_driver.words.progress import GpuUsage, HostUsage, WorkerMeasured
 
 T = TypeVar("T", int, float)
 UNKNOWN = "-"

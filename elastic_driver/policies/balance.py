@@ -17,8 +17,8 @@ from statistics import median
 
 from msgspec import Struct
 
-from elastic_driver.core.progress import Division
 from elastic_driver.policies.slow_ranks import usual
+from elastic_driver.words.progress import Division
 
 GAIN = 0.15  # the part by which a step has to become shorter
 WINDOW = 20  # samples of each rank, in two halves (about two seconds); fewer decide nothing

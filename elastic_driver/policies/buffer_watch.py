@@ -10,7 +10,7 @@ Pure.
 
 from collections.abc import Sequence
 
-from elastic_driver.core.progress import BUFFERS_DIGEST_CHARS
+from elastic_driver.words.progress import BUFFERS_DIGEST_CHARS
 
 ALIKE = 3  # moves after which all ranks were equal; then a difference is one
 LASTING = 3  # marked steps in a row: a broadcast of buffers ends others before

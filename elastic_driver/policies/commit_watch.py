@@ -7,8 +7,8 @@ anything else until the world changes: then its state is that of the round's beg
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from elastic_driver.core.progress import ODD_STEPS, Progress
 from elastic_driver.policies.state_difference import name_ranks
+from elastic_driver.words.progress import ODD_STEPS, Progress
 
 LATE = 3.0  # times the steps that other ranks take for a commit
 

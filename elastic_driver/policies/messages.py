@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-from elastic_driver.core.job_events import JobEvent
+from elastic_driver.job.events import JobEvent
 from elastic_driver.kernel.machine import CausedDecision
 
 # Values of the store with their revisions, by key.

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
-from elastic_driver.core.progress import Links
 from elastic_driver.policies.slow_ranks import Change, Slowness, SlowRank, usual
+from elastic_driver.words.progress import Links
 
 # The limits. A slow link is named after about 15 steps, or two seconds.
 _FACTOR = 3.0  # a link is slow above this many times the usual pair's time

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from elastic_driver.core.events import MAX_LEAVES, LeafMark
 from elastic_driver.words.findings import StateValue
+from elastic_driver.words.wire_events import MAX_LEAVES, LeafMark
 
 MAX_RUNS = 6  # of ranks that are named in a sentence
 MISSING = "missing"

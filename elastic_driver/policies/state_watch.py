@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from elastic_driver.core.events import LeafMark, StateDescribed
-from elastic_driver.core.progress import BUFFERS_OF, StateMark
 from elastic_driver.policies.buffer_watch import BufferWatch, digest_of
 from elastic_driver.policies.state_difference import (
     Described,
@@ -24,6 +22,8 @@ from elastic_driver.policies.state_difference import (
     Ranks,
     first_difference,
 )
+from elastic_driver.words.progress import BUFFERS_OF, StateMark
+from elastic_driver.words.wire_events import LeafMark, StateDescribed
 
 ALL_S = 2.5  # from the first difference on, for the marks of the other ranks: one heartbeat
 ANSWER_S = 10.0  # for a rank to describe its state

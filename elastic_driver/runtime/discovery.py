@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.job.events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.runtime.host_lists import Hosts, parse_host_lines
 from elastic_driver.runtime.probe import ProbeError, ScriptProbe
 

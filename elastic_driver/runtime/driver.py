@@ -20,11 +20,10 @@ from elastic_driver.brain.priors import Prior
 from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import JobKey
 from elastic_driver.brain.store.writer import StatisticsWriter
-from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.driver_events import MemoryExpected, StopRequested
-from elastic_driver.core.job import Job
-from elastic_driver.core.measured import History, Measured
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
+from elastic_driver.job.decisions import EndJob
+from elastic_driver.job.events import MemoryExpected, StopRequested
+from elastic_driver.job.job import Job
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.masking import masked
 from elastic_driver.policies.nodecheck.report import CheckReport
@@ -41,6 +40,7 @@ from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.speed import kind_of
 from elastic_driver.runtime.telemetry import Telemetry
 from elastic_driver.settings import Settings
+from elastic_driver.words.progress import History, Measured
 
 MAX_MAIL = 100_000  # waiting messages; beyond that, requests are refused with 503
 SIGNAL_SLICE_S = 0.5  # the longest time until a signal is handled

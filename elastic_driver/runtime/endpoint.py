@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic_driver import contract
-from elastic_driver.core.documents import DriverTerm, encode
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError
+from elastic_driver.words.orders import DriverTerm, JobSpec, encode
 from rendezvous.errors import AddressError
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Operation, Set

@@ -16,13 +16,13 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core import events as ev
-from elastic_driver.core.job_events import JobEvent
 from elastic_driver.errors import ExitCode
+from elastic_driver.job.events import JobEvent
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.driver_port import DriverPort, Request
 from elastic_driver.words import counted
+from elastic_driver.words import wire_events as ev
 from rendezvous.auth import Caller, Role
 from rendezvous.shares import Shares
 from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json

@@ -14,8 +14,8 @@ import re
 import signal
 from dataclasses import dataclass, field
 
-from elastic_driver.core.events import WorkerExited
 from elastic_driver.words.findings import Failure
+from elastic_driver.words.wire_events import WorkerExited
 
 HOLD_S = 1.0  # the longest time that a traceback waits
 REPEATS_S = 10.0  # the least time between two lines that count equal tracebacks

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from elastic_driver.core.decisions import ProbeHosts
-from elastic_driver.core.driver_events import HostProbed
+from elastic_driver.job.decisions import ProbeHosts
+from elastic_driver.job.events import HostProbed
 
 LOOK_UPS = 2  # at the same time
 FRESH_S = 30.0  # for the number of a name: a machine that was replaced may have another one

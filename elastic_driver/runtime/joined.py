@@ -24,11 +24,11 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core import join_messages as join
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from elastic_driver.runtime.node_proofs import NodeProofs
+from elastic_driver.words import joining as join
 from rendezvous.auth import Role, agent_token, node_token
 from rendezvous.errors import StoppedError
 from rendezvous.server import RendezvousServer

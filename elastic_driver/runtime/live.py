@@ -29,12 +29,11 @@ from aiohttp import web
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.measured import History, Measured
-from elastic_driver.core.status import HostStatus, MemberStatus, SlowStatus
+from elastic_driver.job.status import HostStatus, MemberStatus, SlowStatus
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.event_log import EventLog, LoggedEvent
-from elastic_driver.words.log_lines import read_line
-from elastic_driver.words.log_sentences import sentence
+from elastic_driver.words.log_lines import read_line, sentence
+from elastic_driver.words.progress import History, Measured
 from rendezvous.auth import Caller
 from rendezvous.web import Problem, caller_of
 from rendezvous.wire import UNREADABLE

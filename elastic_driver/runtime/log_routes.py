@@ -13,8 +13,8 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract
-from elastic_driver.core.output_lines import LogsTaken, WorkerLines
 from elastic_driver.runtime.worker_logs import LogQuery, WorkerLogs, read_page
+from elastic_driver.words.progress import LogsTaken, WorkerLines
 from rendezvous.auth import Caller, Role
 from rendezvous.web import JSON, Problem, caller_of, forbidden, read_json
 

@@ -1,6 +1,6 @@
 """All machines that a driver may run, each as its own module declares it."""
 
-from elastic_driver.core import job
+from elastic_driver.job import job
 from elastic_driver.kernel.kernel import Catalog
 from elastic_driver.policies import shards, stragglers, tf_cluster
 from elastic_driver.policies.nodecheck import checker

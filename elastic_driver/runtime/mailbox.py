@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from elastic_driver.core.job import Job
 from elastic_driver.errors import TakenOverError
+from elastic_driver.job.job import Job
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.host_lists import Hosts

@@ -16,9 +16,15 @@ from typing import NamedTuple, TypeAlias
 from msgspec.structs import asdict, replace
 
 from elastic_driver import contract
-from elastic_driver.core.documents import World
-from elastic_driver.core.measured import History, Measured, Usage, WorkerMeasured, decode_usage
-from elastic_driver.core.progress import Progress
+from elastic_driver.words.orders import World
+from elastic_driver.words.progress import (
+    History,
+    Measured,
+    Progress,
+    Usage,
+    WorkerMeasured,
+    decode_usage,
+)
 from rendezvous.wire import UNREADABLE, Entry
 
 LOOK_S = 1.0  # between two looks at the workers' progress

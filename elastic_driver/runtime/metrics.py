@@ -20,8 +20,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from elastic_driver.core.driver_events import Evidence
-from elastic_driver.core.rules.workers import WorkerState
+from elastic_driver.job.events import Evidence
+from elastic_driver.job.workers import WorkerState
 from elastic_driver.kernel.log import name_of
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.words import host_log_events as host_log

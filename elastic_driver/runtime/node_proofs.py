@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from elastic_driver.core import join_messages as join
+from elastic_driver.words import joining as join
 from rendezvous.limits import Hits, Limits
 from rendezvous.proof import Handshake, OpenHello, OpenHellos, Speaker, make_nonce
 from rendezvous.web import PEER, Problem, json_answer, read_json

@@ -15,16 +15,18 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract, rights
-from elastic_driver.core import documents, measured, status
-from elastic_driver.core import events as ev
-from elastic_driver.core import join_messages as join
-from elastic_driver.core.fields import Count
-from elastic_driver.core.output_lines import LogsTaken, OutputLines, WorkerLines
+from elastic_driver.job import status
 from elastic_driver.policies import shard_messages as shards
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.nodecheck.messages import TaskEnded
 from elastic_driver.runtime import machine_api, page_routes
 from elastic_driver.runtime.worker_logs import LogPage, LogQuery
+from elastic_driver.words import joining as join
+from elastic_driver.words import orders as documents
+from elastic_driver.words import progress as measured
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.orders import Count
+from elastic_driver.words.progress import LogsTaken, OutputLines, WorkerLines
 from rendezvous import wire
 from rendezvous.web import JSON, KVQuery
 

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.console import STALL_S, Console
-from elastic_driver.core.output_lines import OutputLine, OutputLines
+from elastic_driver.words.progress import OutputLine, OutputLines
 from rendezvous.auth import Role
 from rendezvous.web import JSON, caller_of, forbidden, read_json
 

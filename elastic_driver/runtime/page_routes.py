@@ -24,8 +24,8 @@ from aiohttp.typedefs import Handler
 from msgspec import Meta, Struct
 
 from elastic_driver import contract
-from elastic_driver.core.documents import LoginCode
 from elastic_driver.rights import PAGE_FILES
+from elastic_driver.words.orders import LoginCode
 from rendezvous.auth import Caller, bearer
 from rendezvous.sessions import CODE_S, HEADER
 from rendezvous.web import (

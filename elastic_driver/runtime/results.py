@@ -15,15 +15,15 @@ from typing import TypeAlias
 
 import msgspec
 
-from elastic_driver.core.decisions import Announce, EndJob
-from elastic_driver.core.documents import World
-from elastic_driver.core.events import WorkerExited
+from elastic_driver.job.decisions import Announce, EndJob
 from elastic_driver.runtime.failures import last_words
 from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
 from elastic_driver.words.findings import Failure
 from elastic_driver.words.log_lines import LogLine, read_line
+from elastic_driver.words.orders import World
+from elastic_driver.words.wire_events import WorkerExited
 
 WORDS_CHARS = 2048  # kept of one worker's last words, from their end
 ALL_WORDS_CHARS = 1 << 20  # kept of all together; beyond that, the last line of each

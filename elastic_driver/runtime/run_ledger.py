@@ -11,7 +11,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from elastic_driver.core.decisions import Announce
+from elastic_driver.job.decisions import Announce
 from elastic_driver.policies.goodput import Class, Ledger
 from elastic_driver.policies.story import Story, read_story
 from elastic_driver.runtime.journal.resume import ResumedRun

@@ -9,16 +9,15 @@ from msgspec.structs import replace
 
 from elastic_driver.brain.documents import Kind, Speed
 from elastic_driver.brain.store.figures import Sample
-from elastic_driver.core.job import Job
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.measured import Measured
-from elastic_driver.core.progress import Progress
-from elastic_driver.core.rules.rounds import COMPLETE
-from elastic_driver.core.rules.workers import RUNNING
+from elastic_driver.job.job import Job
+from elastic_driver.job.rounds import COMPLETE
+from elastic_driver.job.workers import RUNNING
 from elastic_driver.kernel.machine import Machine
 from elastic_driver.policies.scaling.messages import HostLoad, LoadsSeen, SpeedSeen
 from elastic_driver.policies.scaling.noise import noise_scale
 from elastic_driver.policies.stragglers import Stragglers
+from elastic_driver.words.orders import JobSpec
+from elastic_driver.words.progress import Measured, Progress
 
 
 def new_auto_scaler() -> Machine[Any, Any]:

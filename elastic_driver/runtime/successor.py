@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Iterable
 
 from elastic_driver.announcement import announce
-from elastic_driver.core.job import Job
-from elastic_driver.core.rules.fleet import HostAgent
+from elastic_driver.job.fleet import HostAgent
+from elastic_driver.job.job import Job
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import reachable_url
 from rendezvous.auth import agent_token

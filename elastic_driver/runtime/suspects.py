@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import ProbeAgent
-from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected, Evidence
+from elastic_driver.job.decisions import ProbeAgent
+from elastic_driver.job.events import AgentHeard, AgentProbed, AgentSuspected, Evidence
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import probe
 from rendezvous.auth import agent_token

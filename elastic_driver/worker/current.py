@@ -13,8 +13,8 @@ import os
 import sys
 
 from elastic_driver import contract
-from elastic_driver.core.members import SlotInfo
 from elastic_driver.errors import UsageError
+from elastic_driver.words.world import SlotInfo
 from elastic_driver.worker import place_file
 
 

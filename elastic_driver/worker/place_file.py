@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.members import SlotInfo
+from elastic_driver.words.world import SlotInfo
 from elastic_driver.worker.worker_log import say
 
 _LONGEST = 2000  # bytes

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
-from elastic_driver.core.state_version import StateVersion, source_of
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.peer_loss import in_short
+from elastic_driver.words.world import StateVersion, source_of
 from elastic_driver.worker import current, loader_ends
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
 from elastic_driver.worker.state import (

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from elastic_driver.core.documents import SaveRequest, World
-from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError, WorldBrokenError
 from elastic_driver.words import counted
+from elastic_driver.words.orders import SaveRequest, World
+from elastic_driver.words.world import StateVersion
 from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together

@@ -17,10 +17,10 @@ from urllib.parse import urlencode
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.tf_config import tf_config
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.policies import tf_messages as messages
 from elastic_driver.policies.tf_messages import ClusterSpec, WaitingNodes
+from elastic_driver.words.tf_config import tf_config
 from elastic_driver.worker import context
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient, new_request_id

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_driver import contract
-from elastic_driver.core.status import MemberStatus
+from elastic_driver.job.status import MemberStatus
 from launcher import figures
 from launcher.ctl_commands import caution, show
 from launcher.ctl_commands.ask import ask_stacks, stacks_after

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import DriverResumed, Tick
+from elastic_driver.job.events import DriverResumed, Tick
 from elastic_driver.policies import shard_messages as m
 from elastic_driver.policies.messages import RequestDropped
 from elastic_driver.policies.shards import DataSets
+from elastic_driver.words import wire_events as ev
 from tests.policies import test_tf_cluster
 from tests.policies.nodecheck import test_checker
 from tests.sim.restoring import Restoring

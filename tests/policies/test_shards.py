@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elastic_driver.core.driver_events import DriverResumed, Tick
+from elastic_driver.job.events import DriverResumed, Tick
 from elastic_driver.kernel.machine import Reply
 from elastic_driver.policies import shards
 from elastic_driver.policies.messages import Rejection, RequestDropped

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from elastic_driver.core.progress import Links, LinkUse
 from elastic_driver.policies.slow_links import CONFIRM, LinkWatch
 from elastic_driver.policies.slow_ranks import Change, Slowness
+from elastic_driver.words.progress import Links, LinkUse
 
 STEP_S = 0.5
 BEAT = 4  # steps

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core.driver_events import DriverResumed, Tick
-from elastic_driver.core.tf_config import tf_config
+from elastic_driver.job.events import DriverResumed, Tick
 from elastic_driver.policies import tf_cluster
 from elastic_driver.policies import tf_messages as tf
 from elastic_driver.policies.messages import Rejection, RequestDropped
@@ -22,6 +21,7 @@ from elastic_driver.policies.tf_messages import (
     TfRequest,
     WaitingNodes,
 )
+from elastic_driver.words.tf_config import tf_config
 
 LEASE = 10.0
 

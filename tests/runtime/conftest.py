@@ -10,7 +10,6 @@ from typing import NoReturn
 
 import pytest
 
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.policies.nodecheck.report import CheckReport
 from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.checks import CheckSettings, NodeChecks
@@ -22,6 +21,7 @@ from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.runtime.telemetry import TelemetrySettings
 from elastic_driver.settings import DriverOptions, Settings
+from elastic_driver.words.orders import JobSpec
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import ChangingHosts, JobUnderTest, StartJob
 

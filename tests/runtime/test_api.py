@@ -11,7 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic_driver.core.events import (
+from elastic_driver.rights import job_access
+from elastic_driver.runtime.api import DriverRoutes
+from elastic_driver.runtime.driver_port import Request
+from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.runtime.event_routes import may_report
+from elastic_driver.words.progress import History
+from elastic_driver.words.wire_events import (
     AgentReturned,
     DrainCancelled,
     DrainRequested,
@@ -20,12 +26,6 @@ from elastic_driver.core.events import (
     WorkerReady,
     WorkerStarted,
 )
-from elastic_driver.core.measured import History
-from elastic_driver.rights import job_access
-from elastic_driver.runtime.api import DriverRoutes
-from elastic_driver.runtime.driver_port import Request
-from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.event_routes import may_report
 from rendezvous.auth import Caller, Role, agent_token, operator_token, worker_token
 from rendezvous.server import RendezvousServer
 from tests.runtime.waiting import until

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic_driver.core.decisions import CheckHosts
-from elastic_driver.core.driver_events import HostResult, HostsChecked
 from elastic_driver.errors import ClusterError
+from elastic_driver.job.decisions import CheckHosts
+from elastic_driver.job.events import HostResult, HostsChecked
 from elastic_driver.policies.nodecheck.check import NodeVerdict, Verdict
 from elastic_driver.policies.nodecheck.checker import NodeChecker
 from elastic_driver.policies.nodecheck.evidence import Measurement

@@ -9,7 +9,11 @@ import msgspec
 import pytest
 
 from elastic_driver.contract import FIRST_OF_CHECKS
-from elastic_driver.core.join_messages import (
+from elastic_driver.errors import ClusterError
+from elastic_driver.rights import job_access
+from elastic_driver.runtime import joined
+from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
+from elastic_driver.words.joining import (
     HELLO_PATH,
     NODES_PATH,
     PROOF_PATH,
@@ -23,10 +27,6 @@ from elastic_driver.core.join_messages import (
     node_lease,
     node_order,
 )
-from elastic_driver.errors import ClusterError
-from elastic_driver.rights import job_access
-from elastic_driver.runtime import joined
-from elastic_driver.runtime.joined import CheckOfNodes, JoinedNodes, NodeRules
 from rendezvous.auth import agent_token, node_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError

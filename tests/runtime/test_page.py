@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core.events import ScaleRequested
 from elastic_driver.rights import PAGE_FILES, job_access
 from elastic_driver.runtime.api import DriverRoutes
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.page_routes import FOLDER
 from elastic_driver.runtime.status_routes import MAX_STREAMS
+from elastic_driver.words.wire_events import ScaleRequested
 from rendezvous import sessions
 from rendezvous.auth import agent_token, operator_token, reader_token, worker_token
 from rendezvous.server import RendezvousServer

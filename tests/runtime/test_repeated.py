@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from elastic_driver.core.decisions import Announce
+from elastic_driver.job.decisions import Announce
 from elastic_driver.runtime.repeated import FIRST_S, LONGEST_S, Repeated
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.words import worker_log_events as log

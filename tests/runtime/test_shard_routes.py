@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic_driver.core.driver_events import AgentLost
-from elastic_driver.core.events import WorkerExited, WorkerStarted
+from elastic_driver.job.events import AgentLost
 from elastic_driver.policies import shards as datasets
+from elastic_driver.words.wire_events import WorkerExited, WorkerStarted
 from rendezvous.auth import agent_token, worker_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic_driver.core import measured, status
+from elastic_driver.job import status
+from elastic_driver.words import progress as measured
 
 PAGE = Path(__file__).parents[2] / "docs" / "status.md"
 

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.output_lines import LogsTaken, WorkerLine, WorkerLines
 from elastic_driver.rights import job_access
 from elastic_driver.runtime.log_routes import LEAST_WAIT_S, LogRoutes
 from elastic_driver.runtime.worker_logs import (
@@ -23,6 +22,7 @@ from elastic_driver.runtime.worker_logs import (
     WorkerLogs,
     read_page,
 )
+from elastic_driver.words.progress import LogsTaken, WorkerLine, WorkerLines
 from rendezvous.auth import agent_token, reader_token, worker_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from elastic_driver.core.driver_events import Tick
+from elastic_driver.job.events import Tick
 from elastic_driver.kernel.machine import Reply
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster

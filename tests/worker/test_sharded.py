@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import elastic_driver as elastic
-from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.job.events import LeaseExpired
 from elastic_driver.policies.shard_messages import (
     ReadStatus,
     ShardAccepted,

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import elastic_driver as elastic
-from elastic_driver.core.driver_events import DriverResumed, LeaseExpired
 from elastic_driver.errors import UsageError
+from elastic_driver.job.events import DriverResumed, LeaseExpired
 from elastic_driver.policies.shard_messages import NextRequest, ShardRequest
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.worker import sharded

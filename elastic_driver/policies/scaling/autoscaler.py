@@ -12,8 +12,8 @@ from dataclasses import replace
 from math import inf
 from typing import TypeAlias
 
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.driver_events import MemoryExpected, SizeProposed, Tick
+from elastic_driver.job.decisions import Announce
+from elastic_driver.job.events import MemoryExpected, SizeProposed, Tick
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.gauge import DRIFT, Gauge
 from elastic_driver.policies.scaling.messages import WRONG, PriorFound, SpeedSeen

@@ -4,8 +4,8 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.driver_events import Tick
+from elastic_driver.job.decisions import Announce
+from elastic_driver.job.events import Tick
 from elastic_driver.kernel.machine import Declaration
 from elastic_driver.policies.messages import SendEvent
 

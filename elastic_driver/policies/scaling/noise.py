@@ -13,7 +13,7 @@ appendix of McCandlish et al., An Empirical Model of Large-Batch Training, 2018)
 from collections.abc import Sequence
 from statistics import fmean
 
-from elastic_driver.core.progress import GradientNorms
+from elastic_driver.words.progress import GradientNorms
 
 LEAST, MOST = 1e-6, 1e6  # batches; beyond these no size of a job makes a difference
 

@@ -7,7 +7,7 @@ takes one worker at a time, and each time looks again for as long. Pure. Times a
 
 from statistics import median
 
-from elastic_driver.core.driver_events import HostStarved, Tick
+from elastic_driver.job.events import HostStarved, Tick
 from elastic_driver.kernel.machine import Declaration
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.messages import HostLoad, LoadsSeen

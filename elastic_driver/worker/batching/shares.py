@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_driver.core import documents
-from elastic_driver.core.progress import Division
 from elastic_driver.policies.microbatches import allocate_microbatches
+from elastic_driver.words import orders as documents
+from elastic_driver.words.progress import Division
 from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.world import session

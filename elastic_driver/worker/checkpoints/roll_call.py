@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.documents import SaveRequest
 from elastic_driver.errors import ElasticError
+from elastic_driver.words.orders import SaveRequest
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError
 from elastic_driver.worker.checkpoints.keeper import Checkpoints, describe

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from elastic_driver.core import events
-from elastic_driver.core.progress import MAX_DIGEST_CHARS
+from elastic_driver.words import wire_events as events
+from elastic_driver.words.progress import MAX_DIGEST_CHARS
 
 Leaf = tuple[str, str, str]  # name, digest, and value as text
 

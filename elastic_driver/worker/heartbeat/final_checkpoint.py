@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic_driver.core.documents import SaveRequest
-from elastic_driver.core.events import WorkerSaved
+from elastic_driver.words.orders import SaveRequest
+from elastic_driver.words.wire_events import WorkerSaved
 
 MAX_PROBLEM_CHARS = 1000
 

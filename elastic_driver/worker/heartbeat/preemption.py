@@ -26,7 +26,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from elastic_driver import contract
-from elastic_driver.core.events import WorkerLeaving
+from elastic_driver.words.wire_events import WorkerLeaving
 from elastic_driver.worker.worker_log import say
 from rendezvous.errors import AbortedError, RendezvousError, UnreachableError
 

@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from elastic_driver.core.documents import Allocation
-from elastic_driver.core.measured import StepTimes
-from elastic_driver.core.progress import (
+from elastic_driver.words.orders import Allocation
+from elastic_driver.words.progress import (
     MAX_MARKS,
     MAX_SAMPLES,
     ODD_STEPS,
@@ -27,6 +26,7 @@ from elastic_driver.core.progress import (
     GradientNorms,
     Links,
     Sample,
+    StepTimes,
 )
 from elastic_driver.worker.cpu_time import CpuSlowdown
 

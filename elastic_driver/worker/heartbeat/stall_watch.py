@@ -22,8 +22,13 @@ import traceback
 from pathlib import Path
 from typing import Literal
 
-from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
-from elastic_driver.core.stack_location import shorten, waits_for_peers
+from elastic_driver.words.wire_events import (
+    WorkerResumed,
+    WorkerStack,
+    WorkerStalled,
+    shorten,
+    waits_for_peers,
+)
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 
 LEAST_S = 60.0  # the adaptive limit is never shorter than this

@@ -37,9 +37,9 @@ import torch.distributed as dist
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ClusterError
 from elastic_driver.policies.nodecheck import messages
+from elastic_driver.words.wire_events import WorkerReady
 from elastic_driver.worker.nodecheck.task import NodeCheckTask, use_device
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient

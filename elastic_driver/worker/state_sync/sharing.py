@@ -14,8 +14,8 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.errors import ElasticError, ExitCode, UsageError
+from elastic_driver.words.world import StateVersion, receivers_of, source_of
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.parts import Outgoing, StatePart
 from elastic_driver.worker.state_sync.rng import RandomStates

@@ -20,7 +20,7 @@ import stat
 import struct
 from collections.abc import Iterator
 
-from elastic_driver.core.progress import MAX_LINKS, Links, LinkUse
+from elastic_driver.words.progress import MAX_LINKS, Links, LinkUse
 
 # `tcpi_bytes_acked`, `tcpi_busy_time` and `tcpi_rwnd_limited` of `struct tcp_info` in linux/tcp.h,
 # which only ever grows at its end; times are microseconds.

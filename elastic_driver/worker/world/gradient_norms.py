@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_driver import contract
-from elastic_driver.core.progress import GradientNorms
+from elastic_driver.words.progress import GradientNorms
 
 FIRST = 16  # steps of a world that are all measured
 EVERY = 64  # of the later ones

@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, Store
 
 from elastic_driver import contract
-from elastic_driver.core.documents import World
 from elastic_driver.errors import ClusterError, WorldBrokenError
 from elastic_driver.ports import none_left
+from elastic_driver.words.orders import World
 from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.world.backend import accelerator_names
 from elastic_driver.worker.world.connections import GroupConnections

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastic_driver.core.members import SlotInfo
+from elastic_driver.words.world import SlotInfo
 from elastic_driver.worker import current
 from elastic_driver.worker.world import session
 

@@ -18,9 +18,9 @@ from msgspec import Struct, field
 from torch.distributed import DistStoreError, HashStore
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Reader, World, decode_place
-from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.errors import UsageError, WorldBrokenError
+from elastic_driver.words.orders import Reader, World, decode_place
+from elastic_driver.words.world import Member, SlotInfo
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world.backend import BackendChoice

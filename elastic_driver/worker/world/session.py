@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from elastic_driver.core.measured import MAX_NAME_CHARS, MAX_NUMBERS
 from elastic_driver.errors import UsageError
+from elastic_driver.words.progress import MAX_NAME_CHARS, MAX_NUMBERS
 from elastic_driver.worker import context, current
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.worker_log import say

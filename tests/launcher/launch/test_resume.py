@@ -15,10 +15,9 @@ import msgspec
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.driver_events import HostsDiscovered
-from elastic_driver.core.events import AgentReady
-from elastic_driver.core.job import Job
 from elastic_driver.errors import UsageError
+from elastic_driver.job.events import HostsDiscovered
+from elastic_driver.job.job import Job
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.journal.resume import ResumedRun
@@ -28,6 +27,7 @@ from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir, read_endpoint
 from elastic_driver.runtime.run_lock import Holder
 from elastic_driver.settings import Settings
+from elastic_driver.words.wire_events import AgentReady
 from launcher import cli
 from launcher.launch.resume import line_of, take_named, take_unfinished
 from launcher.options.values import resolve

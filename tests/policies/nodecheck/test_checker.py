@@ -5,10 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from elastic_driver.contract import FIRST_OF_CHECKS
-from elastic_driver.core.decisions import GiveOrder, KillAgent, StartAgent, StopAgent
-from elastic_driver.core.documents import StartWorkerOrder
-from elastic_driver.core.driver_events import AgentLost, Tick
-from elastic_driver.core.events import AgentReady, Event, WorkerExited
+from elastic_driver.job.decisions import GiveOrder, KillAgent, StartAgent, StopAgent
+from elastic_driver.job.events import AgentLost, Tick
 from elastic_driver.policies.messages import KeysRead, ReadKeys
 from elastic_driver.policies.nodecheck.check import Verdict
 from elastic_driver.policies.nodecheck.checker import (
@@ -21,6 +19,8 @@ from elastic_driver.policies.nodecheck.checker import (
 )
 from elastic_driver.policies.nodecheck.messages import TaskEnded, TaskResult
 from elastic_driver.policies.nodecheck.report import CheckReport
+from elastic_driver.words.orders import StartWorkerOrder
+from elastic_driver.words.wire_events import AgentReady, Event, WorkerExited
 
 LIMITS = CheckLimits(start_timeout=60.0, task_timeout=120.0)
 

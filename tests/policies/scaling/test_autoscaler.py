@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.driver_events import MemoryExpected, SizeProposed
+from elastic_driver.job.decisions import Announce
+from elastic_driver.job.events import MemoryExpected, SizeProposed
 from elastic_driver.policies.messages import SendEvent
 from elastic_driver.policies.scaling.autoscaler import GIVE_UP_S, AutoScaler
 from elastic_driver.policies.scaling.messages import PriorFound, SpeedSeen

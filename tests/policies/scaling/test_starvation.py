@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.driver_events import HostStarved
+from elastic_driver.job.events import HostStarved
 from elastic_driver.policies.scaling.messages import HostLoad, LoadsSeen
 from elastic_driver.policies.scaling.starvation import LASTS_S, Starvation
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.driver_events import Tick
 from elastic_driver.errors import TakenOverError
+from elastic_driver.job.events import Tick
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.journal import mirror
 from elastic_driver.runtime.journal.etcd import EtcdClient, _Stream

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.job import Job
+from elastic_driver.job.job import Job
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
 from elastic_driver.runtime.journal import store, write_ahead

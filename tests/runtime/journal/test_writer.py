@@ -17,11 +17,9 @@ import msgspec
 import pytest
 
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.driver_events import HostsDiscovered, Tick
-from elastic_driver.core.events import WorkerReady
-from elastic_driver.core.job_events import EventBatch
-from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.errors import ExitCode, TakenOverError
+from elastic_driver.job.events import EventBatch, HostsDiscovered, Tick
+from elastic_driver.job.workers import RUNNING
 from elastic_driver.policies.shard_messages import NextRequest, RangeDescription
 from elastic_driver.policies.shards import DataSets
 from elastic_driver.policies.tf_cluster import TfCluster
@@ -31,6 +29,7 @@ from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.resume import load_run
 from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.writer import WAIT_S, Journal
+from elastic_driver.words.wire_events import WorkerReady
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError
 from tests.runtime.jobs import StartJob
@@ -117,7 +116,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     script = f"""
 mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c '
 from pathlib import Path
-from elastic_driver.core.driver_events import Tick
+from elastic_driver.job.events import Tick
 from elastic_driver.runtime.journal.writer import WAIT_S, Journal
 journal = Journal(Path("{tmp_path}/journal.db"), "run")
 journal.open()

@@ -17,7 +17,6 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.events import WorkerReady
 from elastic_driver.policies.nodecheck.messages import (
     TASK_SETTINGS,
     Assignment,
@@ -28,6 +27,7 @@ from elastic_driver.policies.nodecheck.messages import (
     go_key,
     result_key,
 )
+from elastic_driver.words.wire_events import WorkerReady
 from elastic_driver.worker.nodecheck.serve import in_child
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient

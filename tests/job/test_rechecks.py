@@ -1,0 +1,253 @@
+"""Hosts that are checked before they get workers, while the others train."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_driver.job.decisions import CheckHosts, EndJob
+from elastic_driver.job.events import AgentLost, HostResult, HostsChecked
+from elastic_driver.words import orders as msg
+from tests.job.scenario import MakeScenario, Scenario
+
+
+@pytest.fixture
+def job(scenario: MakeScenario) -> Scenario:
+    """Two checked hosts that train, and room for more."""
+    s = scenario(
+        start_np=2,
+        max_np=6,
+        last_call=0.1,
+        host_failures=1,
+        blacklist_cooldown=(10.0, 600.0),
+        checked_hosts=("a", "b"),
+    )
+    return s.training(a=1, b=1)
+
+
+def checks(s: Scenario) -> list[tuple[str, ...]]:
+    return [tuple(host for host, _slots in check.hosts) for check in s.all(CheckHosts)]
+
+
+def finish(s: Scenario, *passed: str, failed: tuple[str, ...] = ()) -> None:
+    results = [HostResult(h, True, "good") for h in passed]
+    results += [HostResult(h, False, "faulty: failed alone") for h in failed]
+    s.send(HostsChecked(tuple(results), s.all(CheckHosts)[-1].number))
+
+
+def started_on(s: Scenario, host: str) -> int:
+    return sum(1 for o in s.orders(msg.StartWorkerOrder) if o.place.host == host)
+
+
+def state_of(s: Scenario, host: str) -> str:
+    return next(h.state for h in s.job.status(s.now).hosts if h.host == host)
+
+
+def test_hosts_that_were_checked_before_the_job_are_not_checked_again(job: Scenario) -> None:
+    job.wait(10.0)
+    assert checks(job) == []
+
+
+def test_new_hosts_are_checked_together_before_they_get_workers(job: Scenario) -> None:
+    job.hosts(a=1, b=1, c=1)
+    job.hosts(a=1, b=1, c=1, d=2)
+    assert checks(job) == []
+    job.wait(0.1)
+    assert checks(job) == [("c", "d")]
+    assert job.all(CheckHosts)[0].hosts == (("c", 1), ("d", 2))
+    assert (state_of(job, "a"), state_of(job, "c")) == ("usable", "checking")
+    job.wait(30.0)
+    assert started_on(job, "c") == started_on(job, "d") == 0
+    assert job.round == (1, "complete"), "nobody who trains is disturbed"
+    finish(job, "c", "d")
+    assert (started_on(job, "c"), started_on(job, "d")) == (1, 2)
+    assert [a.host for a in job.announced("host_checked")] == ["c", "d"]
+    job.wait(30.0)
+    assert len(checks(job)) == 1
+
+
+def test_a_host_that_fails_its_check_is_kept_out_and_checked_again_later(job: Scenario) -> None:
+    job.hosts(a=1, b=1, c=1)
+    job.wait(0.1)
+    finish(job, failed=("c",))
+    (blacklisted,) = job.announced("host_blacklisted")
+    assert "node check: faulty: failed alone" in blacklisted.reason
+    assert state_of(job, "c") == "cool-down"
+    job.wait(9.9)
+    assert len(checks(job)) == 1
+    job.wait(0.3)
+    assert checks(job) == [("c",), ("c",)]
+    finish(job, "c")
+    assert started_on(job, "c") == 1
+
+
+def test_a_host_is_checked_after_its_cool_down_and_alone(job: Scenario) -> None:
+    job.send(AgentLost("b", 1, "power failure"))
+    job.send(AgentLost("b", 2, "power failure"))
+    assert state_of(job, "b") == "cool-down"
+    assert checks(job) == []
+    job.wait(11.0)
+    assert checks(job) == [("b",)], "not the host that trains"
+    before = started_on(job, "b")
+    finish(job, "b")
+    assert started_on(job, "b") == before + 1
+
+
+def test_a_host_without_workers_that_is_known_to_be_good_is_the_partner(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=1, max_np=1, last_call=0.1, checked_hosts=("a", "b"))
+    s.training(a=1, b=1)
+    s.hosts(a=1, b=1, c=1)
+    s.wait(0.1)
+    assert checks(s) == [("c", "b")]
+    finish(s, "c", failed=("b",))
+    assert (state_of(s, "b"), state_of(s, "c")) == ("cool-down", "usable")
+
+
+def test_one_that_comes_back_is_checked_and_one_that_goes_meanwhile_is_forgotten(
+    job: Scenario,
+) -> None:
+    job.hosts(a=1)
+    job.ready(*job.members, version=3)
+    job.hosts(a=1, b=1)
+    job.wait(0.1)
+    assert checks(job) == [("b",)]
+    job.hosts(a=1)
+    finish(job, "b")
+    assert job.announced("host_checked") == []
+    job.hosts(a=1, c=1)
+    job.wait(0.1)
+    assert checks(job) == [("b",), ("c",)]
+
+
+def test_an_answer_that_comes_twice_or_late_changes_nothing(job: Scenario) -> None:
+    job.hosts(a=1, b=1, c=1)
+    job.wait(0.1)
+    (first,) = job.all(CheckHosts)
+    finish(job, "c")
+    failures = tuple(HostResult(host, False, "faulty") for host in "abc")
+    job.send(HostsChecked(failures, first.number))
+    job.hosts(a=1, b=1, c=1, d=1)
+    job.wait(0.1)
+    job.send(HostsChecked((HostResult("d", True, "good"),), first.number))
+    assert state_of(job, "d") == "checking", "that was the answer to another check"
+    finish(job, "d")
+    assert [a.host for a in job.announced("host_checked")] == ["c", "d"]
+    assert job.announced("host_blacklisted") == []
+
+
+def test_what_a_check_found_before_a_host_was_away_does_not_count(job: Scenario) -> None:
+    job.hosts(a=1, b=1, c=1, d=1)
+    job.wait(0.1)
+    job.hosts(a=1, b=1)
+    job.hosts(a=1, b=1, c=1, d=1)
+    finish(job, "c", failed=("d",))
+    assert job.announced("host_checked") == job.announced("host_blacklisted") == []
+    assert (started_on(job, "c"), state_of(job, "d")) == (0, "checking")
+    job.wait(0.1)
+    assert checks(job) == [("c", "d"), ("c", "d")]
+    finish(job, "c", "d")
+    assert (started_on(job, "c"), started_on(job, "d")) == (1, 1)
+
+
+def test_a_host_without_a_result_is_not_let_in(job: Scenario) -> None:
+    job.hosts(a=1, b=1, c=1, d=1)
+    job.wait(0.1)
+    finish(job, "c")
+    assert (started_on(job, "c"), started_on(job, "d")) == (1, 0)
+    assert state_of(job, "d") == "cool-down"
+
+
+def test_hosts_that_come_during_a_check_wait_for_the_next_one(job: Scenario) -> None:
+    job.hosts(a=1, b=1, c=1)
+    job.wait(0.1)
+    job.hosts(a=1, b=1, c=1, d=1)
+    job.wait(1.0)
+    assert checks(job) == [("c",)]
+    finish(job, "c")
+    job.wait(0.1)
+    assert checks(job)[-1] == ("d",)
+    assert started_on(job, "d") == 0
+
+
+def test_without_a_check_before_the_job_there_is_none_later(scenario: MakeScenario) -> None:
+    s = scenario(start_np=1, max_np=2).training(a=1)
+    s.hosts(a=1, b=1)
+    assert started_on(s, "b") == 1
+    assert checks(s) == []
+
+
+# ---- hosts that join: the job checks them before it starts ---------------------------------
+
+
+@pytest.fixture
+def joining(scenario: MakeScenario) -> Scenario:
+    """A job for two to four hosts with two slots each, of which none has been checked."""
+    sizes = {"start_np": 4, "start_min_np": 4, "min_np": 4, "max_np": 8}
+    return scenario(**sizes, min_hosts=2, max_hosts=4, start_timeout=60.0, checked_hosts=())
+
+
+def test_the_first_check_waits_for_enough_hosts_and_then_a_moment_for_more(
+    joining: Scenario,
+) -> None:
+    joining.hosts(a=2)
+    joining.wait(10.0)
+    assert checks(joining) == []
+    joining.hosts(a=2, b=2)
+    joining.wait(1.0)
+    joining.hosts(a=2, b=2, c=2)
+    assert checks(joining) == []
+    joining.wait(1.0)
+    assert checks(joining) == [("a", "b", "c")]
+    finish(joining, "a", "b", failed=("c",))
+    assert [started_on(joining, host) for host in "abc"] == [2, 2, 0]
+    joining.hosts(a=2, b=2, c=2, d=2)
+    joining.wait(0.1)
+    assert checks(joining)[1:] == [("d",)], "as any host that comes later"
+
+
+def test_the_first_check_begins_at_once_when_no_more_hosts_can_come(joining: Scenario) -> None:
+    joining.hosts(a=2, b=2, c=2, d=2)
+    assert checks(joining) == [("a", "b", "c", "d")]
+
+
+def test_a_long_first_check_takes_nothing_from_the_time_for_the_start(joining: Scenario) -> None:
+    joining.wait(50.0)
+    joining.hosts(a=2, b=2, c=2, d=2)
+    joining.wait(300.0)
+    joining.agents = False
+    finish(joining, "a", "b", "c", "d")
+    joining.wait(59.0)
+    assert joining.job.outcome.end is None
+    joining.wait(2.0)
+    assert joining.job.outcome.end is not None
+
+
+def test_too_few_hosts_end_the_job_after_the_start_timeout(joining: Scenario) -> None:
+    joining.hosts(a=2)
+    joining.wait(61.0)
+    assert checks(joining) == []
+    (end,) = joining.all(EndJob)
+    assert (end.exit_code, "2 are needed for 60 s" in end.reason) == (75, True)
+
+
+def test_a_job_that_needs_a_host_that_failed_ends_at_once_if_no_other_may_join(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, start_min_np=2, min_hosts=2, max_hosts=2, checked_hosts=())
+    s.hosts(a=1, b=1)
+    finish(s, "a", failed=("b",))
+    (end,) = s.all(EndJob)
+    assert end.exit_code == 75
+    assert "1 of 2 hosts failed the node check (b faulty: failed alone); 1 left" in end.reason
+
+
+def test_a_spare_host_takes_the_place_of_one_that_failed(joining: Scenario) -> None:
+    joining.hosts(a=2, b=2, c=2, d=2)
+    joining.hosts(a=2, b=2, c=2, d=2, e=2)
+    finish(joining, "a", failed=("b", "c", "d"))
+    assert joining.job.outcome.end is None
+    joining.wait(0.1)
+    assert checks(joining)[1:] == [("e", "a")]
+    finish(joining, "e", "a")
+    assert (started_on(joining, "a"), started_on(joining, "e")) == (2, 2)
