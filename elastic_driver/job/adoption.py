@@ -29,9 +29,9 @@ from elastic_driver.job.fleet import AgentNews, first_number
 from elastic_driver.job.hangs import Stacks
 from elastic_driver.job.leaving import Drains
 from elastic_driver.job.lost_hosts import Agents, Suspicion
-from elastic_driver.job.preemption import FinalSaves
+from elastic_driver.job.preemption import FinalCheckpoint
 from elastic_driver.job.reports import Reports
-from elastic_driver.job.rounds import Rule
+from elastic_driver.job.rule import Rule
 from elastic_driver.job.supply import Rechecks
 from elastic_driver.job.workers import (
     ACTIVE,
@@ -64,7 +64,7 @@ class Adoption(Rule):
     stacks: Stacks
     drains: Drains
     rechecks: Rechecks
-    final_checkpoint: FinalSaves
+    final_checkpoint: FinalCheckpoint
     term: int = saved(1)  # of this driver
     resumed_at: float = saved(0.0)
     _returned: set[tuple[str, int]] = saved(factory=set, name="returned")  # agents, in this term

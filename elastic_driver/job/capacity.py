@@ -30,7 +30,7 @@ from elastic_driver.words import wire_events as ev
 
 
 @dataclass(slots=True)
-class HostLimits:
+class Limits:
     """Knows the hosts that discovery found, what they have, and the plan that limits them."""
 
     found: tuple[tuple[str, int], ...] = saved(())  # hosts with their slots

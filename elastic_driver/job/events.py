@@ -310,7 +310,7 @@ OtherEvent: TypeAlias = (
     | HostsChecked
     | Tick
 )
-# Every event for the job; mypy reports one that no rule takes in (`core/job.py`).
+# Every event for the job; mypy reports one that no rule takes in (`job/job.py`).
 JobEvent: TypeAlias = ProcessEvent | AnyAgentEvent | OtherEvent
 
 Together: TypeAlias = events.ManyReports | AgentLost | AgentSuspected | AgentHeard | AgentProbed

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from elastic_driver.job.decisions import Announce, Decision, GiveOrder
-from elastic_driver.job.workers import Worker, WorkerNews, WorkerStateRegistry
+from elastic_driver.job.workers import Worker, WorkerNews, Workers
 from elastic_driver.kernel.log import LogEvent
 from elastic_driver.kernel.tables import index, saved
 from elastic_driver.kernel.wait import Wait, earliest, reason
@@ -161,7 +161,7 @@ class Effects:
 
     settings: Settings
     fleet: Fleet
-    workers: WorkerStateRegistry
+    workers: Workers
     round: int = saved(1)  # the number that announcements carry
     decisions: list[Decision] = field(default_factory=list)  # upon the present event
     alarm: float | None = saved(None)  # the next moment at which time alone changes something

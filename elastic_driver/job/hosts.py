@@ -149,7 +149,7 @@ class HostChanges(NamedTuple):
 
 
 @dataclass(slots=True)
-class HostManager:
+class Hosts:
     """Discovered hosts in stable order, with their failures and cool-downs."""
 
     settings: Settings
@@ -515,7 +515,7 @@ class HostManager:
         return len(times)
 
 
-def reason_of(hosts: HostManager, name: str, now: float) -> str:
+def reason_of(hosts: Hosts, name: str, now: float) -> str:
     """Return why the host gets no workers, or is the last choice; empty if neither is so."""
     kind = hosts.hindrance(name)
     if kind is None:
@@ -528,7 +528,7 @@ def reason_of(hosts: HostManager, name: str, now: float) -> str:
     return {Hindrance.DRAINED: drain, **others}.get(kind, host.reason)
 
 
-def outlook(hosts: HostManager, now: float) -> str:
+def outlook(hosts: Hosts, now: float) -> str:
     """Return when the first host comes back if all are in cool-down or not reachable."""
     kinds = {hosts.hindrance(name) for name in hosts.known}
     if not kinds or not kinds <= {Hindrance.UNREACHABLE, *TIMED}:

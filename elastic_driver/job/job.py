@@ -22,7 +22,7 @@ from elastic_driver.job.events import (
 )
 from elastic_driver.job.invariants import violations
 from elastic_driver.job.parts import JobParts
-from elastic_driver.job.rounds import Rule
+from elastic_driver.job.rule import Rule
 from elastic_driver.job.status import JobStatus, status_of
 from elastic_driver.kernel.machine import Declaration
 from elastic_driver.kernel.tables import Tables

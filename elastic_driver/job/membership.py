@@ -14,10 +14,11 @@ from elastic_driver.job.boundary import Boundary
 from elastic_driver.job.leaving import Drains, Notices
 from elastic_driver.job.outcome import Loss
 from elastic_driver.job.placement import Placement, Spares
-from elastic_driver.job.preemption import FinalSaves, Preemption
+from elastic_driver.job.preemption import FinalCheckpoint, Preemption
 from elastic_driver.job.ranks import NOT_TOLD, assign
 from elastic_driver.job.reports import FIT_HINT, Reports
-from elastic_driver.job.rounds import CLOSING, COMPLETE, FORMING, Rule
+from elastic_driver.job.rounds import CLOSING, COMPLETE, FORMING
+from elastic_driver.job.rule import Rule
 from elastic_driver.job.workers import ENDING, READY, RUNNING, STARTING, STOPPING, SUCCESS, Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
@@ -49,7 +50,7 @@ class Membership(Rule):
     placement: Placement
     spares: Spares
     boundary: Boundary
-    final_checkpoint: FinalSaves
+    final_checkpoint: FinalCheckpoint
     preemption: Preemption
     ended_first: EndedFirst | None = saved(None)
     # Newcomers wait for the rank that they were told.

@@ -138,7 +138,7 @@ class Budget:
 
 
 @dataclass(slots=True)
-class JobOutcome:
+class Outcome:
     """The result of the job so far, and its end."""
 
     effects: Effects

@@ -11,21 +11,21 @@ import msgspec
 
 from elastic_driver.job.adoption import Adoption
 from elastic_driver.job.boundary import Boundary, Differences
-from elastic_driver.job.capacity import Capacity, HostLimits
+from elastic_driver.job.capacity import Capacity, Limits
 from elastic_driver.job.fleet import Effects, Fleet
 from elastic_driver.job.hangs import Hangs, Stacks, Waits
-from elastic_driver.job.hosts import HostManager
+from elastic_driver.job.hosts import Hosts
 from elastic_driver.job.leaving import Drains, Notices
 from elastic_driver.job.lost_hosts import Agents, Suspicion, Unanswered, Unreachable
 from elastic_driver.job.membership import Membership
-from elastic_driver.job.outcome import Budget, JobOutcome
+from elastic_driver.job.outcome import Budget, Outcome
 from elastic_driver.job.placement import Placement, Spares
 from elastic_driver.job.plain import Plain
-from elastic_driver.job.preemption import FinalSaves, Preemption
+from elastic_driver.job.preemption import FinalCheckpoint, Preemption
 from elastic_driver.job.reports import Reports
 from elastic_driver.job.rounds import Rounds
 from elastic_driver.job.supply import Discovered, Memory, Rechecks
-from elastic_driver.job.workers import WorkerStateRegistry
+from elastic_driver.job.workers import Workers
 from elastic_driver.kernel.tables import Snapshots, Tables, table, values
 from elastic_driver.settings import Settings
 from elastic_driver.words.tf_config import TfLayout
@@ -40,14 +40,14 @@ class JobParts(Snapshots):
     `found`: the tables of a snapshot, by the names of the parts; a part that has none begins anew.
     """
 
-    hosts: HostManager
-    limits: HostLimits
+    hosts: Hosts
+    limits: Limits
     fleet: Fleet
-    workers: WorkerStateRegistry
+    workers: Workers
     effects: Effects
     capacity: Capacity
     budget: Budget
-    outcome: JobOutcome
+    outcome: Outcome
     rounds: Rounds
     boundary: Boundary
     rechecks: Rechecks
@@ -65,7 +65,7 @@ class JobParts(Snapshots):
     unanswered: Unanswered
     agents: Agents
     suspicion: Suspicion
-    final_checkpoint: FinalSaves
+    final_checkpoint: FinalCheckpoint
     preemption: Preemption
     plain: Plain
     membership: Membership

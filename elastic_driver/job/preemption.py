@@ -1,11 +1,11 @@
 """The last checkpoint, and the end of a whole job that has to go.
 
 As long as a worker that stays holds the state, it is handed over in memory. When all workers that
-hold it have to leave (a notice to all of them, or all hosts are removed), `FinalSaves` asks them to
-write it together, if the script gives a `checkpoint_dir`. They are asked between two rounds, and
-so at a common step. Otherwise nothing changes: they stay READY, and may be in the next round. If
-the state is not on disk then, the oldest of them stays for `elastic_timeout`, until another holds
-it; where a notice stops it, until then.
+hold it have to leave (a notice to all of them, or all hosts are removed), `FinalCheckpoint` asks
+them to write it together, if the script gives a `checkpoint_dir`. They are asked between two
+rounds, and so at a common step. Otherwise nothing changes: they stay READY, and may be in the next
+round. If the state is not on disk then, the oldest of them stays for `elastic_timeout`, until
+another holds it; where a notice stops it, until then.
 
 `Preemption` ends a job that has to go itself (a signal), or whose hosts all have a notice while no
 other hosts can come. All workers leave after one common step, write the state to disk, and the job
@@ -26,7 +26,8 @@ from elastic_driver.job.decisions import PublishSave
 from elastic_driver.job.events import JobLeaving
 from elastic_driver.job.leaving import Drains, Notices
 from elastic_driver.job.outcome import Departure
-from elastic_driver.job.rounds import CLOSING, FORMING, Rule
+from elastic_driver.job.rounds import CLOSING, FORMING
+from elastic_driver.job.rule import Rule
 from elastic_driver.job.workers import ACTIVE, READY, RUNNING, Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
@@ -61,7 +62,7 @@ class FinalSave:
 
 
 @dataclass(slots=True)
-class FinalSaves(Rule):
+class FinalCheckpoint(Rule):
     """Asks the workers that leave to save the state."""
 
     drains: Drains
@@ -156,7 +157,7 @@ class FinalSaves(Rule):
 class Preemption(Rule):
     """Ends the job in good order when it has to go."""
 
-    final_checkpoint: FinalSaves
+    final_checkpoint: FinalCheckpoint
     notices: Notices
 
     def on_job_leaving(self, event: JobLeaving, now: float) -> None:

@@ -15,12 +15,10 @@ from elastic_driver.contract import host_of_worker
 from elastic_driver.job.capacity import Capacity
 from elastic_driver.job.decisions import PublishNotice, PublishWorld, SealRound
 from elastic_driver.job.fleet import Effects, Fleet
-from elastic_driver.job.hosts import HostManager
-from elastic_driver.job.outcome import JobOutcome
+from elastic_driver.job.outcome import Outcome
 from elastic_driver.job.ranks import NOT_TOLD, Seat, assign
-from elastic_driver.job.workers import RUNNING, Worker, WorkerStateRegistry
+from elastic_driver.job.workers import RUNNING, Worker, Workers
 from elastic_driver.kernel.tables import saved
-from elastic_driver.kernel.wait import Wait
 from elastic_driver.settings import Settings
 from elastic_driver.words import counted
 from elastic_driver.words import log_events as log
@@ -92,9 +90,9 @@ class Rounds:
     settings: Settings
     effects: Effects
     fleet: Fleet
-    workers: WorkerStateRegistry
+    workers: Workers
     capacity: Capacity
-    outcome: JobOutcome
+    outcome: Outcome
     current: Round = saved(factory=lambda: Round(1, 0.0))
     last_hosts: tuple[str, ...] = saved(())  # of the newest round that was complete, by node rank
     # Why the ranks have to take over the state of rank 0; empty: they need not.
@@ -321,34 +319,3 @@ class Rounds:
         self.effects.enter_round(self.current.number)
         self.capacity.note_change()
         self.effects.announce(log.RoundOpened(), reason)
-
-
-@dataclass(slots=True)
-class Rule:
-    """A part of the job that decides; it reads these parts, and writes only its own fields."""
-
-    settings: Settings
-    effects: Effects
-    hosts: HostManager
-    fleet: Fleet
-    workers: WorkerStateRegistry
-    capacity: Capacity
-    outcome: JobOutcome
-    rounds: Rounds
-
-    def advance(self, now: float) -> Iterable[Wait]:
-        """Draw the consequences of the present state; called again until nothing changes.
-
-        Return what the rule waits for: it is called again when the first of these waits is over.
-        """
-        return ()
-
-    def is_needed(self, host: str) -> bool:
-        """Return whether the other usable hosts are too few for the job to go on without it.
-
-        An elastic job goes on with `min_np` workers, a plain one with the number wanted.
-        """
-        wanted, need = self.capacity.wanted, self.capacity.least
-        if wanted is not None and not self.outcome.elastic:
-            need = max(need, wanted)
-        return self.hosts.slots_without(host) < need

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from elastic_driver.errors import ExitCode
 from elastic_driver.job import units
-from elastic_driver.job.capacity import HostLimits
+from elastic_driver.job.capacity import Limits
 from elastic_driver.job.decisions import CheckHosts
 from elastic_driver.job.events import (
     DiscoveryFailed,
@@ -47,7 +47,8 @@ from elastic_driver.job.events import (
 )
 from elastic_driver.job.hosts import Host
 from elastic_driver.job.outcome import Cause
-from elastic_driver.job.rounds import COMPLETE, Rule
+from elastic_driver.job.rounds import COMPLETE
+from elastic_driver.job.rule import Rule
 from elastic_driver.job.workers import ACTIVE, STARTING, Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait
@@ -177,7 +178,7 @@ class Rechecks(Rule):
 class Discovered(Rule):
     """Records and announces the hosts that discovery reports; holds those to be checked."""
 
-    limits: HostLimits
+    limits: Limits
 
     def on_hosts(self, event: HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
@@ -350,7 +351,7 @@ FACTOR = 1.5  # of the largest peak, which has to be idle for one more worker
 class Memory(Rule):
     """Decides which hosts have the memory for more workers."""
 
-    limits: HostLimits
+    limits: Limits
     discovered: Discovered
     idle: dict[str, int] = saved(factory=dict)  # by host, as agents measured it last
     # Of the last worker that ran out, until the job trains again.

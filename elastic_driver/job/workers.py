@@ -137,7 +137,7 @@ class Worker:
 
 
 @dataclass(slots=True)
-class WorkerStateRegistry:
+class Workers:
     """Every worker of the job: those with a process, and those who ended in this round.
 
     The name and the idea are those of Horovod's registry.

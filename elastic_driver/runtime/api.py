@@ -2,16 +2,16 @@
 
 | route | answer |
 |---|---|
-| `POST /v1/events` | 202 once the journal has it; posts a `core.events.WireEvent` to the driver |
-| `GET /v1/status` | the run and `core.status.JobStatus` as one JSON object |
-| `GET /v1/history?since=T` | `core.measured.History` of the last hour, after T (unix seconds) |
+| `POST /v1/events` | 202 once the journal has it; posts a `WireEvent` to the driver |
+| `GET /v1/status` | the run and `job.status.JobStatus` as one JSON object |
+| `GET /v1/history?since=T` | `words.progress.History` of the last hour, after T (unix seconds) |
 | `GET /v1/openapi.json` | all routes and their messages, see `runtime.openapi` |
 | `GET /v1/events?since=N` | `{"events": […], "last": n}`; with `text/event-stream` it goes on |
 | `GET /v1/live` | the job as it changes, see `runtime.live` |
 | `/`, `/assets/…`, `/login` … | the page, see `runtime.page_routes` |
 | `GET /metrics` | the same picture for Prometheus, see `runtime.metrics` |
 | `POST /v1/scale` | 202; `{"num_proc": N}` within the job's bounds |
-| `POST /v1/plan` | 202; see `core.events.PlanApplied`; 409 `stale_plan` |
+| `POST /v1/plan` | 202; see `words.wire_events.PlanApplied`; 409 `stale_plan` |
 | `POST /v1/hosts/{host}:drain` | 202; the host's workers leave in order; 404 for an unknown host |
 | `POST /v1/hosts/{host}:undrain` | 202; it may be used again; 404, 409 `not_drained` |
 | `POST /v1/stacks` | 202; every worker reports its stack: event `stacks_collected` |

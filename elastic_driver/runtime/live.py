@@ -4,7 +4,7 @@
 |---|---|
 | `hello` | the role of the reader, and the driver's time (unix seconds) |
 | `status` | `Picture`; a later one has only what has changed, unless it is `full` |
-| `history` | `core.measured.History`: the last hour first, then what is new |
+| `history` | `words.progress.History`: the last hour first, then what is new |
 | `events` | a list of new lines of the event log, each with its sentence |
 | `end` | the job is over, nothing follows |
 

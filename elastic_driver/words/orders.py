@@ -276,7 +276,7 @@ class ShutdownOrder(Struct, frozen=True, tag="shutdown"):
 
 
 class StacksOrder(Struct, frozen=True, tag="stacks"):
-    """Report the stack of every worker of this host, as seen from outside (`core.rules.hangs`)."""
+    """Report the stack of every worker of this host, as seen from outside (`job.hangs`)."""
 
     number: int  # of the question; the answer repeats it
 

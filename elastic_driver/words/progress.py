@@ -301,7 +301,7 @@ class Progress(Struct, frozen=True):
     if it has any. `marks`: the newest ones of this round, oldest first; each is sent several times.
     `commits` and `optimizer_steps`: of this process in this round.
 
-    The other fields are only shown (`core.measured`). `at`: the time of the last step by the
+    The other fields are only shown (`words.progress`). `at`: the time of the last step by the
     worker's own clock. `steps_done`, `samples_done`: of this process since it started. `numbers`,
     `total`: what `report_progress` got last, and the number of all steps. `reported`: the step that
     it named last, or the steps of its optimizers, in a round without commits. `micro_batches`:

@@ -3,7 +3,7 @@
 A task is a role (`chief`, `worker`, `ps`, `evaluator`) and an index. `assign` gives the tasks out
 each time the members change, and moves as few of them as it can. `TfLayout` keeps them, and each
 task's address, from one round to the next. It knows members by host and slot, because these stay
-when the processes are started again. Pure: called by `core.rules.placement` and, for clusters that
+when the processes are started again. Pure: called by `job.placement` and, for clusters that
 form over HTTP, by `policies.tf_cluster`.
 
 The form of TF_CONFIG: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG

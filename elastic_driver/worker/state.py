@@ -476,7 +476,7 @@ class State:
         """Make this state the same on every rank.
 
         Collective. Only the first call of a round does this, and `run` calls it for all states. The
-        ranks tell each other their versions: the source follows from these (`core.state_version`),
+        ranks tell each other their versions: the source follows from these (`words.world`),
         only ranks that differ receive, and where none differs nothing is sent. Afterwards the state
         counts as committed. Raises `UsageError` for attributes that cannot be sent and for models
         that differ, `StateLostError` where no rank has a whole state left.

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.job.hosts import Hindrance, HostManager, reason_of
+from elastic_driver.job.hosts import Hindrance, Hosts, reason_of
 from elastic_driver.settings import Settings
 
 
-def manager(*hosts: tuple[str, int], **settings: Any) -> HostManager:
-    made = HostManager(Settings(**settings))
+def manager(*hosts: tuple[str, int], **settings: Any) -> Hosts:
+    made = Hosts(Settings(**settings))
     made.record_discovered(hosts)
     return made
 
 
-def names(hosts: HostManager) -> list[str]:
+def names(hosts: Hosts) -> list[str]:
     return list(hosts.known)
 
 

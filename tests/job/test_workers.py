@@ -12,8 +12,8 @@ from elastic_driver.job.workers import (
     TRANSITIONS,
     Worker,
     WorkerNews,
+    Workers,
     WorkerState,
-    WorkerStateRegistry,
 )
 from elastic_driver.words.world import SlotInfo
 
@@ -22,12 +22,12 @@ def place(host: str = "a", slot: int = 0) -> SlotInfo:
     return SlotInfo(host, slot, 0, 0, 0, 1, 1, 1, 0, 1)
 
 
-def new(registry: WorkerStateRegistry, slot: int = 0) -> Worker:
+def new(registry: Workers, slot: int = 0) -> Worker:
     return registry.add("a", slot, founder=True, awaited=True)
 
 
-def in_state(state: WorkerState) -> tuple[WorkerStateRegistry, Worker]:
-    registry = WorkerStateRegistry()
+def in_state(state: WorkerState) -> tuple[Workers, Worker]:
+    registry = Workers()
     spare = state in SPARES
     worker = registry.add_spare("a", 0) if spare else new(registry)
     path = {
@@ -77,7 +77,7 @@ def test_a_worker_told_to_stop_neither_fails_nor_succeeds() -> None:
 
 
 def test_a_slots_incarnations_count_up_and_never_repeat() -> None:
-    registry = WorkerStateRegistry()
+    registry = Workers()
     first = new(registry)
     registry.apply(first, WorkerNews.EXITED_NONZERO)
     registry.forget_ended()
@@ -87,7 +87,7 @@ def test_a_slots_incarnations_count_up_and_never_repeat() -> None:
 
 
 def test_seniority_is_the_order_of_first_admission_and_stays() -> None:
-    registry = WorkerStateRegistry()
+    registry = Workers()
     young, old = new(registry, 0), new(registry, 1)
     registry.admit(old, place(slot=1))
     registry.admit(young, place(slot=0))
@@ -104,7 +104,7 @@ def test_a_worker_that_stops_cannot_become_a_member() -> None:
 
 
 def test_active_counts_those_who_stay() -> None:
-    registry = WorkerStateRegistry()
+    registry = Workers()
     workers = [new(registry, slot) for slot in range(4)]
     workers[0].leaving = "its host was removed"
     registry.apply(workers[1], WorkerNews.TOLD_TO_STOP)

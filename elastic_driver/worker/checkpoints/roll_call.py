@@ -1,6 +1,6 @@
 """The last checkpoint of workers that have to leave while no driver lives.
 
-With a driver, it names the step and the workers that write it (`core.rules.preemption`). Without
+With a driver, it names the step and the workers that write it (`job.preemption`). Without
 one they agree through the folder of the checkpoints, which all of them see: each notes the step
 that it holds. As soon as all members of the last world have done so, or after a wait, one of them
 writes the request, and only the first one counts. Then those that hold the newest step write it

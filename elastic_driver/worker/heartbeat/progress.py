@@ -289,7 +289,7 @@ class TrainingProgress:
     def marked(self, step: int, digest: str, buffers: str = "") -> None:
         """Record the digest of the state after a committed step, for the comparison of ranks.
 
-        `buffers`: digests of what ranks may have apart; see `core.progress.StateMark`.
+        `buffers`: digests of what ranks may have apart; see `words.progress.StateMark`.
         """
         self.buffers = {each: self.buffers.get(each, "") for each, _ in self.marks}
         self.buffers[step] = buffers

@@ -59,7 +59,7 @@ def agree(
     repair: bool = False,
     gone: int = 0,
 ) -> Agreement:
-    """Apply the rule of `core.state_version` to the states of a world, by rank. Pure.
+    """Apply the rule of `words.world` to the states of a world, by rank. Pure.
 
     All ranks know the same states, so all get the same answer without a message, and a round in
     which no rank has to receive moves no tensors.

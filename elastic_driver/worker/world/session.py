@@ -7,7 +7,7 @@ the connections of the training process. It keeps rank and size, which the proce
 for. No process that a worker has started joins the job beside it.
 
 A worker that makes no progress for long counts as hung (`heartbeat.stall_watch`,
-`core.rules.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
+`job.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
 phase that is not training, such as an evaluation, runs inside `busy`. Both do nothing in a process
 that `elasticrun` did not start. Scripts call them on the training thread. Times are seconds.
 """
