@@ -115,7 +115,7 @@ class Adoption(Rule):
                 self.effects.decide(PublishNotice(number, None, unknown))
             self.rounds.continue_after(number)
 
-    def after_the_end(self, event: DriverResumed | ev.AgentReturned) -> None:
+    def take_in_after_the_end(self, event: DriverResumed | ev.AgentReturned) -> None:
         """Repeat that the job is over; returning agents shut down."""
         if isinstance(event, ev.AgentReturned):
             self._check_new(event)

@@ -1,24 +1,19 @@
-"""The boundary: a step that no rank has reached yet, after which a planned change may happen.
+"""The step after which members leave a round together, and ranks whose states differ.
 
-Workers leave together without a collective because the driver names the step. That step has to
-lie far enough ahead that each worker's heartbeat thread knows of it before `commit()` gets
-there, and no further, because newcomers wait for it. A rank that learns of it too late breaks the
-process group for the others; no step is lost then, but all have to recover.
+Workers leave together without a collective because the driver names the step, the boundary: one
+that no rank has reached yet. It has to lie far enough ahead that each worker's heartbeat thread
+knows of it before `commit()` gets there, and no further, because newcomers wait for it. A rank that
+learns of it too late breaks the process group for the others; no step is lost then, but all have to
+recover. A step here is a commit or a check for changes of the hosts: both are counted. The executor
+asks the members how far they are (`AskProgress`) and reports what they said (`ProgressReported`).
 
-A step here is a commit or a check for changes of the hosts: both are counted.
-
-The executor asks the members how far they are (`AskProgress`) and reports what they said
-(`ProgressReported`). Pure; times are seconds.
-
-What follows when the ranks of a round hold different states.
-
-`policies.state_watch` compares the states and finds differences; this rule announces each and acts
-by `--on-difference`. By default a difference that began at a change of the world is repaired: the
-members leave the round at a step boundary, and in the next one all take over the state of rank 0,
-which has been in the job for longest. Any other difference ends the job: training has gone wrong
-for longer than anybody can tell, and a repair would hide that. A repair that does not help ends
-the job, too. Floats that Horovod's states keep are only told of. A repair is no failure, and no
-change that `--reset-limit` counts.
+The watch over states finds differences; `Differences` announces each and acts by
+`--on-difference`. By default a difference that began at a change of the world is repaired: the
+members leave the round at a boundary, and in the next one all take over the state of rank 0, which
+has been in the job for longest. Any other difference ends the job: training has gone wrong for
+longer than anybody can tell, and a repair would hide that. A repair that does not help ends the
+job, too. Floats that Horovod's states keep are only announced. A repair is no failure, and no
+change that `--reset-limit` counts. Times are monotonic seconds.
 """
 
 import math
@@ -173,6 +168,8 @@ def leave_after(readings: Iterable[Reading], *, base: int, margin: float) -> int
         margin_steps = min(margin / fastest, LONGEST_AHEAD)
     return math.floor(furthest + margin_steps) + 1
 
+
+# ---- states that differ ------------------------------------------------------------------
 
 VALUE = "state."  # begins the names of plain values; models and optimizers have their own
 HINT = "see docs/verify-state.md"

@@ -1,17 +1,15 @@
-"""The number of workers that the job aims at, and who has asked for it.
+"""The number of workers that the job aims at, and the slots that it may use. Memory is bytes.
 
-A user's figure (`elasticctl scale`, `elasticctl apply`) outranks what `--auto-scale` proposes,
-until the user releases it. Rounds that are closed for a request do not count towards
-`--reset-limit`.
+`Capacity` has the number. A user's figure (`elasticctl scale`, `elasticctl apply`) outranks what
+`--auto-scale` proposes, until the user releases it. Rounds that are closed for a request do not
+count towards `--reset-limit`.
 
-The slots that a plan, and the memory of hosts, leave of those found or granted by the Brain.
-
-A plan may limit the workers of each host by number, and by the processors and the memory that each
-worker needs. Agents report what their host has; until then only the number counts. After a worker
-has run out of memory, a host gets no more workers than there is memory for. Memory is bytes.
-
-Two limits are wishes, which do not keep a job from having the fewest workers that it needs: those
-of hosts whose processors are too few, and of the memory that similar jobs took.
+`Limits` has the slots of each host: those that discovery found or the Brain granted, less what a
+plan and the host's memory do not allow. A plan may limit the workers of each host by number, and by
+the processors and the memory that each worker needs. Agents report what their host has; until then
+only the number counts. After a worker has run out of memory, a host gets no more workers than there
+is memory for. Two limits are wishes, which do not keep a job from having the fewest workers that it
+needs: those of hosts whose processors are too few, and of the memory that similar jobs took.
 """
 
 from collections.abc import Iterator
@@ -69,7 +67,7 @@ class Limits:
             self.fewer.pop(host, None)
         self.equipment[host] = cpus, memory
 
-    def on_machine(self, host: str, machine: str) -> list[str]:
+    def record_machine(self, host: str, machine: str) -> list[str]:
         """Record the machine of a host; return its other names, as far as agents have said."""
         if self.machines.get(host, machine) != machine:  # it is another machine now
             self.same = {name: kept for name, kept in self.same.items() if kept != host}
@@ -89,15 +87,15 @@ class Limits:
             slots[host] = slots.get(host, 0) + found
         return slots
 
-    def limit(self, plan: ev.PlanApplied | None) -> None:
+    def set_plan(self, plan: ev.PlanApplied | None) -> None:
         """Let this plan hold; None: none."""
         self.plan = plan
 
-    def short_of_memory(self, need: int, room: dict[str, int]) -> None:
+    def set_memory_need(self, need: int, room: dict[str, int]) -> None:
         """Let one more worker need so much memory, and these hosts have room for so many."""
         self.memory_need, self.room, self.too_small = need, room, None
 
-    def expect(self, need: int) -> None:
+    def set_expected_memory(self, need: int) -> None:
         """Let a worker probably need so much memory; 0: that is not known."""
         self.expected = need
 
@@ -108,7 +106,7 @@ class Limits:
         equipped = {host: memory for host, (_, memory) in self.equipment.items() if memory}
         return {host: memory // need for host, memory in equipped.items()} | self.room
 
-    def limit_starved(self, host: str, most: int) -> None:
+    def set_starved(self, host: str, most: int) -> None:
         """Let a host have at most so many workers, because they wait for its processors."""
         self.fewer[host] = most
 
@@ -159,6 +157,9 @@ class Limits:
             yield int(cpus / plan.cpu_per_worker)
         if plan.memory_per_worker is not None and memory:
             yield memory // plan.memory_per_worker
+
+
+# ---- the number of workers ---------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -267,7 +268,7 @@ class Capacity:
         self.unfit.clear()  # the user may have mended the script
         self.requested = self.requested or self.wanted != before
 
-    def hosts_limited(self) -> None:
+    def note_hosts_limited(self) -> None:
         """Record that a plan has changed the slots of hosts."""
         self.changed = self.requested = True
 
@@ -285,7 +286,7 @@ class Capacity:
         if vacated is not None:
             self.slots_to_refill.append(vacated)
 
-    def does_not_fit(self, host: str, why: str) -> None:
+    def mark_unfit(self, host: str, why: str) -> None:
         """Start no more workers on a host: one there could not take over the state."""
         self.unfit[host], self.changed = why, True
 

@@ -1,4 +1,4 @@
-"""Every decision that the core takes, each with its reason.
+"""Every decision that the job takes, each with its reason.
 
 All are frozen. `Job.handle(event, now)` returns them in the order in which they are to be
 carried out; `runtime.executor` does so.

@@ -1,9 +1,7 @@
-"""The events that the driver's own process posts for the job: what it has seen.
+"""The events for the job: those that the driver's own process posts, and the union of all.
 
-They never cross a network, so their fields have no bounds; those that do are in `events`. They are
-in the journal too, each by its tag.
-
-Every event for the job, in the groups that its rules take in, and batches of events.
+What the driver itself has seen never crosses a network, so its fields have no bounds; the events of
+agents, workers and users are in `words.wire_events`. All are in the journal, each by its tag.
 """
 
 from typing import Literal, TypeAlias, get_args

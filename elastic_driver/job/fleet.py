@@ -1,11 +1,10 @@
-"""The agents: one for each host in use; each start is a new incarnation.
+"""The agents of the hosts, and the effects of one event: decisions, orders, the next deadline.
 
-`placement` decides which hosts get an agent, `agents` and `adoption` what follows from its news.
-The transition table is the specification. Times are monotonic seconds.
+`Fleet` has one agent for each host in use; each start is a new incarnation. `placement` decides
+which hosts get an agent, `lost_hosts` and `adoption` what follows from its news.
+`AGENT_TRANSITIONS` is the specification.
 
-The effects of one event: decisions, orders to agents, the next deadline, the present wait.
-
-Every rule writes here through these methods. Times are monotonic seconds.
+Every rule writes what it wants done through the methods of `Effects`. Times are monotonic seconds.
 """
 
 from collections.abc import Sequence
@@ -151,6 +150,8 @@ class Fleet:
         """Return whether the host has an agent that takes orders, or is awaited."""
         return host in self.agents and self.agents[host].is_up
 
+
+# ---- effects -----------------------------------------------------------------------------
 
 About: TypeAlias = Worker | str | None  # a worker, the name of a host, or the round
 

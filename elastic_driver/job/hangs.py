@@ -1,4 +1,4 @@
-"""Workers that hang, and the stacks of all workers.
+"""Jobs that do not go on: workers that hang, the stacks of all workers, and rounds that wait.
 
 A worker that makes no progress for longer than its limit reports that, and where its training
 thread stands: in a collective, waiting for others, or elsewhere (`worker.heartbeat.stall_watch`).
@@ -20,13 +20,12 @@ waiting for it.
 when a user asks (`elasticctl stacks`). Workers answer from their heartbeat thread. Their agents
 answer too, with what py-spy sees, because a process that is stopped or holds the GIL cannot answer.
 A worker's own answer replaces its agent's. When all have answered, or after `ANSWER_S`, the event
-`stacks_collected` names the groups of ranks. Times are monotonic seconds.
+`stacks_collected` names the groups of ranks.
 
-Says whom the job waits for, when it has waited for a while.
-
-A forgotten variable, a host too few or a name that leads nowhere looks like a slow start: nothing
-happens until `--start-timeout`. So a wait of a few seconds is announced once in a round, with who
-is missing, why the job expects them, and how to say otherwise. Times are monotonic seconds.
+A round that does not form is announced by `Waits`. A forgotten variable, a host too few or a name
+that leads nowhere looks like a slow start: nothing happens until `--start-timeout`. So a wait of a
+few seconds is announced once in a round, with who is missing, why the job expects them, and how to
+say otherwise. Times are monotonic seconds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -346,6 +345,8 @@ def uneven(begun: Mapping[int, int]) -> str:
     called = "a collective" if most - least == 1 else f"{most - least} collectives"
     return f"; {name_ranks(ahead)} {have} called {called} that {name_ranks(behind)} did not"
 
+
+# ---- rounds that do not form -------------------------------------------------------------
 
 SILENT_S = 5.0  # without hosts or agents that are needed
 BOOT_S = 30.0  # without workers that import their modules, say

@@ -1,18 +1,14 @@
 """The hosts that discovery found, and what keeps them from getting new workers.
 
 Discovery reports hosts, failures put them in cool-down, time brings them back; a drain or a check
-that is due keeps them out, too. The table in `host_states` says which news begins and ends what.
-A host in cool-down keeps its healthy workers and only gets no new ones; it loses them, too, if the
-job leaves hosts on which a worker has failed. A host that the job cannot do without is not put in
-cool-down: only its restarts that fail fast are delayed. Not to be reachable is no failure: such a
-host is used again as soon as it answers (`unreachable`). The workers of a drained host leave. Times
-are monotonic seconds.
+that is due keeps them out, too. `HOST_TRANSITIONS` says which news begins and ends what. A host in
+cool-down keeps its healthy workers and only gets no new ones; it loses them, too, if the job leaves
+hosts on which a worker has failed. A host that the job cannot do without is not put in cool-down:
+only its restarts that fail fast are delayed. Not to be reachable is no failure: such a host is
+probed, and used again as soon as it answers (`lost_hosts`). The workers of a drained host leave.
 
-The table of what keeps hosts from getting new workers; `hosts` applies it.
-
-How long a host is left alone: before the next start there, and between two probes.
-
-The reasons why hosts get no workers, in words for people. Times are monotonic seconds.
+`reason_of` and `outlook` say in words for people why hosts get no workers. Times are monotonic
+seconds.
 """
 
 import math
@@ -66,6 +62,8 @@ HOST_TRANSITIONS: dict[Hindrance, dict[HostNews, bool]] = {  # whether the news 
 }
 
 
+# ---- how long a host is left alone -------------------------------------------------------
+
 FIRST_PROBE_S = 0.5  # between two probes of a host; longer if very many are not reachable
 LONGEST_PROBE_S = 3.0
 SLOWER_AFTER_S = 60.0  # the pause is the time that the host has been gone, divided by this
@@ -86,6 +84,8 @@ def probe_pause(host: str, lost: int, gone: float = 0.0) -> float:
     pause = min(max(FIRST_PROBE_S, lost / PROBES_PER_S, gone / SLOWER_AFTER_S), LONGEST_PROBE_S)
     return pause * (1.0 - (zlib.crc32(host.encode()) % 1024) / 4096)
 
+
+# ---- the hosts ---------------------------------------------------------------------------
 
 _COOL_DOWN = Hindrance.COOL_DOWN
 TIMED = (Hindrance.COOL_DOWN, Hindrance.PAUSING)  # they end by themselves
@@ -192,7 +192,7 @@ class Hosts:
         """Return whether the host is there, or has been."""
         return name in self.known or name in self._records
 
-    def usable(self, name: str) -> bool:
+    def is_usable(self, name: str) -> bool:
         """Return whether the host is there and nothing keeps it from getting workers."""
         return name in self.known and self.hindrance(name) is None
 
@@ -277,14 +277,14 @@ class Hosts:
         """Return when the first cool-down or pause ends."""
         return min((h.until for k in TIMED for h in self._hindered[k].values()), default=None)
 
-    def suspect(self, name: str, now: float) -> bool:
+    def is_suspect(self, name: str, now: float) -> bool:
         """Return whether an agent was lost there within the window: the next one may fail too."""
         host = self.known.get(name)
         if host is None:
             return False
-        return host.lost_at is not None or self._recent(host.agent_losses, now) > 0
+        return host.lost_at is not None or bool(self._recent(host.agent_losses, now))
 
-    def worker_failed(
+    def count_failure(
         self, name: str, now: float, reason: str, *, needed: bool = False, leave: bool = False
     ) -> str | None:
         """Count a worker's failure; return the reason for a cool-down that it leads to.
@@ -295,8 +295,8 @@ class Hosts:
         host = self._note_trouble(name, now)
         if host is None:
             return None
-        host.failures.append(now)
-        failures, given = self._recent(host.failures, now), self.settings.host_failures
+        failures = self._add(host.failures, now)
+        given = self.settings.host_failures
         limit = given or (1 if leave else DEFAULT_HOST_FAILURES)
         if failures < limit or name in self._hindered[Hindrance.COOL_DOWN]:
             return None
@@ -310,21 +310,21 @@ class Hosts:
         host.left, host.needed_again = leave, not leave
         return cooldown
 
-    def agent_failed(
+    def count_agent_loss(
         self, name: str, now: float, reason: str, *, started: bool, needed: bool = False
     ) -> str | None:
         """Count a lost agent; return the cool-down's reason, None: start it again in place.
 
         An agent that could not even start (`started` False) puts the host in cool-down, and so
         does a second loss within the window if no worker has trained in between. `needed`: see
-        `worker_failed`.
+        `count_failure`.
         """
         trained = name in self.known and self.known[name].stepped
         host = self._note_trouble(name, now)
         if host is None:
             return None
-        host.agent_losses.append(now)
-        if started and (trained or self._recent(host.agent_losses, now) == 1):
+        losses = self._add(host.agent_losses, now)
+        if started and (trained or losses == 1):
             return None
         if name in self._hindered[Hindrance.COOL_DOWN]:
             return host.reason
@@ -354,7 +354,7 @@ class Hosts:
         self._learn(host, HostNews.FAILED)
         return reason if host.refusals == 1 else None
 
-    def check_failed(self, host: Host, now: float, reason: str) -> str:
+    def record_failed_check(self, host: Host, now: float, reason: str) -> str:
         """Put a host that failed a check in cool-down; return the reason in words."""
         self._note_trouble(host.name, now)
         cooldown = self._cool_down(host, now, reason)
@@ -365,7 +365,7 @@ class Hosts:
         """Return whether the workers of a host have to leave, because one there has failed."""
         return host.left and host.name in self._hindered[Hindrance.COOL_DOWN]
 
-    def step_finished(self, name: str) -> None:
+    def record_step(self, name: str) -> None:
         """Record that a worker there finished a step: later trouble may start a new count."""
         if name in self.known:
             self.known[name].stepped = True
@@ -455,7 +455,7 @@ class Hosts:
         self.next_probe = min((host.probe_at for host in lost), default=math.inf)
         return tuple(host.name for host in due)
 
-    def still_away(self, names: Iterable[str], now: float) -> list[Host]:
+    def take_still_away(self, names: Iterable[str], now: float) -> list[Host]:
         """Return those of these hosts of which it is time to say again that they do not answer."""
         away = self._hindered[Hindrance.UNREACHABLE]
         told = list[Host]()
@@ -509,10 +509,18 @@ class Hosts:
             host.reason = f"the next restart waits {length:g} s: {reason}; no host can replace it"
             self._learn(host, HostNews.FAILED_FAST)
 
-    def _recent(self, times: list[float], now: float) -> int:
-        """Drop times before the window; return how many are left."""
-        times[:] = [at for at in times if at > now - self.settings.host_failure_window]
+    def _recent(self, times: list[float], now: float) -> list[float]:
+        """Return the times within the window."""
+        return [at for at in times if at > now - self.settings.host_failure_window]
+
+    def _add(self, times: list[float], now: float) -> int:
+        """Add a time and forget those before the window; return how many there are then."""
+        times.append(now)
+        times[:] = self._recent(times, now)
         return len(times)
+
+
+# ---- in words for people -----------------------------------------------------------------
 
 
 def reason_of(hosts: Hosts, name: str, now: float) -> str:

@@ -36,7 +36,7 @@ def _decisions(job: JobParts, decided: Sequence[Decision]) -> Iterator[str]:
                 StartAgent(host=host)
                 | GiveOrder(host=host, order=StartWorkerOrder(), repeated=False)
             ):
-                if not job.hosts.usable(host):
+                if not job.hosts.is_usable(host):
                     hindrance = job.hosts.hindrance(host)
                     what = "not there" if hindrance is None else f"in {hindrance.value}"
                     yield f"{host} gets a worker or an agent though it is {what}"

@@ -117,9 +117,9 @@ class Job(JobParts):
 
     def _take_in_after_the_end(self, event: JobEvent) -> None:
         if isinstance(event, seen.DriverResumed | ev.AgentReturned):
-            self.adoption.after_the_end(event)
+            self.adoption.take_in_after_the_end(event)
         else:
-            self.reports.after_the_end(event)
+            self.reports.take_in_after_the_end(event)
 
     def _take_in_report(self, event: ProcessEvent, now: float) -> None:
         worker = self.workers.with_process(event, event.worker)
@@ -215,7 +215,8 @@ class Job(JobParts):
             case seen.ProgressReported():
                 self.boundary.on_progress_reported(event, now)
             case ev.ScaleRequested():
-                self.discovered.on_scale_requested(event)
+                self.capacity.on_scale_requested(event)
+                self.discovered.on_target_set(event)
             case ev.PlanApplied():
                 self.discovered.on_plan_applied(event)
             case seen.SizeProposed():

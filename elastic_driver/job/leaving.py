@@ -9,20 +9,16 @@ With `--replace-slow`, a worker that computes slowly is drained, too: one at a t
 workers that are wanted train, and only if another host has room and is not slow. Its replacement is
 started there first. The host of a replaced worker is the last choice until a rank there has
 recovered. There is a pause before workers of another host are replaced. If no other host has room,
-nothing happens, and that is announced once.
-`policies.stragglers` gives the verdict on a rank; it is forgotten with its round.
-
-Times are monotonic seconds.
-
-Notices to hosts and workers, and the short wait for those of the others.
+nothing happens, and that is announced once. The watch over stragglers gives the verdict on a rank;
+it is forgotten with its round.
 
 A batch system or a service manager that ends a job sends a signal to all of its processes: to
 `elasticrun`, the agents, the workers. They get it and report it in any order, on several machines
 seconds apart. If each notice were acted upon at once, the world would shrink and form anew several
 times before the last one is there, and what remains would train on with other batches. So an
 elastic job trains on for `notice_spread` seconds after the first notice (less if there is little
-time), starts nothing and forms no round meanwhile. As soon as all hosts have their notice, or the
-job has one itself, nothing more is awaited. Times are monotonic seconds.
+time), starts nothing and forms no round meanwhile (`Notices`). As soon as all hosts have their
+notice, or the job has one itself, nothing more is awaited. Times are monotonic seconds.
 """
 
 import math
@@ -235,7 +231,7 @@ class Drains(Rule):
             return ""
         if current.state is not COMPLETE:
             return "the world changes before its replacement is ready"
-        if not self.hosts.usable(replacement.target):
+        if not self.hosts.is_usable(replacement.target):
             return f"host {replacement.target} cannot be used any more"
         if (self.capacity.wanted or 0) - self.workers.active() > (successor is None):
             return "more workers are wanted"
@@ -293,8 +289,8 @@ class Drains(Rule):
         slow = {w.host for w in self.workers.having(READY, RUNNING) if w.id in self.slow}
         slow |= self.hosts.distrusted
         for name, host in self.hosts.known.items():
-            unsafe = name not in self.fleet.agents and self.hosts.suspect(name, now)
-            if name in slow or unsafe or not self.hosts.usable(name):
+            unsafe = name not in self.fleet.agents and self.hosts.is_suspect(name, now)
+            if name in slow or unsafe or not self.hosts.is_usable(name):
                 continue
             if len(self.workers.in_slots(name)) < host.slots and self._makes_a_world(worker, name):
                 return name
@@ -313,6 +309,8 @@ class Drains(Rule):
         hosts = tuple({target, *(w.host for w in staying)})
         return len(units.whole(hosts, self.settings)) == len(hosts)
 
+
+# ---- notices -----------------------------------------------------------------------------
 
 SPREAD_SHARE = 0.25  # of the time that the first notice gives
 

@@ -1,7 +1,10 @@
-"""Agents that may be lost: evidence is collected and confirmed by a probe, then comes the verdict.
+"""Agents and hosts that are lost or cannot be reached: evidence, probes, and what follows.
 
-One piece of evidence proves nothing: a proxy may close connections, a link may lose packets, a
-machine may be slow. So an agent that is suspected is probed. Its host is lost if
+Agents (`Agents`). The workers of a host end with its agent. The agent is started again in place, or
+its host is put in cool-down, or is probed until it is reachable again.
+
+Evidence (`Suspicion`). One piece of it proves nothing: a proxy may close connections, a link may
+lose packets, a machine may be slow. So an agent that is suspected is probed. Its host is lost if
 
 - the agent is suspected and its host answers that the process is gone, or
 - the agent is silent, the probe is not answered either, and another host answers one, so that it is
@@ -9,26 +12,19 @@ machine may be slow. So an agent that is suspected is probed. Its host is lost i
 - no probe can reach this host at all (a firewall), and two kinds of evidence agree.
 
 An agent that answers is only observed until its next heartbeat. Without any of these the agent's
-lease ends after `heartbeat_timeout` (`agents`). Times are monotonic seconds.
+lease ends after `heartbeat_timeout`.
 
-Workers whose connections to another host of the job nobody answers.
+Hosts that are not reachable (`Unreachable`: power, cable, sshd) are probed until they answer. That
+is no misbehaviour, so there is no cool-down. A host that answers is used at once, if its slots are
+needed. Where no probe is possible (a jump host), the start of an agent is tried in its place;
+starts that fail are tried again after a growing pause of a few seconds at most.
 
-Usually a firewall drops them. A library that connects waits for minutes and then names an address
-at best, so the agents look at the connections of their workers and report those that wait. A world
-that such a pair keeps from its first step will never come about: the job ends after
-`--start-timeout`. Times are monotonic seconds.
+Connections between two hosts that nobody answers (`Unanswered`). Usually a firewall drops them. A
+library that connects waits for minutes and then names an address at best, so the agents look at the
+connections of their workers and report those that wait. A world that such a pair keeps from its
+first step will never come about: the job ends after `--start-timeout`.
 
-Hosts that are not reachable (power, cable, sshd): they are probed until they answer.
-
-Not to be reachable is no misbehaviour, so there is no cool-down. A host that answers is used at
-once, if its slots are needed. Where no probe is possible (a jump host), the start of an agent is
-tried in its place; starts that fail are tried again after a growing pause of a few seconds at most.
 Times are monotonic seconds.
-
-News of agents (one is up, one is lost, one does not come up), and leases that expire.
-
-The workers of a host end with its agent. The agent is started again in place, or its host is put in
-cool-down, or is probed until it is reachable again. Times are monotonic seconds.
 """
 
 import itertools
@@ -63,6 +59,8 @@ from elastic_driver.words import counted
 from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words import worker_log_events as worker_log
+
+# ---- connections that nobody answers -----------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -99,6 +97,8 @@ class Unanswered(Rule):
             "(docs/firewalls.md)"
         )
 
+
+# ---- hosts that are not reachable --------------------------------------------------------
 
 PATIENCE_S = 1.0  # for an answer; probes overlap, as the first packet of one may be lost
 _TOLD_STARTS = 1  # later starts that fail are not announced: there may be one every few seconds
@@ -150,10 +150,12 @@ class Unreachable(Rule):
             others = f" and {len(due) - 1} more" if len(due) > 1 else ""
             reason = f"not reachable: {due[0]}{others}"
             self.effects.decide(ProbeHosts(due, PATIENCE_S, self.probes, reason))
-            if told := hosts.still_away(due, now):
+            if told := hosts.take_still_away(due, now):
                 self._tell_again(told, now)
         return (Wait(hosts.next_probe),)
 
+
+# ---- agents ------------------------------------------------------------------------------
 
 _LOST = host_log.AgentLost()  # nothing more is known
 
@@ -270,12 +272,14 @@ class Agents(Rule):
             self.unreachable.lose(host, reason, now, started=was_up)
             return
         needed = self.is_needed(host)
-        cooldown = self.hosts.agent_failed(host, now, reason, started=was_up, needed=needed)
+        cooldown = self.hosts.count_agent_loss(host, now, reason, started=was_up, needed=needed)
         if cooldown is not None:
             self.effects.announce(host_log.HostBlacklisted(), cooldown, host)
-        elif self.hosts.usable(host) and not self.outcome.finishing:
+        elif self.hosts.is_usable(host) and not self.outcome.finishing:
             self.placement.start_agent(host, now, f"again in place: {reason}")
 
+
+# ---- evidence ----------------------------------------------------------------------------
 
 PROBE_S = 0.6  # for an answer; several attempts are made in this time, as packets may be lost
 FIRST_PROBE_S = 2.0  # for the first answer of an agent that has just come up

@@ -433,7 +433,7 @@ class Membership(Rule):
         """Stop workers that left the round and have to leave, unless their state is needed."""
         # Others with a notice make room for a worker that can take the state.
         going = (w for w in self.workers.having(READY, STOPPING) if w.id in self.drains.notices)
-        slots_come_free = sum(self.hosts.usable(worker.host) for worker in going) > 1
+        slots_come_free = sum(self.hosts.is_usable(worker.host) for worker in going) > 1
         receivers = ready or slots_come_free or self._newcomers_in_sight()
         holder = self._newest_leaver(ready)
         if receivers:

@@ -119,7 +119,7 @@ class Budget:
             self.fruitless += 1
             self._incident_at = now
 
-    def step_finished(self) -> None:
+    def record_step(self) -> None:
         """End the row of fruitless failures: a step was finished."""
         self.fruitless, self._incident_at = 0, -math.inf
 
@@ -172,14 +172,14 @@ class Outcome:
         """Record the kind of the script."""
         self.kind = kind
 
-    def step_finished(self, committed: int | None = None) -> None:
+    def record_step(self, committed: int | None = None) -> None:
         """Record progress: the row of failures ends. `committed`: steps in all, if they count."""
         self.steps_reported += 1
         self.committed = self.committed if committed is None else committed
         self.has_progress = True
-        self.budget.step_finished()
+        self.budget.record_step()
 
-    def holds(self, steps: int, phase: int) -> None:
+    def record_state(self, steps: int, phase: int) -> None:
         """Record a worker's state of so many committed steps, in a training function."""
         if steps > 0:
             self.committed = max(self.committed, steps)
@@ -204,7 +204,7 @@ class Outcome:
         if all_workers:
             self.first_success = None
 
-    def record(self, loss: Loss) -> None:
+    def record_loss(self, loss: Loss) -> None:
         """Record a worker's failure."""
         self.losses.append(loss)
         self.last_loss_at = loss.at

@@ -2,6 +2,9 @@
 
 Each part owns its state and alone writes it; other parts read it, or call methods of its owner
 (tests/job/test_ownership.py). The fields of a part that have no default name the parts it needs.
+
+The name of an attribute is the name of the part's table in snapshots: to rename one would lose the
+state of an older driver's job.
 """
 
 from dataclasses import MISSING, fields, is_dataclass

@@ -1,19 +1,16 @@
-"""Slots that get workers, hosts that get agents, and workers that have to leave.
+"""Slots that get workers, hosts that get agents, workers that have to leave, and spares.
 
-Works when hosts, slots, agents or the wanted size have changed. A host in cool-down gets nothing
-new; a worker that has to leave is stopped by `membership` or `plain`. Times are monotonic seconds.
+`Placement` works when hosts, slots, agents or the wanted size have changed. A host in cool-down
+gets nothing new; a worker that has to leave is stopped by `membership` or `plain`.
 
-Spares (`--spares N`): workers that have run the script up to `@elastic.run` and wait.
-
-A spare is in no slot and in no round. When a slot comes free on its host, a spare that is ready
-gets it and is a member of the next round, so that the job is back at full size at the survivors'
-next step. The next spare is started when that round has finished a step and no worker is booting,
-because its start takes a core from the training. A spare whose process uses the device of the slot
-it was started for can only take that slot.
-
-The end of a spare is no failure of the job. The next one is started after a pause that doubles. If
-`MAX_EARLY` in a row end before they are ready, the host gets no more, unless one that it still has
-is promoted. Times are seconds.
+A spare (`--spares N`) is a worker that has run the script up to `@elastic.run` and waits. It is in
+no slot and in no round. When a slot comes free on its host, a spare that is ready gets it and is a
+member of the next round, so that the job is back at full size at the survivors' next step. The next
+spare is started when that round has finished a step and no worker is booting, because its start
+takes a core from the training. A spare whose process uses the device of the slot it was started for
+can only take that slot. The end of a spare is no failure of the job. The next one is started after
+a pause that doubles. If `MAX_EARLY` in a row end before they are ready, the host gets no more,
+unless one that it still has is promoted. Times are monotonic seconds.
 """
 
 from collections import Counter
@@ -120,7 +117,7 @@ class Placement(Rule):
         width, inside = units.width(self.settings), {worker.host for worker in kept}
         if width == 1:
             return 0
-        others = sum(self.hosts.usable(name) for name in self.hosts.known if name not in inside)
+        others = sum(self.hosts.is_usable(name) for name in self.hosts.known if name not in inside)
         missing = min(others, width - len(inside))
         return max(0, missing - max(0, wanted - len(kept)))
 
@@ -141,7 +138,7 @@ class Placement(Rule):
             elif name in distrusted:
                 spare += self._room(host)
                 relied_on += bool(self.workers.on_host(name))
-            elif agent.is_up or not self.hosts.suspect(name, now):
+            elif agent.is_up or not self.hosts.is_suspect(name, now):
                 need -= self._room(host)
                 relied_on += 1
         for name in without:
@@ -150,7 +147,7 @@ class Placement(Rule):
             if not units.one_more(relied_on, self.settings, slots_needed=need > 0):
                 return
             self.start_agent(name, now, "its slots are needed")
-            if not self.hosts.suspect(name, now):
+            if not self.hosts.is_suspect(name, now):
                 need -= self._room(self.hosts.known[name])
                 relied_on += 1
 
@@ -185,7 +182,7 @@ class Placement(Rule):
         ongoing = self.drains.replacement
         replacement = None if ongoing is None else ongoing.target
         fits = host not in self.capacity.unfit
-        return self.hosts.usable(host) and fits and replacement in (None, host)
+        return self.hosts.is_usable(host) and fits and replacement in (None, host)
 
     def _release_hosts(self) -> None:
         """Stop the agents of hosts that go away, once they have no workers."""
@@ -351,6 +348,8 @@ class Placement(Rule):
         return self.tf.settle({where: PortOffer(a.address, a.slot_ports) for where, a in agents})
 
 
+# ---- spares ------------------------------------------------------------------------------
+
 MAX_EARLY = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
@@ -468,7 +467,7 @@ class Spares(Rule):
         """Stop the spares of hosts that cannot be used, or have no worker that stays."""
         for worker in self.workers.having(*SPARES):
             host, there = worker.host, self.workers.in_slots(worker.host)
-            if not self.hosts.usable(host):
+            if not self.hosts.is_usable(host):
                 self.effects.stop(worker, f"host {host} gets no new workers")
             elif not any(w.state in ACTIVE and not w.leaving for w in there):
                 self.effects.stop(worker, f"host {host} has no workers")
@@ -482,7 +481,7 @@ class Spares(Rule):
                 by_host.setdefault(worker.host, []).append(worker)
         for host, there in by_host.items():
             missing = self.settings.spares - have[host]
-            if missing <= 0 or not (self.fleet.is_ready(host) and self.hosts.usable(host)):
+            if missing <= 0 or not (self.fleet.is_ready(host) and self.hosts.is_usable(host)):
                 continue
             failures = self._failures.get(host, SpareFailures())
             if failures.early >= MAX_EARLY:

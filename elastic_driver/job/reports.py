@@ -64,7 +64,7 @@ class Reports(Rule):
         """Record a worker's process."""
         if worker.pid:
             raise ev.StaleEvent(f"{worker.id} was started already")
-        self.workers.process_started(worker, event.pid, event.cpus)
+        self.workers.record_start(worker, event.pid, event.cpus)
         bound = f", bound to CPUs {event.cpus}" if event.cpus else ""
         self.effects.announce(worker_log.WorkerStarted(), f"pid {event.pid}{bound}", worker)
 
@@ -79,7 +79,7 @@ class Reports(Rule):
         if running and (event.round < current.number or event.round == worker.left):
             raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
         self.workers.record_ready(worker, event)
-        self.outcome.holds(event.version, event.phase)
+        self.outcome.record_state(event.version, event.phase)
         undone, why = round(event.undone, 6) or None, event.reason or "waits for a round"
         self.effects.announce(worker_log.WorkerReady(undone=undone), why, worker)
         if running and current.state is COMPLETE:
@@ -91,8 +91,8 @@ class Reports(Rule):
         if not in_round and (worker.state is not READY or event.round != worker.left):
             raise ev.StaleEvent(f"step of {worker.id} in round {event.round}, which is over")
         self.workers.record_step(worker, event.round)
-        self.outcome.step_finished(event.step)
-        self.hosts.step_finished(worker.host)
+        self.outcome.record_step(event.step)
+        self.hosts.record_step(worker.host)
         if in_round and self.rounds.note_step():
             self.capacity.note_change()  # the job trains: further hosts may stand by
             self._announce_synced(event)
@@ -121,7 +121,7 @@ class Reports(Rule):
             self._refuse(worker, event.unfit)
         if event.round and event.round != self.rounds.current.number:
             raise ev.StaleEvent(f"{worker.id} has ended in round {event.round}, which is over")
-        self.workers.ending(worker, failed=event.failed)
+        self.workers.record_ending(worker, failed=event.failed)
         self.capacity.note_change()
         if event.failed and self._leaves_failed_hosts():
             self._blame(worker, "has failed", now)
@@ -137,7 +137,7 @@ class Reports(Rule):
             what = f"rank {rank} on {host} cannot take over the state of rank 0"
             self.outcome.finish(1, f"{what}: {why}; {FIT_HINT}")
             return
-        self.capacity.does_not_fit(worker.host, why)
+        self.capacity.mark_unfit(worker.host, why)
         more = f"no more workers are started on {worker.host}, until another size is asked for"
         self.effects.announce(worker_log.WorkerUnfit(), f"{why}; {more}", worker)
 
@@ -184,7 +184,7 @@ class Reports(Rule):
             cause = Cause.of(code, victim=event.victim, short=short)
             self.record_loss(worker, cause, now, code, event.log_tail)
 
-    def after_the_end(self, event: ev.Event) -> None:
+    def take_in_after_the_end(self, event: ev.Event) -> None:
         """Record the events that still come while the agents of an ended job shut down."""
         if isinstance(event, ev.WorkerExited):
             worker, code = self.workers.workers.get(event.worker), event.exit_code
@@ -236,8 +236,8 @@ class Reports(Rule):
         trains = current.state is COMPLETE and now - current.since >= PLAIN_PROGRESS_S
         plain_progress = trains and self.outcome.kind is ScriptKind.PLAIN
         if plain_progress:
-            self.outcome.step_finished()
-        self.outcome.record(Loss(failure, cause, reason, member, now))
+            self.outcome.record_step()
+        self.outcome.record_loss(Loss(failure, cause, reason, member, now))
         self.capacity.note_change(vacated=(worker.host, worker.slot))
         if cause not in (Cause.VICTIM, Cause.AGENT):
             counts = given is not None or not (worker.stepped or plain_progress)
@@ -257,7 +257,7 @@ class Reports(Rule):
             return
         host, leave = worker.host, self._leaves_failed_hosts()
         why, needed = f"{worker.id} {reason}", self.is_needed(host)
-        cooldown = self.hosts.worker_failed(host, now, why, needed=needed, leave=leave)
+        cooldown = self.hosts.count_failure(host, now, why, needed=needed, leave=leave)
         if cooldown is not None:
             self.effects.announce(host_log.HostBlacklisted(), cooldown, host)
 

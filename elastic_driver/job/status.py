@@ -44,7 +44,7 @@ class HostStatus(Struct, frozen=True):
 
 
 class SlowStatus(Struct, frozen=True):
-    """A rank that slows the others down; `JobStatus` lacks it, since the core measures no ranks."""
+    """A rank that slows the others down; no part of `JobStatus`: the job measures no ranks."""
 
     rank: int
     host: str

@@ -1,29 +1,27 @@
-"""Hosts that come, go, change their size or come out of their cool-down, and checks of them.
+"""Hosts that come, go and change their size, checks of them, and the memory that they have.
 
-Hosts are checked before they get workers, while the others train, in jobs that began with a node
-check. A host that comes later, comes back, or has been in cool-down is *held*: it gets no workers
-until it has passed a check. Held hosts are checked together, and with one good host that has no
-workers, if there is one; the hosts that train are not disturbed. The results of the first check
-count as usual here too, so that a host checked alone can be found slow. A host that fails is put in
-cool-down, and is checked again after it.
+`Discovered` records the hosts of discovery and of the Brain's grants, and the slots that plans and
+memory leave of them.
 
-If the hosts join by themselves, none was checked before the job. Then the first check waits until
-enough hosts for the job are there, and the job ends if too few of them pass and no others may join.
+In jobs that began with a node check, `Rechecks` has hosts checked before they get workers, while
+the others train. A host that comes later, comes back, or has been in cool-down is *held*: it gets
+no workers until it has passed a check. Held hosts are checked together, and with one good host that
+has no workers, if there is one; the hosts that train are not disturbed. The results of the first
+check count as usual here too, so that a host checked alone can be found slow. A host that fails is
+put in cool-down, and is checked again after it. If the hosts join by themselves, none was checked
+before the job. Then the first check waits until enough hosts for the job are there, and the job
+ends if too few of them pass and no others may join. An agent that is lost for the first time is
+started again in place without a check, as its workers would otherwise wait for it.
 
-An agent that is lost for the first time is started again in place without a check, as its workers
-would otherwise wait for it. Times are monotonic seconds.
+A worker that ran out of memory (`Memory`) is started again where half as much again as its peak is
+idle. That may be another host; then its own one keeps the workers that it has. If all workers of a
+host ran out together, one of them is started again there, and has the memory alone. No host is put
+in cool-down for it. The job ends if fewer workers than it needs have the memory. If a GPU's memory
+was short, hosts are no larger or smaller for it: the worker is started again as after any other
+failure, and the budget of restarts ends a job that fails again and again. The Brain may have larger
+hosts. Its job waits for them for `--elastic-timeout`, unless the Brain says that it has none.
 
-Workers that run out of memory: where others may be started, and when no host is large enough.
-
-A worker that ran out of memory is started again where half as much again as its peak is idle. That
-may be another host; then its own one keeps the workers that it has. If all workers of a host ran
-out together, one of them is started again there, and has the memory alone. No host is put in
-cool-down for it. The job ends if fewer workers than it needs have the memory. If a GPU's memory was
-short, hosts are no larger or smaller for it: the worker is started again as after any other
-failure, and the budget of restarts ends a job that fails again and again.
-
-The Brain may have larger hosts. Its job waits for them for `--elastic-timeout`, unless the Brain
-says that it has none. Memory is bytes, times are monotonic seconds.
+Memory is bytes, times are monotonic seconds.
 """
 
 import math
@@ -92,7 +90,9 @@ class Rechecks(Rule):
             yield Wait(self._held_since + wait)
             return
         known, workers = self.hosts.known.values(), self.workers.on_host
-        idle = (host for host in known if self.hosts.usable(host.name) and not workers(host.name))
+        idle = (
+            host for host in known if self.hosts.is_usable(host.name) and not workers(host.name)
+        )
         partner = next(idle, None)
         hosts = held if partner is None else (*held, partner)
         beside = "" if partner is None else f", beside {partner.name}"
@@ -135,7 +135,7 @@ class Rechecks(Rule):
             result = results.get(name) or HostResult(name, False, "it has no result")
             if not result.passed:
                 failed.append(f"{name} {result.reason}")
-                cooldown = self.hosts.check_failed(host, now, f"node check: {result.reason}")
+                cooldown = self.hosts.record_failed_check(host, now, f"node check: {result.reason}")
                 self.effects.announce(host_log.HostBlacklisted(), cooldown, name)
             elif held:  # the others were its partners
                 self.effects.announce(host_log.HostChecked(), result.reason, name)
@@ -164,7 +164,7 @@ class Rechecks(Rule):
 
     def _end_if_too_few(self, failed: list[str]) -> None:
         """End the job if too few hosts passed its first check, and no others are to come."""
-        left = [*filter(lambda h: self.hosts.usable(h.name), self.hosts.known.values())]
+        left = [*filter(lambda h: self.hosts.is_usable(h.name), self.hosts.known.values())]
         left += self.hosts.held()
         if failed and self._all_there() and not self._enough(left):
             what = (
@@ -172,6 +172,9 @@ class Rechecks(Rule):
             )
             few = f"{len(left)} left, too few to start: repair the others, or lower --nnodes"
             self.outcome.finish(ExitCode.UNAVAILABLE, f"{what} ({'; '.join(failed)}); {few}")
+
+
+# ---- the hosts that there are ------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -196,7 +199,7 @@ class Discovered(Rule):
         what = f"{counted(slots, 'slot')}: {event.reason}"
         self.effects.announce(host_log.HostsGranted(number=event.number, slots=slots), what)
         if self._take_in(f"grant {event.number} leaves it no slots"):
-            self.capacity.hosts_limited()
+            self.capacity.note_hosts_limited()
 
     def on_agent_up(self, event: ev.AgentUp) -> None:
         """Record what a host has; a plan may leave it fewer slots for that."""
@@ -208,7 +211,7 @@ class Discovered(Rule):
         elif self.limits.plan is not None:
             self._take_in(f"no worker of plan {self.limits.plan.number} fits there")
         elif self.limits.expected and self._take_in(TOO_SMALL):
-            self.capacity.hosts_limited()
+            self.capacity.note_hosts_limited()
 
     def _note_machine(self, host: str, machine: str) -> None:
         """Make two names of a machine one host with the slots of both: the first, or that at work.
@@ -216,7 +219,7 @@ class Discovered(Rule):
         Only agents that are up now say so for certain.
         """
         before, known = self.limits.same, self.hosts.known
-        others = self.limits.on_machine(host, machine)
+        others = self.limits.record_machine(host, machine)
         if self.limits.same != before:
             self._take_in("it has no slots of its own")
         twins = [name for name in others if name in known and self.fleet.is_up(name)]
@@ -235,10 +238,10 @@ class Discovered(Rule):
     def on_memory_expected(self, event: MemoryExpected) -> None:
         """Leave hosts the slots for which they probably have the memory."""
         if self.limits.expected != event.need:
-            self.limits.expect(event.need)
+            self.limits.set_expected_memory(event.need)
             self.effects.announce(host_log.MemoryExpected(need=event.need), event.reason)
             if self._take_in(TOO_SMALL):
-                self.capacity.hosts_limited()
+                self.capacity.note_hosts_limited()
 
     def on_plan_applied(self, event: ev.PlanApplied) -> None:
         """Carry out a plan; raises `StaleEvent` for one that cannot be."""
@@ -248,9 +251,8 @@ class Discovered(Rule):
         self.effects.announce(log.PlanApplied(number=event.number, wanted=wanted), str(event))
         self._limit(event)
 
-    def on_scale_requested(self, event: ev.ScaleRequested) -> None:
-        """Aim at another number of workers; None releases the plan, too."""
-        self.capacity.on_scale_requested(event)
+    def on_target_set(self, event: ev.ScaleRequested) -> None:
+        """Use the hosts as the new target needs them; None releases the plan, too."""
         if event.num_proc is None:
             self.limits.forget_starved()
             self._limit(None)
@@ -276,7 +278,7 @@ class Discovered(Rule):
             slots = counted(left, "slot")
             raise ev.StaleEvent(f"{slots} would be left, the job needs {least}")
         self.effects.announce(host_log.HostStarved(slots=event.workers), event.reason, event.host)
-        self.limits.limit_starved(event.host, event.workers)
+        self.limits.set_starved(event.host, event.workers)
         if has_brain:
             return
         wanted = self.capacity.wanted
@@ -284,13 +286,13 @@ class Discovered(Rule):
             fewer = f"{event.host} gets {counted(event.workers, 'worker')} at most"
             self.capacity.on_size_proposed(SizeProposed(left, fewer))
         self._take_in("its workers would wait for its processors")
-        self.capacity.hosts_limited()
+        self.capacity.note_hosts_limited()
 
     def _limit(self, plan: ev.PlanApplied | None) -> None:
-        self.limits.limit(plan)
+        self.limits.set_plan(plan)
         number = self.capacity.newest_plan
         if self._take_in(f"no worker of plan {number} fits there"):
-            self.capacity.hosts_limited()
+            self.capacity.note_hosts_limited()
 
     def _take_in(self, why_removed: str) -> bool:
         """Record the slots there are now, announce changes, and return whether there are any."""
@@ -344,6 +346,8 @@ class Discovered(Rule):
             yield Wait(next_end)
 
 
+# ---- memory ------------------------------------------------------------------------------
+
 FACTOR = 1.5  # of the largest peak, which has to be idle for one more worker
 
 
@@ -386,7 +390,7 @@ class Memory(Rule):
         if self._there(worker.host):
             self._shared.add(worker.host)
         need = max(self.limits.memory_need, int(FACTOR * (found.peak or 0)))
-        self.limits.short_of_memory(need, self._rooms(worker, need))
+        self.limits.set_memory_need(need, self._rooms(worker, need))
         self._ran_out.setdefault(worker.host, self.workers.started)
         most = self.limits.room[worker.host]
         what = f"its peak was {peak}; {worker.host} has the memory for {counted(most, 'worker')}"

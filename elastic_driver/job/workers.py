@@ -34,11 +34,11 @@ class WorkerState(str, Enum):
 
 
 class WorkerNews(str, Enum):
-    """News of a worker, from itself, its agent or the core."""
+    """News of a worker, from itself, its agent or the job."""
 
     READY = "ready"
-    ADMITTED = "admitted"  # the core made it a member of a round
-    PROMOTED = "promoted"  # the core gave a slot to a spare
+    ADMITTED = "admitted"  # the job made it a member of a round
+    PROMOTED = "promoted"  # the job gave a slot to a spare
     ENDING = "ending"  # it has left its world for good
     TOLD_TO_STOP = "told to stop"
     RECALLED = "recalled"  # by a resumed driver, which may need its state
@@ -78,7 +78,7 @@ OCCUPYING = (*ACTIVE, *SPARES, STOPPING, LOST)  # its process may exist
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process, as far as the core knows."""
+    """One worker process, as far as the job knows."""
 
     id: str
     host: str
@@ -268,7 +268,7 @@ class Workers:
             raise ev.StaleEvent(f"{type(event).__name__} of {name}, which is gone or unknown")
         return worker
 
-    def process_started(self, worker: Worker, pid: int, cpus: str = "") -> None:
+    def record_start(self, worker: Worker, pid: int, cpus: str = "") -> None:
         """Record the worker's process, and the processors that it is bound to."""
         worker.pid, worker.order, worker.cpus = pid, None, cpus
 
@@ -284,7 +284,7 @@ class Workers:
         if worker.admitted is None:
             worker.told = event.told
 
-    def ending(self, worker: Worker, *, failed: bool) -> None:
+    def record_ending(self, worker: Worker, *, failed: bool) -> None:
         """Record that the worker's script is over; raise `ev.StaleEvent` if it cannot be."""
         if not self.apply(worker, WorkerNews.ENDING):
             raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, its script cannot end")

@@ -122,7 +122,7 @@ def speed_seen(job: Job, watch: Stragglers) -> SpeedSeen | None:
         worker=world.members[0].worker,
         steps=steps,
         at=progress.at,
-        slots=tuple(host.slots for host in known if job.hosts.usable(host.name)),
+        slots=tuple(host.slots for host in known if job.hosts.is_usable(host.name)),
         least=job.capacity.least,
         most=job.capacity.most,
         unit=settings.node_unit,

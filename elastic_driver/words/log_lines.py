@@ -1,10 +1,7 @@
-"""Lines of the event log, as its readers know them: what has happened, when, where and why. Pure.
+"""Lines of the event log, as its readers know them, and as sentences. Pure.
 
-`KINDS` has the class of every event by its name.
-
-Sentences about the lines of the event log, for the terminal and for `elasticctl events`. Pure.
-
-An event that no class stands for, of a newer driver perhaps, is shown by its name.
+`KINDS` has the class of every event by its name. An event that no class stands for, of a newer
+driver perhaps, is shown by its name.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,9 @@
-"""The documents that the driver writes for workers and agents, and the orders of agents.
+"""What the driver writes for workers and agents: documents, orders, and the job's specification.
 
-Pure data (JSON by msgspec). The core makes worlds, notices, save requests and orders; `runtime`
-writes them to keys, which are named in `elastic_driver.contract`.
-
-The types of fields that several kinds of messages have, with their bounds. Pure data.
-
-The job's specification: the launcher writes it, and agents run workers by it. Pure data.
+The job machine makes worlds, notices, save requests and orders; the driver's process writes them to
+keys, which are named in `elastic_driver.contract`. The launcher writes `JobSpec`, and agents run
+workers by it. The types of fields that several kinds of messages have, with their bounds, are here,
+too. Pure data (JSON by msgspec).
 """
 
 from collections.abc import Callable, Sequence

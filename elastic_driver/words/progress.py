@@ -1,18 +1,12 @@
-"""The progress of a worker: it writes it with each heartbeat, and the driver reads it.
+"""What workers and agents report while the job trains: progress, measurements, printed lines.
 
-The watch over slow ranks, the job machine and the search for the best size judge by it, and
-`/v1/status` shows it. Pure data; times are seconds.
-
-The lines that workers print, as agents send them to the driver. Pure data.
+A worker writes its `Progress` with each heartbeat. The watch over slow ranks, the job machine and
+the search for the best size judge by it, and `/v1/status` shows it. Its `StepTimes` are a part of
+it. An agent writes the `Usage` of its host. `Measured` and `History` are what the driver shows of
+both; None: not known.
 
 `OutputLines` are for the terminal of a driver that did not start the agent; `WorkerLines` are kept
-in the run's folder, for `elasticctl logs`.
-
-The measurements of hosts, workers and the job, as they travel and as `/v1/status` shows them.
-
-A worker's `StepTimes` are part of its `Progress`, and an agent writes the `Usage` of its host.
-`Measured` and `History` are what the driver shows of them. None: not known. Pure data; times are
-seconds, sizes bytes.
+in the run's folder, for `elasticctl logs`. Pure data; times are seconds, sizes bytes.
 """
 
 from collections.abc import Callable

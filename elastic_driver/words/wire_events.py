@@ -1,16 +1,14 @@
 """The events that agents, workers and users send to the job, each with one line of meaning.
 
 They come over the network, so their fields have bounds and unknown fields are refused. The events
-that the driver posts itself are in `driver_events`; `job_events` names all of them.
+that the driver posts itself are in `job.events`, and so is the union of all.
 
-All are frozen; the decisions that follow are in `decisions`. Times are not in them:
+All are frozen; the decisions that follow are in `job.decisions`. Times are not in them:
 `Job.handle(event, now)` gets the time, in monotonic seconds. A part of the job takes in an event
 with its method `on_…`, which names the kind of event as its annotation.
 
-The place of a thread, found by the file of its innermost Python frame; its stack, cut to size.
-
-`worker.heartbeat.stall_watch` asks for its own training thread, the agent for a thread that py-spy
-sees from outside. Pure.
+A thread that stands still is placed by the file of its innermost Python frame: the worker asks for
+its own training thread, the agent for a thread that py-spy sees from outside. Pure.
 """
 
 from collections.abc import Iterator

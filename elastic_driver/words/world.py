@@ -1,14 +1,12 @@
-"""The members of a round: their places, and the short form in which they travel.
+"""The members of a round, the short form in which they travel, and whose state wins.
 
 Ranks of a host are contiguous, and everything else about a place follows from the slots in use.
 So a `World` is sent as hosts with runs of slots: 1 kB for a thousand members, 10 kB for ten
 thousand. A place for each member would be a hundred times as long, and every member receives all of
-it. `Members` holds the short form and computes a place when it is asked for. Pure data.
+it. `Members` holds the short form and computes a place when it is asked for.
 
-The state that wins when a round forms, and the ranks that have to receive it.
-
-Each worker applies this rule to the World document by itself, so that no messages are needed; the
-driver applies it to its own records, for the event log. Pure.
+Each worker finds by itself which state all go on with (`source_of`), so that no messages are
+needed; the driver does the same with its own records, for the event log. Pure.
 """
 
 from bisect import bisect_right

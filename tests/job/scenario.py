@@ -1,6 +1,6 @@
 """A job, a clock that moves only when told, and agents that do as they are told.
 
-`Scenario` is the other side of the core's door for tests: agents come up and processes start
+`Scenario` is the other side of the job machine's door for tests: agents come up and processes start
 as soon as they are ordered (unless a test wants to do that itself); everything a script does
 is said by the test.
 """

@@ -207,7 +207,7 @@ def test_an_agent_that_was_starting_is_refused_and_another_one_started(
     assert s.returns("a", incarnation=1) != []
     s.agent_up("a", 1001)
     assert len(s.starting) == 2
-    assert not s.job.hosts.suspect("a", s.now)
+    assert not s.job.hosts.is_suspect("a", s.now)
 
 
 def test_an_agent_that_the_books_do_not_have_shuts_down(scenario: MakeScenario) -> None:
@@ -384,7 +384,7 @@ def test_a_worker_whose_end_no_journal_has_is_lost(scenario: MakeScenario) -> No
     returned = s.send(ev.AgentReturned("b", 1, 1, "x", (5000,), term=2, workers=()))
     assert "worker_lost" in names(returned)
     assert s.notice.after_step is None
-    assert not s.job.hosts.suspect("b", s.now)
+    assert not s.job.hosts.is_suspect("b", s.now)
 
 
 def test_a_plain_worker_whose_end_no_journal_has_restarts_the_round(
@@ -489,7 +489,7 @@ def test_a_check_of_hosts_begins_again_with_those_that_are_left(scenario: MakeSc
     assert again.number == check.number
     assert [host for host, _ in again.hosts] == [h for h, _ in check.hosts if h != "d"]
     s.send(HostsChecked((HostResult("c", True, "fine"),), again.number))
-    assert s.job.hosts.usable("c")
+    assert s.job.hosts.is_usable("c")
 
 
 def test_a_job_that_has_ended_says_so_again_and_lets_agents_go(scenario: MakeScenario) -> None:

@@ -83,7 +83,7 @@ def test_workers_that_die_together_are_one_fruitless_failure() -> None:
 def test_a_finished_step_ends_the_row() -> None:
     budget = Budget(Settings(fruitless_restarts=1))
     budget.count(0.0, fruitless=True)
-    budget.step_finished()
+    budget.record_step()
     budget.count(5.0, fruitless=True)
     assert budget.exceeded() is None
     budget.count(10.0, fruitless=True)

@@ -58,7 +58,7 @@ def test_it_is_tried_again_once_somebody_says_that_it_is_mended(job: Scenario) -
     job.send(ev.DrainCancelled("b"))
     assert starts(job) == MOST_REFUSALS + 1
     job.agent_up("b", job.job.fleet.agents["b"].incarnation)
-    assert job.job.hosts.usable("b")
+    assert job.job.hosts.is_usable("b")
 
 
 def test_it_is_tried_again_once_it_was_removed_from_the_list_and_added(job: Scenario) -> None:

@@ -62,7 +62,7 @@ def test_a_host_that_is_not_needed_any_more_is_usable_but_gets_no_agent(
     without_b.send(ev.ScaleRequested(1))
     answer(without_b, "b")
     assert started(without_b, "b") == [1]
-    assert without_b.job.hosts.usable("b")
+    assert without_b.job.hosts.is_usable("b")
 
 
 def test_a_late_answer_to_a_probe_of_an_earlier_absence_is_stale(without_b: Scenario) -> None:
@@ -72,7 +72,7 @@ def test_a_late_answer_to_a_probe_of_an_earlier_absence_is_stale(without_b: Scen
     without_b.agent_lost("b", "ssh: connection refused", unreachable=True)
     without_b.send(HostProbed("b", old, answered=True))
     assert started(without_b, "b") == [1, 2]
-    assert not without_b.job.hosts.usable("b")
+    assert not without_b.job.hosts.is_usable("b")
 
 
 def test_starts_that_fail_are_tried_again_after_a_growing_pause(scenario: MakeScenario) -> None:
@@ -82,7 +82,7 @@ def test_starts_that_fail_are_tried_again_after_a_growing_pause(scenario: MakeSc
     for _ in range(6):
         asked = job.now
         job.agent_lost("a", "ssh: no route to host", unreachable=True)
-        while job.job.hosts.usable("a") is False:
+        while job.job.hosts.is_usable("a") is False:
             job.now = max(job.now, job.job.deadline() or job.now)
             job.send(Tick())
         pauses.append(job.now - asked)
@@ -233,7 +233,7 @@ def test_a_host_that_failed_a_check_is_not_called_back(scenario: MakeScenario) -
     job = scenario(start_np=1, checked_hosts=("a", "b"), fixed_hosts=True)
     job.hosts(a=1, b=1)
     host = job.job.hosts.known["b"]
-    job.job.hosts.check_failed(host, job.now, "slow")
+    job.job.hosts.record_failed_check(host, job.now, "slow")
     job.silent.add("a")
     job.agent_lost("a", "power", unreachable=True)
     assert job.announced("host_resurrected") == []
@@ -249,7 +249,7 @@ def test_the_status_says_when_no_host_is_left_and_which_is_the_first_to_come_bac
     job.agent_lost("a", "ssh: timed out", unreachable=True)
     job.wait(10.0)
     assert "all " not in job.job.status(job.now).reason
-    job.job.hosts.check_failed(job.job.hosts.known["b"], job.now, "broken")
+    job.job.hosts.record_failed_check(job.job.hosts.known["b"], job.now, "broken")
     job.agent_lost("c", "ssh: timed out", unreachable=True)
     reason = job.job.status(job.now).reason
     assert "each host is in cool-down or unreachable; b is back in " in reason
