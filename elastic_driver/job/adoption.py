@@ -180,7 +180,8 @@ class Adoption(Rule):
     def _compare(self, event: ev.AgentReturned, now: float) -> None:
         """Compare the workers that an agent runs with those that the job knows."""
         told = {each.worker: each.pid for each in event.workers}
-        host, lost = self.hosts.known.get(event.host), list[Worker]()
+        host = self.hosts.known.get(event.host)
+        lost = list[Worker]()
         slots = 0 if host is None else host.slots
         for worker in self.workers.on_host(event.host):
             if worker.id in told:

@@ -114,7 +114,7 @@ class Boundary(Rule):
         self.effects.decide(PublishNotice(current.number, step, self._reason))
 
     def advance(self, now: float) -> Iterable[Wait]:
-        """Have the members leave at once if their progress is not reported in time."""
+        """Tell the members to leave at once if their progress is not reported in time."""
         if not self.rounds.current.at_boundary:
             return
         why = "the members are asked how far they are"
@@ -154,11 +154,14 @@ def leave_after(readings: Iterable[Reading], *, base: int, margin: float) -> int
         base: the committed steps the round began with; no worker is behind it.
         margin: seconds after which every worker has received the notice.
     """
-    furthest, fastest, shortest = float(base), math.inf, math.inf
+    furthest = float(base)
+    fastest = math.inf
+    shortest = math.inf
     for reading in readings:
         step_time = reading.step_time if 0.0 < reading.step_time < math.inf else math.inf
         ahead = min(max(reading.age, 0.0) / step_time, LONGEST_AHEAD)
-        furthest, fastest = max(furthest, reading.step + ahead), min(fastest, step_time)
+        furthest = max(furthest, reading.step + ahead)
+        fastest = min(fastest, step_time)
         shortest = min(shortest, reading.since)
     if math.isinf(fastest):
         # The first step is still under way on all ranks. One that has taken long is not expected to
@@ -237,7 +240,7 @@ class Differences(Rule):
         return mode, ""
 
     def advance(self, now: float) -> Iterable[Wait]:
-        """Have the members leave a round that is to be repaired; end a job that cannot be."""
+        """Name a boundary for a round that is to be repaired; end a job that cannot be."""
         current = self.rounds.current
         if self.rounds.repair and self.outcome.first_success is not None and not current.repairs:
             why = f"{self.rounds.repair}, and a rank has finished its script before the repair"

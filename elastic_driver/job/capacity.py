@@ -29,7 +29,7 @@ from elastic_driver.words import wire_events as ev
 
 @dataclass(slots=True)
 class Limits:
-    """Knows the hosts that discovery found, what they have, and the plan that limits them."""
+    """How many slots of each host the job may use: found or granted, less what limits them."""
 
     found: tuple[tuple[str, int], ...] = saved(())  # hosts with their slots
     newest_grant: int = saved(0)  # of the Brain; 0: there was none
@@ -75,7 +75,7 @@ class Limits:
         return [name for name, its in self.machines.items() if its == machine and name != host]
 
     def merge(self, name: str, kept: str) -> None:
-        """Let a host stand for another name of its machine, and have the slots of both."""
+        """Merge two names of one machine: the host `kept` gets the slots of both."""
         self.same = {n: kept if k == name else k for n, k in self.same.items() if n != kept}
         self.same[name] = kept
 
@@ -88,15 +88,15 @@ class Limits:
         return slots
 
     def set_plan(self, plan: ev.PlanApplied | None) -> None:
-        """Let this plan hold; None: none."""
+        """Set the user's plan; None removes it."""
         self.plan = plan
 
     def set_memory_need(self, need: int, room: dict[str, int]) -> None:
-        """Let one more worker need so much memory, and these hosts have room for so many."""
+        """Set the memory that one more worker needs, and the most workers of each host."""
         self.memory_need, self.room, self.too_small = need, room, None
 
     def set_expected_memory(self, need: int) -> None:
-        """Let a worker probably need so much memory; 0: that is not known."""
+        """Set the memory that a worker probably needs; 0: that is not known."""
         self.expected = need
 
     def memory_room(self) -> dict[str, int]:
@@ -107,11 +107,11 @@ class Limits:
         return {host: memory // need for host, memory in equipped.items()} | self.room
 
     def set_starved(self, host: str, most: int) -> None:
-        """Let a host have at most so many workers, because they wait for its processors."""
+        """Set the most workers of a host whose processors are too few for more."""
         self.fewer[host] = most
 
     def forget_starved(self) -> None:
-        """Let hosts have as many workers again as before they were starved."""
+        """Forget for which hosts the processors were too few."""
         self.fewer = {}
 
     def slots(self, plan: ev.PlanApplied | None, least: int) -> tuple[tuple[str, int], ...]:
@@ -237,7 +237,7 @@ class Capacity:
         self.effects.announce(log.ScaleRequested(wanted=self.wanted), what)
 
     def on_plan_applied(self, event: ev.PlanApplied, slots: int) -> None:
-        """Aim at the numbers of a plan, which leaves so many slots.
+        """Aim at the numbers of a plan; `slots`: how many it leaves.
 
         Raises `StaleEvent` for one that is not newer than all before, or leaves too few.
         """
@@ -281,7 +281,7 @@ class Capacity:
         return least if self.most is None else min(least, self.most)
 
     def note_change(self, vacated: tuple[str, int] | None = None) -> None:
-        """Have leavers, agents and free slots updated; refill the slot `vacated` first."""
+        """Mark leavers, agents and free slots as out of date; `vacated` is refilled first."""
         self.changed = True
         if vacated is not None:
             self.slots_to_refill.append(vacated)

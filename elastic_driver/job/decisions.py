@@ -24,7 +24,7 @@ class StartAgent(CausedDecision, frozen=True, tag="start_agent"):
 
 
 class StopAgent(CausedDecision, frozen=True, tag="stop_agent"):
-    """Let this host's agent stop its workers and exit."""
+    """Tell this host's agent to stop its workers and exit."""
 
     host: str
     incarnation: int

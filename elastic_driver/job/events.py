@@ -197,7 +197,7 @@ class SizeProposed(Event, frozen=True, tag="size_proposed"):
 
 
 class MemoryExpected(Event, frozen=True, tag="memory_expected"):
-    """A worker probably needs so many bytes, as those of similar jobs did; 0: that is not known."""
+    """A worker probably needs `need` bytes, as those of similar jobs did; 0: not known."""
 
     need: int
     reason: Reason

@@ -194,7 +194,7 @@ class Effects:
         self.alarm, self.waiting = earliest(waits), reason(waits)
 
     def enter_round(self, number: int) -> None:
-        """Let later announcements carry this round's number."""
+        """Give later announcements this round's number."""
         self.round = number
 
     def take(self) -> list[Decision]:
@@ -223,6 +223,6 @@ class Effects:
         self.give(host, StopWorkerOrder(worker, self.settings.stop_grace, reason), reason)
 
     def kill(self, worker: Worker, reason: str) -> None:
-        """Have a worker that does not answer any more killed at once."""
+        """Tell the agent to kill a worker at once that does not answer any more."""
         self.workers.mark_killed(worker)
         self.give(worker.host, StopWorkerOrder(worker.id, 0.0, reason), reason)

@@ -128,7 +128,8 @@ class Stacks(Rule):
         """Announce the answers so far; called before a worker is killed, as they are evidence."""
         if self._asked_at is None:
             return
-        unknown, asked = StackAnswer(NO_ANSWER, "", own=False), self._asked_workers()
+        unknown = StackAnswer(NO_ANSWER, "", own=False)
+        asked = self._asked_workers()
         groups = group({w.place.rank: self._answers.get(w.id, unknown) for w in asked})
         self._asked_at, self._answers = None, {}
         reason = f"{self._reason}: {describe(groups)}"
@@ -234,10 +235,12 @@ class Hangs(Rule):
         stalls = self._stalls_of = self._stalls
         self._stalls_in = self.rounds.current.number
         earlier = stalls.get(worker.id)
-        waits, stack = event.where == COLLECTIVE, shorten(event.stack, MAX_STACK_CHARS)
+        waits = event.where == COLLECTIVE
+        stack = shorten(event.stack, MAX_STACK_CHARS)
         seconds, at, first = event.seconds, now, event.first or event.seconds
         if earlier is not None:  # of two reports the earlier may come later
-            seconds, at = max(seconds, earlier.seconds), earlier.at
+            seconds = max(seconds, earlier.seconds)
+            at = earlier.at
             first = min(first, earlier.first_seconds)
         stalls[worker.id] = Stall(waits, seconds, at, first, stack, event.collectives)
         if earlier is None:
@@ -336,7 +339,8 @@ def uneven(begun: Mapping[int, int]) -> str:
 
     `begun`: how many, by rank.
     """
-    least, most = min(begun.values()), max(begun.values())
+    least = min(begun.values())
+    most = max(begun.values())
     if least == most:
         return ""
     ahead = [rank for rank in sorted(begun) if begun[rank] == most]

@@ -212,7 +212,7 @@ class Hosts:
             self._learn(self.known[name], HostNews.CHECK_DUE)
 
     def release(self, host: Host) -> bool:
-        """Let a host be used that was held for a check; return False if it was not held."""
+        """End the wait of a host for its check; return False if it did not wait."""
         held = host.name in self._hindered[Hindrance.UNCHECKED]
         self._learn(host, HostNews.CHECKED)
         return held
@@ -227,7 +227,8 @@ class Hosts:
 
         If there are several drains, the shortest wait for replacements counts.
         """
-        host, known = self.known.get(name), self.drain_of(name)
+        host = self.known.get(name)
+        known = self.drain_of(name)
         if host is None:
             return False
         if known is not None and known.replace_until <= drain.replace_until:
@@ -239,7 +240,7 @@ class Hosts:
         return True
 
     def undrain(self, name: str) -> bool:
-        """Let a host be used again that is drained or was given up; return False for others."""
+        """Use a host again that is drained or was given up; return False for others."""
         kinds = (Hindrance.DRAINED, Hindrance.REFUSED)
         host = next((self._hindered[k][name] for k in kinds if name in self._hindered[k]), None)
         if host is not None:
@@ -427,7 +428,7 @@ class Hosts:
         return new
 
     def record_answer(self, name: str, probe: int) -> Host | None:
-        """Let a host that is not reachable be used; None if the probe is not about that."""
+        """Use a host again that was not reachable; None if the probe is not about that."""
         host = self._hindered[Hindrance.UNREACHABLE].get(name)
         if host is None or probe < host.probes_from:
             return None
@@ -475,7 +476,8 @@ class Hosts:
 
     def _note_trouble(self, name: str, now: float) -> Host | None:
         """Record trouble; a finished step and a quiet window before it reset the cool-downs."""
-        host, window = self.known.get(name), self.settings.host_failure_window
+        host = self.known.get(name)
+        window = self.settings.host_failure_window
         if host is not None:
             quiet = host.last_trouble is not None and now - host.last_trouble > window
             if quiet and host.stepped:
@@ -530,7 +532,8 @@ def reason_of(hosts: Hosts, name: str, now: float) -> str:
         return "slow: the last choice" if name in hosts.distrusted else ""
     host = hosts.hindered(kind)[name]
     drain = host.drain.reason if host.drain else ""
-    gone, probe = now - (host.lost_at or now), max(0.0, host.probe_at - now)
+    gone = now - (host.lost_at or now)
+    probe = max(0.0, host.probe_at - now)
     lost = f"gone for {gone:.0f} s, next probe in {probe:.1f} s: {host.reason}"
     others = {Hindrance.UNCHECKED: host.check, Hindrance.UNREACHABLE: lost}
     return {Hindrance.DRAINED: drain, **others}.get(kind, host.reason)

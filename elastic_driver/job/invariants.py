@@ -143,7 +143,8 @@ def _ranks(job: JobParts) -> Iterator[str]:
 
 
 def _sizes(job: JobParts) -> Iterator[str]:
-    most, size = job.settings.max_np, job.workers.count(RUNNING)
+    most = job.settings.max_np
+    size = job.workers.count(RUNNING)
     if most is None:
         return
     if size > max(most, 1 + _handing_over(job)):

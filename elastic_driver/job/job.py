@@ -240,7 +240,9 @@ class Job(JobParts):
         """Run the rules until a pass changes nothing; the job waits for what that pass returns."""
         moved: list[str] = []
         for _ in range(MAX_PASSES):
-            moved, before, waits = [], self._mark(), list[Wait]()
+            moved = []
+            before = self._mark()
+            waits = list[Wait]()
             for name, rule in self._rules:
                 if self.outcome.end is not None:
                     self.effects.wait(())

@@ -97,7 +97,7 @@ class Drains(Rule):
             self.effects.announce(worker_log.WorkerLeaving(deadline=left), drain.reason, worker)
 
     def on_cancelled(self, event: ev.DrainCancelled, now: float) -> None:
-        """Let the host be used again; workers that have not left yet stay."""
+        """Use the host again; workers that have not left yet stay."""
         if not self.hosts.undrain(event.host):
             raise ev.StaleEvent(f"host {event.host} is not drained")
         self.hosts.trust(event.host)  # the user may have repaired it, too
@@ -241,7 +241,7 @@ class Drains(Rule):
         return [worker for worker in self.workers.on_host(host) if worker.state in ACTIVE]
 
     def _abandon(self, replacement: Replacement, why: str, now: float) -> None:
-        """Let every worker stay; one that is too many then is stopped like any other."""
+        """Keep every worker; one that is too many then is stopped like any other."""
         worker = self.workers.workers.get(replacement.worker)
         self.effects.announce(worker_log.ReplacementAbandoned(), why, worker)
         if worker is not None:
@@ -266,7 +266,8 @@ class Drains(Rule):
             yield pause
             return
         target = self._room_elsewhere(worker, now)
-        running, wanted = self.workers.count(RUNNING), self.capacity.wanted
+        running = self.workers.count(RUNNING)
+        wanted = self.capacity.wanted
         if target is not None and running == self.workers.active() == wanted:
             reason = f"it took {verdict.ratio:.1f} times the usual time on {worker.host}"
             drain = Drain(reason, now + self.settings.start_timeout)

@@ -1,5 +1,15 @@
 """Agents and hosts that are lost or cannot be reached: evidence, probes, and what follows.
 
+Connections between two hosts that nobody answers (`Unanswered`). Usually a firewall drops them. A
+library that connects waits for minutes and then names an address at best, so the agents look at the
+connections of their workers and report those that wait. A world that such a pair keeps from its
+first step will never come about: the job ends after `--start-timeout`.
+
+Hosts that are not reachable (`Unreachable`: power, cable, sshd) are probed until they answer. That
+is no misbehaviour, so there is no cool-down. A host that answers is used at once, if its slots are
+needed. Where no probe is possible (a jump host), the start of an agent is tried in its place;
+starts that fail are tried again after a growing pause of a few seconds at most.
+
 Agents (`Agents`). The workers of a host end with its agent. The agent is started again in place, or
 its host is put in cool-down, or is probed until it is reachable again.
 
@@ -13,16 +23,6 @@ lose packets, a machine may be slow. So an agent that is suspected is probed. It
 
 An agent that answers is only observed until its next heartbeat. Without any of these the agent's
 lease ends after `heartbeat_timeout`.
-
-Hosts that are not reachable (`Unreachable`: power, cable, sshd) are probed until they answer. That
-is no misbehaviour, so there is no cool-down. A host that answers is used at once, if its slots are
-needed. Where no probe is possible (a jump host), the start of an agent is tried in its place;
-starts that fail are tried again after a growing pause of a few seconds at most.
-
-Connections between two hosts that nobody answers (`Unanswered`). Usually a firewall drops them. A
-library that connects waits for minutes and then names an address at best, so the agents look at the
-connections of their workers and report those that wait. A world that such a pair keeps from its
-first step will never come about: the job ends after `--start-timeout`.
 
 Times are monotonic seconds.
 """
@@ -126,7 +126,7 @@ class Unreachable(Rule):
         self.effects.announce(host_log.HostStillAway(), f"{what}: {first.reason}", first.name)
 
     def on_probed(self, event: HostProbed, now: float) -> None:
-        """Let a host be used that answers, or that cannot be probed."""
+        """Use a host again that answers, or that cannot be probed."""
         host = self.hosts.record_answer(event.host, event.number)
         if host is None:
             raise ev.StaleEvent(f"{event.host} was probed before, or is not waited for")
@@ -140,7 +140,7 @@ class Unreachable(Rule):
         self.capacity.note_change()
 
     def advance(self, now: float) -> Iterable[Wait]:
-        """Have the hosts probed whose time has come."""
+        """Decide to probe the hosts whose time has come."""
         hosts = self.hosts
         if self.outcome.finishing or hosts.next_probe == math.inf:
             return ()
@@ -187,7 +187,8 @@ class Agents(Rule):
         if was_up or not told:
             self.effects.announce(what, reason, event.host)
         self.fleet.apply(agent, AgentNews.LOST)
-        gone, workers = event.unreachable, self.workers.on_host(event.host)
+        gone = event.unreachable
+        workers = self.workers.on_host(event.host)
         self.lose_workers(workers, "its agent was lost", now, silent=gone)
         if self.outcome.end is None:
             if event.refused and not was_up:
@@ -363,7 +364,8 @@ class Suspicion(Rule):
         """Draw the consequence of a probe's result."""
         if event.number in self._witnesses:
             self._hear_witness(event, now)
-        agent, suspect = self._up(event), self.suspects.get(event.host)
+        agent = self._up(event)
+        suspect = self.suspects.get(event.host)
         if event.result == "answered":
             self.reachable[event.host] = event.incarnation
         if suspect is None or suspect.probe != event.number:
@@ -471,7 +473,8 @@ class Suspicion(Rule):
 
     def _announce_cleared(self, suspect: Suspect, why: str, host: str, now: float) -> None:
         if suspect.evidence.keys() - {"peers"}:
-            found, seconds = " ".join(suspect.evidence), round(now - suspect.since, 3)
+            found = " ".join(suspect.evidence)
+            seconds = round(now - suspect.since, 3)
             reason = f"{why}, {seconds:.2f} s after the first sign"
             self.effects.announce(
                 host_log.AgentCleared(evidence=found, seconds=seconds), reason, host
@@ -490,7 +493,7 @@ class Suspicion(Rule):
             self.effects.announce(host_log.ProbeUnanswered(), reason, agent.host)
 
     def _agree(self, suspect: Suspect, now: float) -> None:
-        """Let two kinds of evidence be enough for a host that no probe can reach."""
+        """Accept two kinds of evidence for a host that no probe can reach."""
         if len(suspect.evidence) > 1 and suspect.confirmed_at is None:
             suspect.confirmed_at = now + CONFIRM_S
 
@@ -513,7 +516,8 @@ class Suspicion(Rule):
     def _lose(self, agent: HostAgent, suspect: Suspect, verdict: str, now: float) -> None:
         """Give up an agent and everything on its host."""
         del self.suspects[agent.host]
-        found, seconds = "; ".join(suspect.evidence.values()), round(now - suspect.since, 3)
+        found = "; ".join(suspect.evidence.values())
+        seconds = round(now - suspect.since, 3)
         reason = f"{found}; {verdict} ({seconds:.2f} s after the first sign)"
         what = host_log.AgentLost(evidence=" ".join(suspect.evidence), seconds=seconds)
         self.agents.give_up(agent, reason, now, what)

@@ -108,7 +108,8 @@ class Membership(Rule):
             reason = f"{reason}; no other worker can take over the state yet"
         elif until and len(until) == len(drains) and self._newcomers_in_sight(wanted_only=True):
             # If one of them could not wait, all would leave with it: one change for all.
-            at, reason = max(at, min(until)), f"{reason}; its replacements are booting"
+            at = max(at, min(until))
+            reason = f"{reason}; its replacements are booting"
         if now >= at:
             self.boundary.leave(now, reason)
         else:
@@ -201,7 +202,8 @@ class Membership(Rule):
         not follow soon missed the notice and waits for its peer: leaving costs it nothing, and
         nothing else would end that wait.
         """
-        current, ready = self.rounds.current, self.workers.having(READY)
+        current = self.rounds.current
+        ready = self.workers.having(READY)
         gone = next((worker for worker in ready if worker.left == current.number), None)
         if gone is None:
             return
@@ -261,7 +263,8 @@ class Membership(Rule):
         yield from self._release_leavers(ready, now)
         ready, held = self._hold_back(ready, now)
         yield from held
-        fitting, least = units.fit(ready, self.settings), self.capacity.least
+        fitting = units.fit(ready, self.settings)
+        least = self.capacity.least
         if not any(worker.admitted is not None for worker in ready):
             yield from self._form_fresh(ready, fitting, now)
         elif len(fitting) < least:
@@ -348,11 +351,14 @@ class Membership(Rule):
 
     def _form_fresh(self, ready: list[Worker], fitting: list[Worker], now: float) -> Iterator[Wait]:
         """Complete a round in which no worker has trained yet, or wait for its founders."""
-        current, need, have = self.rounds.current, self._fresh_need(), len(fitting)
+        current = self.rounds.current
+        need = self._fresh_need()
+        have = len(fitting)
         if current.number > 1 and have < max(need, 1):
             yield from self._give_up_below(need, ready, now)
             return
-        wait, least = self._wait_for_founders(), self.settings.start_min_np
+        wait = self._wait_for_founders()
+        least = self.settings.start_min_np
         due = wait.is_over(now)
         if not due:
             yield wait
@@ -372,7 +378,8 @@ class Membership(Rule):
 
     def _give_up_below(self, need: int, ready: list[Worker], now: float) -> Iterator[Wait]:
         """End the job if it has been below the minimum for too long."""
-        since, shortage = self.rounds.current.since, self._shortage(ready)
+        since = self.rounds.current.since
+        shortage = self._shortage(ready)
         if self.capacity.unfit and not self._newcomers_in_sight():
             host, why = next(iter(self.capacity.unfit.items()))
             least = counted(need, "worker is", "workers are")
@@ -425,7 +432,8 @@ class Membership(Rule):
 
         Where one worker is wanted, there is a second one for that if the state is nowhere else.
         """
-        holder, wanted = self._newest_leaver(ready), self.capacity.wanted
+        holder = self._newest_leaver(ready)
+        wanted = self.capacity.wanted
         room = wanted is None or wanted >= 2  # for it and for a worker that receives
         return [holder] if holder and (room or self.final_checkpoint.failed) else []
 

@@ -180,13 +180,13 @@ class Outcome:
         self.budget.record_step()
 
     def record_state(self, steps: int, phase: int) -> None:
-        """Record a worker's state of so many committed steps, in a training function."""
+        """Record that a worker holds the state of `steps` commits, in its call `phase`."""
         if steps > 0:
             self.committed = max(self.committed, steps)
             self.committed_in = max(self.committed_in, phase)
 
     def record_saved(self, steps: int) -> None:
-        """Record that the state of so many steps was written as all workers had to leave."""
+        """Record that the state of `steps` commits was written, as all workers had to leave."""
         self.on_disk = steps
 
     def record_success(self, now: float) -> None:

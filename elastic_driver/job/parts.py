@@ -5,6 +5,10 @@ Each part owns its state and alone writes it; other parts read it, or call metho
 
 The name of an attribute is the name of the part's table in snapshots: to rename one would lose the
 state of an older driver's job.
+
+Hosts, what they have (`limits`), agents, evidence, checks, the memory and the end (`outcome`)
+belong to the job. All other parts are of the one role that a job has now: its workers, rounds,
+placement, budget, target size, losses, stalls, and the order in which they leave.
 """
 
 from dataclasses import MISSING, fields, is_dataclass

@@ -114,7 +114,8 @@ class Placement(Rule):
 
     def _hosts_to_come(self, kept: list[Worker], wanted: int) -> int:
         """Return how many usable hosts without workers a world still needs."""
-        width, inside = units.width(self.settings), {worker.host for worker in kept}
+        width = units.width(self.settings)
+        inside = {worker.host for worker in kept}
         if width == 1:
             return 0
         others = sum(self.hosts.is_usable(name) for name in self.hosts.known if name not in inside)
@@ -125,12 +126,14 @@ class Placement(Rule):
 
     def _start_agents(self, now: float) -> None:
         """Start agents on further hosts as long as their slots are needed."""
-        room, distrusted = self.room_left(), self.hosts.distrusted
+        room = self.room_left()
+        distrusted = self.hosts.distrusted
         need = float("inf") if room is None else room
         without: list[str] = []
         relied_on = spare = 0  # hosts; slots of slow hosts, which are the last choice
         for host in sorted(self.hosts.known.values(), key=self.hosts.preference):
-            name, agent = host.name, self.fleet.agents.get(host.name)
+            name = host.name
+            agent = self.fleet.agents.get(host.name)
             if not self._eligible(name):
                 continue
             if agent is None:
@@ -161,9 +164,11 @@ class Placement(Rule):
         trains = current.stepped if self.outcome.elastic else self.outcome.kind is ScriptKind.PLAIN
         if current.state is not COMPLETE or not trains or self.room_left() != 0:
             return
-        idle, without = 0, list[Host]()
+        idle = 0
+        without = list[Host]()
         for host in sorted(self.hosts.known.values(), key=self.hosts.preference):
-            working, agent = self.workers.on_host(host.name), self.fleet.agents.get(host.name)
+            working = self.workers.on_host(host.name)
+            agent = self.fleet.agents.get(host.name)
             largest = max(largest, len(self.workers.in_slots(host.name)))
             if working or not self._eligible(host.name) or host.name in self.hosts.distrusted:
                 continue
@@ -205,11 +210,12 @@ class Placement(Rule):
 
     def start_agent(self, host: str, now: float, reason: str) -> None:
         """Ask for the host's next agent."""
-        agent, slots = self.fleet.ask(host, now), self.hosts.known[host].slots
+        agent = self.fleet.ask(host, now)
+        slots = self.hosts.known[host].slots
         self.effects.decide(StartAgent(host, agent.incarnation, slots, reason))
 
     def stop_agent(self, agent: HostAgent, reason: str) -> None:
-        """Let an agent go. Its end is not awaited; the next one has another incarnation."""
+        """Tell an agent to stop. Its end is not awaited; the next one has another incarnation."""
         self.fleet.apply(agent, AgentNews.RELEASED)
         grace = self.settings.stop_grace
         self.effects.decide(StopAgent(agent.host, agent.incarnation, grace, reason))
@@ -466,7 +472,8 @@ class Spares(Rule):
     def _stop_surplus(self) -> None:
         """Stop the spares of hosts that cannot be used, or have no worker that stays."""
         for worker in self.workers.having(*SPARES):
-            host, there = worker.host, self.workers.in_slots(worker.host)
+            host = worker.host
+            there = self.workers.in_slots(worker.host)
             if not self.hosts.is_usable(host):
                 self.effects.stop(worker, f"host {host} gets no new workers")
             elif not any(w.state in ACTIVE and not w.leaving for w in there):

@@ -42,7 +42,8 @@ class Plain(Rule):
             yield from self._watch_changes(now)
 
     def _watch_stopping(self, now: float) -> Iterator[Wait]:
-        left, current = self.workers.count(*OCCUPYING), self.rounds.current
+        left = self.workers.count(*OCCUPYING)
+        current = self.rounds.current
         if left == 0:
             self.rounds.open_next(now, f"every worker of round {current.number} has stopped")
             return
@@ -64,7 +65,8 @@ class Plain(Rule):
             return
         missing = sum(1 for worker in self.workers.having(STARTING) if not worker.pid)
         if missing:
-            timeout, placed = self.settings.start_timeout, len(current.founders)
+            timeout = self.settings.start_timeout
+            placed = len(current.founders)
             have = counted(missing, "process has", "processes have")
             wait = Wait((current.founded_at or 0.0) + timeout, f"{have} not been started yet")
             if wait.is_over(now):
@@ -92,7 +94,8 @@ class Plain(Rule):
         first = current.number == 1
         need = self.capacity.at_most_wanted(settings.start_np if first else self.capacity.least)
         free = self.placement.free_slots(self.placement.room_left())
-        where, have = self.placement.founding_slots(), len(free)
+        where = self.placement.founding_slots()
+        have = len(free)
         shortage = units.shortage(len({host for host, _ in free}), settings)
         why = shortage or f"{have} of at least {counted(need, 'slot has', 'slots have')} an agent"
         timeout = settings.start_timeout if first else settings.elastic_timeout

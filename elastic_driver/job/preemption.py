@@ -220,7 +220,7 @@ class Preemption(Rule):
             self._begin(f"{every} ({last.reason})", now, max(now, end_by))
 
     def _hurry(self, departure: Departure, now: float) -> Iterator[Wait]:
-        """Have workers leave at once if no boundary comes in time; then stop those that cannot."""
+        """Make workers leave at once if no boundary comes in time; then stop those that cannot."""
         if self.rounds.current.at_boundary:
             boundary = Wait(departure.leave_by, "workers are to reach a step boundary")
             if boundary.is_over(now):

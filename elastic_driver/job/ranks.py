@@ -72,7 +72,9 @@ def _as_told(
         name: [seat.told for seat in there if NOT_TOLD < seat.told < size]
         for name, there in hosts.items()
     }
-    left, order, start = dict(hosts), list[str](), 0
+    left = dict(hosts)
+    order = list[str]()
+    start = 0
     while left:
         order.append(first.host if first and not order else _next_host(left, told, start))
         start += len(left.pop(order[-1]))
@@ -84,7 +86,8 @@ def _seated(
     order: Iterable[str], hosts: dict[str, list[Seat]], first: Seat | None
 ) -> dict[str, list[Seat]]:
     """Return the hosts in this order, each with its seats in order."""
-    seated, start = dict[str, list[Seat]](), 0
+    seated = dict[str, list[Seat]]()
+    start = 0
     for name in order:
         seated[name] = _in_host(hosts[name], start, first)
         start += len(hosts[name])

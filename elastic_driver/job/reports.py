@@ -80,7 +80,8 @@ class Reports(Rule):
             raise ev.StaleEvent(f"{worker.id} left round {event.round}, it is in {current.number}")
         self.workers.record_ready(worker, event)
         self.outcome.record_state(event.version, event.phase)
-        undone, why = round(event.undone, 6) or None, event.reason or "waits for a round"
+        undone = round(event.undone, 6) or None
+        why = event.reason or "waits for a round"
         self.effects.announce(worker_log.WorkerReady(undone=undone), why, worker)
         if running and current.state is COMPLETE:
             self.rounds.leave(now, f"{worker.id} left: {event.reason}")
@@ -105,13 +106,15 @@ class Reports(Rule):
         if source is None:
             return
         repairs = self.rounds.current.repairs
-        worker, receivers = members[source], receivers_of(states, source, repair=repairs)
+        worker = members[source]
+        receivers = receivers_of(states, source, repair=repairs)
         step, reason = None, f"{worker.id}'s first values, or those of its checkpoint"
         if states[source].trained:
             step, reason = states[source].steps, "all ranks had it already"
             if receivers:
                 reason = f"{len(receivers)} of {len(members)} took over {worker.id}'s"
-        seconds, many = round(event.seconds, 6) or None, len(receivers)
+        seconds = round(event.seconds, 6) or None
+        many = len(receivers)
         synced = log.StateSynced(step=step, receivers=many, first_step=event.step, seconds=seconds)
         self.effects.announce(synced, reason, worker)
 
@@ -152,7 +155,8 @@ class Reports(Rule):
             # The worker has sent no message; a later READY of another one can still correct this.
             self.outcome.declare(ScriptKind.PLAIN)
         self.capacity.note_change()
-        running, leaving = worker.state is RUNNING, bool(worker.leaving)
+        running = worker.state is RUNNING
+        leaving = bool(worker.leaving)
         done = worker.over and code in (KILLED, TERMINATED)  # there was nothing left for it to do
         finished = worker.is_member and (code == 0 or done)
         if leaving and finished:  # if all members leave, one that finishes has done its work
@@ -187,7 +191,8 @@ class Reports(Rule):
     def take_in_after_the_end(self, event: ev.Event) -> None:
         """Record the events that still come while the agents of an ended job shut down."""
         if isinstance(event, ev.WorkerExited):
-            worker, code = self.workers.workers.get(event.worker), event.exit_code
+            worker = self.workers.workers.get(event.worker)
+            code = event.exit_code
             if worker is not None and self.workers.record_end(worker, code, as_told=True):
                 why = f"exit code {code}, stopped with the job"
                 exited = worker_log.WorkerExited(exit_code=code, expected=True, job_over=True)
@@ -202,7 +207,7 @@ class Reports(Rule):
     def give_up_worker(
         self, worker: Worker, reason: str, now: float, stack: str | None = None
     ) -> None:
-        """Have a worker that hangs killed, and go on without it; `stack`: its last one."""
+        """Kill a worker that hangs, and go on without it; `stack`: its last one."""
         if not self.workers.apply(worker, WorkerNews.LOST):
             raise ev.StaleEvent(f"{worker.id} is {worker.state.value}, it cannot be lost any more")
         self.effects.kill(worker, reason)
@@ -255,8 +260,10 @@ class Reports(Rule):
         """Count a failure against the worker's host, which may get no workers for a time."""
         if not self.workers.blame(worker):
             return
-        host, leave = worker.host, self._leaves_failed_hosts()
-        why, needed = f"{worker.id} {reason}", self.is_needed(host)
+        host = worker.host
+        leave = self._leaves_failed_hosts()
+        why = f"{worker.id} {reason}"
+        needed = self.is_needed(host)
         cooldown = self.hosts.count_failure(host, now, why, needed=needed, leave=leave)
         if cooldown is not None:
             self.effects.announce(host_log.HostBlacklisted(), cooldown, host)
@@ -328,7 +335,8 @@ class Reports(Rule):
             if not any(self.tf.essential((worker.host, worker.slot)) for worker in serving):
                 for worker in serving:
                     self.effects.stop(worker, "the training it served is done")
-        losses, left = [x for x in self.outcome.losses if x.member], self.workers.count(*ACTIVE)
+        losses = [x for x in self.outcome.losses if x.member]
+        left = self.workers.count(*ACTIVE)
         bad = next((loss for loss in losses if self._ended_badly(loss)), None)
         limit = 0.0 if self.outcome.elastic else self.settings.finish_timeout
         grace = min(self.settings.grace_period, limit or math.inf)

@@ -135,7 +135,8 @@ class Rounds:
         if not current.told:
             current.told = True
             hosts = {self.workers.workers[worker].host for worker in current.founders}
-            what, size = "every process was started", len(current.founders)
+            what = "every process was started"
+            size = len(current.founders)
             self.effects.announce(log.ProcessesStarted(size=size, hosts=len(hosts)), what)
 
     def complete(self, workers: Iterable[Worker], now: float, reason: str) -> None:
@@ -146,7 +147,8 @@ class Rounds:
         if self.repair:  # rank 0 has the state that all take over
             seats = (seat._replace(told=NOT_TOLD) for seat in seats)
         places = assign(seats)
-        members, ranks = [], dict[str, dict[str, int]]()
+        members = []
+        ranks = dict[str, dict[str, int]]()
         for worker_id, place in places:
             worker = by_id[worker_id]
             self.workers.admit(worker, place)
@@ -165,7 +167,8 @@ class Rounds:
         for node, (host, ranks_there) in enumerate(ranks.items()):
             order = RanksOrder(current.number, ranks_there, self._peers(node))
             self.effects.give(host, order, reason)
-        size, what = len(members), f"{counted(len(members), 'worker')}: {reason}"
+        size = len(members)
+        what = f"{counted(len(members), 'worker')}: {reason}"
         if self.capacity.wanted in (None, size):
             self.capacity.mark_request_settled()
         told = True if current.told and not self.outcome.elastic else None
@@ -303,7 +306,7 @@ class Rounds:
         return first
 
     def want_repair(self, reason: str) -> None:
-        """Let the members of the next round take over the state of its rank 0."""
+        """Note that the members of the next round are to take over the state of its rank 0."""
         self.repair = reason
 
     def wait_again(self, now: float) -> None:

@@ -95,7 +95,8 @@ def status_of(job: JobParts, now: float) -> JobStatus:
     settings, outcome, current = job.settings, job.outcome, job.rounds.current
     end, budget = outcome.end, outcome.budget
     known = {host.name: host.slots for host in job.hosts.known.values()}
-    reason, hosts = job.effects.waiting, outlook(job.hosts, now)
+    reason = job.effects.waiting
+    hosts = outlook(job.hosts, now)
     if hosts and current.state is not COMPLETE:
         reason = f"{reason}; {hosts}" if reason else hosts
     known.update({name: 0 for name in job.fleet.agents if name not in known})
@@ -151,8 +152,10 @@ def _state(job: JobParts) -> str:
 
 
 def _host(job: JobParts, name: str, slots: int, now: float) -> HostStatus:
-    hosts, agent = job.hosts, job.fleet.agents.get(name)
-    workers, hindrance = len(job.workers.in_slots(name)), hosts.hindrance(name)
+    hosts = job.hosts
+    agent = job.fleet.agents.get(name)
+    workers = len(job.workers.in_slots(name))
+    hindrance = hosts.hindrance(name)
     if name not in hosts.known:
         state = "removed"
     elif hindrance is Hindrance.DRAINED and workers:

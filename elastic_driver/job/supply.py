@@ -89,11 +89,8 @@ class Rechecks(Rule):
         if now < self._held_since + wait:
             yield Wait(self._held_since + wait)
             return
-        known, workers = self.hosts.known.values(), self.workers.on_host
-        idle = (
-            host for host in known if self.hosts.is_usable(host.name) and not workers(host.name)
-        )
-        partner = next(idle, None)
+        usable = (host for host in self.hosts.known.values() if self.hosts.is_usable(host.name))
+        partner = next((host for host in usable if not self.workers.on_host(host.name)), None)
         hosts = held if partner is None else (*held, partner)
         beside = "" if partner is None else f", beside {partner.name}"
         reason = f"{', '.join(f'{host.name}: {host.check}' for host in held)}{beside}"
@@ -144,7 +141,7 @@ class Rechecks(Rule):
             self._end_if_too_few(failed)
 
     def _starts_the_job(self, checks: int) -> bool:
-        """Return whether the hosts of the job's start are checked, and so many checks have begun.
+        """Return whether the hosts of the job's start are checked, and `checks` have begun.
 
         Otherwise they were checked before the job, or there are no checks.
         """
@@ -158,8 +155,10 @@ class Rechecks(Rule):
 
     def _all_there(self) -> bool:
         """Return whether no further host would be used."""
-        known, most = self.hosts.known.values(), self.settings.max_hosts
-        slots, wanted = sum(host.slots for host in known), self.capacity.wanted
+        known = self.hosts.known.values()
+        most = self.settings.max_hosts
+        slots = sum(host.slots for host in known)
+        wanted = self.capacity.wanted
         return (most is not None and len(known) >= most) or (wanted is not None and slots >= wanted)
 
     def _end_if_too_few(self, failed: list[str]) -> None:
@@ -264,7 +263,8 @@ class Discovered(Rule):
 
         The Brain knows where other slots are, so the next grant does it in its jobs.
         """
-        host, all_slots = self.hosts.known.get(event.host), self.hosts.known.values()
+        host = self.hosts.known.get(event.host)
+        all_slots = self.hosts.known.values()
         has_brain, least = self.limits.newest_grant > 0, self.capacity.least
         if not (self.settings.auto_scale or has_brain) or self.capacity.target is not None:
             raise ev.StaleEvent("neither --auto-scale nor the Brain decides the size of this job")
@@ -328,7 +328,7 @@ class Discovered(Rule):
         self.effects.announce(host_log.DiscoveryFailed(), kept)
 
     def advance(self, now: float) -> Iterable[Wait]:
-        """Let hosts be used again after their cool-down."""
+        """End the cool-downs and pauses that are over."""
         for host in self.hosts.resurrect(now):
             over = "its cool-down is over"
             if not self.hosts.known[host].refusals:  # else nothing has changed
@@ -404,7 +404,8 @@ class Memory(Rule):
         together. On the host of the worker that `ran_out` there is room for others if so much is
         idle, but not if that is how this worker came there.
         """
-        own, before = ran_out.host, self._ran_out.get(ran_out.host)
+        own = ran_out.host
+        before = self._ran_out.get(ran_out.host)
         again = before is not None and ran_out.number > before
         rooms: dict[str, int] = {}
         equipped = (host for host, (_, memory) in self.limits.equipment.items() if memory)
@@ -472,7 +473,8 @@ class Memory(Rule):
         known |= {host: memory for host, (_, memory) in self.limits.equipment.items() if memory}
         known |= self.idle
         largest = max(known, key=known.__getitem__, default=failure.host)
-        least, has = in_words(need), in_words(known.get(largest, 0))
+        least = in_words(need)
+        has = in_words(known.get(largest, 0))
         at = f"{who} at {in_words(self.peak or 0)}"
         if known.get(largest, 0) >= need:
             hint = "is the memory of a process limited (ulimit -v)?"

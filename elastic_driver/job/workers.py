@@ -199,7 +199,7 @@ class Workers:
         self._by_host.setdefault(worker.host, {})[worker.id] = worker
 
     def promote(self, spare: Worker, slot: int, *, founder: bool) -> None:
-        """Let a spare that is ready have this slot, as the newest worker that waits for a round."""
+        """Give this slot to a spare that is ready, as the newest worker that waits for a round."""
         if not self.apply(spare, WorkerNews.PROMOTED):
             raise ValueError(f"{spare.id} is {spare.state.value} and cannot take a slot")
         self.started += 1
@@ -249,7 +249,7 @@ class Workers:
             worker.admitted = self._admissions
 
     def age_by_rank(self, members: list[Worker]) -> None:
-        """Let the members of a host keep their order in later rounds.
+        """Keep the order of the members of a host in later rounds.
 
         A newcomer that was told a rank may have come between two that are older.
         """

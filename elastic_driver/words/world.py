@@ -148,7 +148,8 @@ class Members(Sequence[Member]):
             seat = (int(numbers[0]), int(numbers[1]))
             for block in self._blocks:
                 if host in block.hosts and seat in block.seats:
-                    offset, local_rank = block.hosts.index(host), block.seats.index(seat)
+                    offset = block.hosts.index(host)
+                    local_rank = block.seats.index(seat)
                     member = self._member(block, offset, local_rank)
                     return member if member.worker == worker else None
         return None
@@ -156,7 +157,8 @@ class Members(Sequence[Member]):
     def _member(self, block: _HostBlock, offset: int, local_rank: int) -> Member:
         """Return the member with this local rank on the host at `offset` in its block."""
         named, incarnation = block.seats[local_rank]
-        host, local_size = block.hosts[offset], len(block.seats)
+        host = block.hosts[offset]
+        local_size = len(block.seats)
         rank = block.rank + offset * local_size + local_rank
         having = self._hosts_with(local_rank)
         ranks = (rank, local_rank, having[block.number] + offset)

@@ -1,4 +1,7 @@
-"""The short form in which the members of a round travel."""
+"""The short form in which the members of a round travel.
+
+Which state wins, and who receives it: one rule for the driver and for the workers.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,17 @@ import pytest
 
 from elastic_driver.job.ranks import Seat, assign
 from elastic_driver.words.orders import World, decode_world, encode_world
-from elastic_driver.words.world import Member, Members, Roster, SlotRun, Standings, roster_of
+from elastic_driver.words.world import (
+    Member,
+    Members,
+    Roster,
+    SlotRun,
+    Standings,
+    StateVersion,
+    receivers_of,
+    roster_of,
+    source_of,
+)
 
 
 def members_on(hosts: list[tuple[str, list[tuple[int, int]]]]) -> list[Member]:
@@ -80,3 +93,25 @@ def test_hosts_in_the_same_state_share_their_runs() -> None:
     assert [group.hosts for group in roster.groups] == [("a", "b")]
     assert roster.groups[0].runs == (SlotRun(0, 2, 1),)
     assert roster.standings == (Standings(4, -1, True),)
+
+
+@pytest.mark.parametrize(
+    ("states", "source", "receivers"),
+    [
+        ([(-1, True), (-1, True)], 0, {1}),  # nobody has trained: rank 0's first values
+        ([(-1, False), (-1, True)], 1, {0}),  # rank 0 received only half of them
+        ([(-1, False), (-1, False)], None, set()),
+        ([(7, True), (7, True)], 0, set()),
+        ([(6, True), (7, True), (7, True)], 1, {0}),
+        ([(9, False), (7, True)], 1, {0}),  # a clean state beats one that is further
+        ([(4, False), (6, False), (6, False)], None, set()),  # between two commits: nobody's
+        ([(-1, True), (3, False)], None, set()),
+    ],
+)
+def test_the_furthest_clean_state_wins(
+    states: list[tuple[int, bool]], source: int | None, receivers: set[int]
+) -> None:
+    versions = [StateVersion(*state) for state in states]
+    assert source_of(versions) == source
+    if source is not None:
+        assert receivers_of(versions, source) == receivers
