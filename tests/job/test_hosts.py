@@ -5,6 +5,7 @@ A host that refuses us, or lacks something, is said once and tried a few times.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -138,6 +139,14 @@ def test_an_agent_that_cannot_start_cools_the_host_down_at_once() -> None:
     hosts = manager(("a", 1))
     reason = hosts.count_agent_loss("a", 0.0, "ssh: no route", started=False)
     assert reason == "no new workers for 10 s: ssh: no route"
+
+
+def test_to_ask_whether_a_host_is_suspect_changes_nothing() -> None:
+    hosts = manager(("a", 1), host_failure_window=60.0)
+    hosts.count_agent_loss("a", 0.0, "gone", started=True)
+    before = deepcopy(hosts.known["a"])
+    assert not hosts.is_suspect("a", 1000.0)
+    assert hosts.known["a"] == before
 
 
 def test_trouble_of_a_host_that_is_gone_is_nobodys() -> None:
