@@ -24,14 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Figure, report
-from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import GiveOrder, StartAgent
-from elastic_driver.core.documents import StartWorkerOrder
-from elastic_driver.core.driver_events import HostsDiscovered
-from elastic_driver.core.job import Job
-from elastic_driver.core.job_events import EventBatch
 from elastic_driver.features.shards import messages as m
 from elastic_driver.features.shards.machine import DataSets
+from elastic_driver.job.decisions import GiveOrder, StartAgent
+from elastic_driver.job.events import EventBatch, HostsDiscovered
+from elastic_driver.job.job import Job
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import EtcdClient, read_access
 from elastic_driver.runtime.journal.follower import EtcdStore, begin_anew
@@ -42,6 +39,8 @@ from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.loop import MAX_TOGETHER
 from elastic_driver.runtime.mailbox import collector_paused
 from elastic_driver.settings import Settings
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.orders import StartWorkerOrder
 from rendezvous.auth import write_token_file
 
 SLOTS = 8

@@ -25,9 +25,9 @@ import aiohttp
 import msgspec
 
 from benchmarks.common import OURS, Figure, report
-from elastic_driver.core.measured import History
 from elastic_driver.runtime.api import DriverRoutes, job_access
 from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.words.progress import History
 from rendezvous.auth import reader_token
 from rendezvous.server import RendezvousServer
 from tests.support.browser import tab

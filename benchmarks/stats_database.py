@@ -22,8 +22,8 @@ from elastic_driver.brain.store.database import Database
 from elastic_driver.brain.store.figures import Sample
 from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import FINE, HOUR, JobKey
-from elastic_driver.core.measured import HostUsage, Measured, StepTimes, WorkerMeasured
 from elastic_driver.runtime.measurements import MOST_USAGE_S, USAGE_S, WORKERS_PER_S
+from elastic_driver.words.progress import HostUsage, Measured, StepTimes, WorkerMeasured
 
 PAUSE_S = 0.05  # of the writer, whose 5 s are 5 s of the job
 GIB = 2**30

@@ -63,9 +63,9 @@ UNDRAIN_PATH = "/v1/hosts/{host}:undrain"
 # ---- keys of the store: "<scope>/<key>" --------------------------------------------------
 # Scopes that the driver fills anew when it goes on with a job; keys of all others are users'.
 PASSING_SCOPES = ("agents/", "workers/", "rounds/", "job/", "checks/", "nodes/")
-CHECK_SPEC = "checks/spec"  # core.job_spec.JobSpec for the agents of node checks
+CHECK_SPEC = "checks/spec"  # words.orders.JobSpec for the agents of node checks
 JOB_DRIVER = "job/driver"  # documents.DriverTerm, written before anything else
-JOB_SPEC = "job/spec"  # core.job_spec.JobSpec, written once
+JOB_SPEC = "job/spec"  # words.orders.JobSpec, written once
 JOB_WORLD = "job/world"  # documents.World of the newest complete round
 JOB_STACKS = "job/stacks"  # the number of the newest request for all stacks
 JOB_NOTICE = "job/notice"  # documents.Notice: leave the current round

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from elastic_driver.core.measured import GpuUsage, HostUsage, WorkerMeasured
+from elastic_driver.words.progress import GpuUsage, HostUsage, WorkerMeasured
 
 T = TypeVar("T", int, float)
 UNKNOWN = "-"

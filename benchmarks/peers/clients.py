@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elastic_driver import contract
-from elastic_driver.core.state_version import StateVersion
 from elastic_driver.token_roles import agent_token, worker_token
+from elastic_driver.words.world import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress

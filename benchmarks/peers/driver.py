@@ -16,8 +16,6 @@ import time
 from pathlib import Path
 from queue import SimpleQueue
 
-from elastic_driver.core.events import AgentReady
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.runtime.backend import Backend, OnLost
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
@@ -25,6 +23,8 @@ from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
+from elastic_driver.words.orders import JobSpec
+from elastic_driver.words.wire_events import AgentReady
 
 SLOTS = 8  # of each host
 

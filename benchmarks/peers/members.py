@@ -16,9 +16,9 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.documents import decode_world
-from elastic_driver.core.events import WorkerReady
 from elastic_driver.token_roles import agent_token, worker_token
+from elastic_driver.words.orders import decode_world
+from elastic_driver.words.wire_events import WorkerReady
 from rendezvous.wire import (
     BATCH_PATH,
     Entries,

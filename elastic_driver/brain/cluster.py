@@ -41,8 +41,8 @@ from elastic_driver.brain.messages import (
 )
 from elastic_driver.brain.plans import MakeView, Plans
 from elastic_driver.brain.receipts import Proved
-from elastic_driver.core.driver_events import Tick
 from elastic_driver.errors import assert_never
+from elastic_driver.job.events import Tick
 from elastic_driver.kernel.machine import Declaration
 from elastic_driver.kernel.tables import Snapshots, Tables, saved, set_defaults, table
 from elastic_driver.words import counted

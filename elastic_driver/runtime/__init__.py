@@ -1,5 +1,5 @@
 """The driver process: the shell around the pure core.
 
-`driver.ElasticDriver` feeds events to `core.job.Job` and carries out what it decides. Nothing
+`driver.ElasticDriver` feeds events to `job.job.Job` and carries out what it decides. Nothing
 here decides which workers train; the core reads no clock, socket or file.
 """

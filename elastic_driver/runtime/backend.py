@@ -1,6 +1,6 @@
 """Backends start agents on hosts.
 
-The driver decides *that* an agent is to run (`core.decisions.StartAgent`); a backend (this machine,
+The driver decides *that* an agent is to run (`job.decisions.StartAgent`); a backend (this machine,
 ssh, Slurm, …) decides *how*. A backend is registered under a name as a Python entry point in the
 group `elastic_driver.backends`; the entry point is a callable that takes a `BackendJob` and
 returns a `Backend`. Orders do not travel this way: a running agent reads them from the store.

@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from elastic_driver.brain.documents import MOST_WORKERS, Grant, JobOver, JobReport, Kind, Speed
-from elastic_driver.core.driver_events import HostsGranted
-from elastic_driver.core.job import Job
-from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.features.stragglers.machine import Stragglers
+from elastic_driver.job.events import HostsGranted
+from elastic_driver.job.job import Job
+from elastic_driver.job.workers import OCCUPYING
 from elastic_driver.runtime.brain_link import BrainLink
 from elastic_driver.runtime.measurements import kind_seen, speed_seen
 

@@ -34,8 +34,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.job.events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.runtime.probe import ProbeError, ScriptProbe
 
 # (host, slots) in the order of first mention, without repeats.

@@ -20,14 +20,13 @@ from elastic_driver.brain.priors import Prior
 from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import JobKey
 from elastic_driver.brain.store.writer import StatisticsWriter
-from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.driver_events import MemoryExpected, StopRequested
-from elastic_driver.core.job import Job
-from elastic_driver.core.measured import History, Measured
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.features import chapters
 from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.features.sizes.messages import PriorFound
+from elastic_driver.job.decisions import EndJob
+from elastic_driver.job.events import MemoryExpected, StopRequested
+from elastic_driver.job.job import Job
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.masking import masked
 from elastic_driver.runtime import mailbox as mail
@@ -41,6 +40,7 @@ from elastic_driver.runtime.reporter import Change
 from elastic_driver.runtime.resources import DriverResources, DriverSetup
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.settings import Settings
+from elastic_driver.words.progress import History, Measured
 
 MAX_MAIL = 100_000  # waiting messages; beyond that, requests are refused with 503
 SIGNAL_SLICE_S = 0.5  # the longest time until a signal is handled

@@ -22,15 +22,14 @@ from typing import NamedTuple
 
 from elastic_driver import contract
 from elastic_driver.announcement import announce
-from elastic_driver.core.documents import DriverTerm, encode
-from elastic_driver.core.job import Job
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.rules.fleet import HostAgent
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.job.fleet import HostAgent
+from elastic_driver.job.job import Job
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import reachable_url
 from elastic_driver.settings import DriverOptions
 from elastic_driver.token_roles import agent_token
+from elastic_driver.words.orders import DriverTerm, JobSpec, encode
 from rendezvous import tls
 from rendezvous.auth import Credentials
 from rendezvous.errors import AddressError

@@ -15,14 +15,14 @@ from aiohttp import web
 from msgspec import Struct
 
 from elastic_driver import contract, token_roles
-from elastic_driver.core import events as ev
-from elastic_driver.core.job_events import JobEvent
 from elastic_driver.errors import ExitCode
 from elastic_driver.features.checks.messages import TaskEnded
+from elastic_driver.job.events import JobEvent
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.driver_port import DriverPort, Request
 from elastic_driver.token_roles import JOBS, MEMBERS, OPERATORS
 from elastic_driver.words import counted
+from elastic_driver.words import wire_events as ev
 from rendezvous.auth import Caller, Role
 from rendezvous.fairness import Shares
 from rendezvous.routes import (

@@ -14,18 +14,10 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from elastic_driver import contract
-from elastic_driver.core import decisions as do
-from elastic_driver.core import documents as doc
-from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import (
-    AgentLost,
-    LeaseExpired,
-    ProgressReading,
-    ProgressReported,
-)
-from elastic_driver.core.progress import decode_progress
-from elastic_driver.core.rules.workers import OCCUPYING
 from elastic_driver.features.checks.driver import NodeChecks
+from elastic_driver.job import decisions as do
+from elastic_driver.job.events import AgentLost, LeaseExpired, ProgressReading, ProgressReported
+from elastic_driver.job.workers import OCCUPYING
 from elastic_driver.kernel.kernel import Handler
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.kernel.services import (
@@ -47,6 +39,9 @@ from elastic_driver.runtime.backend import (
 from elastic_driver.runtime.job_record import JobRecord
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.probes import HostProbes, Suspects
+from elastic_driver.words import orders as doc
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.progress import decode_progress
 from rendezvous import wire
 from rendezvous.errors import RendezvousError
 from rendezvous.server import RendezvousServer

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec.structs import replace
 
-from elastic_driver.core.decisions import Announce, EndJob, PublishWorld
-from elastic_driver.core.documents import World
-from elastic_driver.core.events import WorkerExited, WorkerReady, WorkerStepped
-from elastic_driver.core.job_events import EventBatch
 from elastic_driver.features.goodput.driver import RunLedger
+from elastic_driver.job.decisions import Announce, EndJob, PublishWorld
+from elastic_driver.job.events import EventBatch
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.job_times import JobTimes
@@ -25,6 +23,8 @@ from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import HeldTails, JobResult, WorkerResults, as_event
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.orders import World
+from elastic_driver.words.wire_events import WorkerExited, WorkerReady, WorkerStepped
 
 
 @dataclass(kw_only=True)

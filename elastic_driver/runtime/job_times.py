@@ -4,9 +4,9 @@ The driver's thread writes them, `GET /metrics` reads them. Each driver of a run
 ones, which Prometheus takes for the restart of a counter.
 """
 
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.documents import World
+from elastic_driver.job.decisions import Announce
 from elastic_driver.words import log_events as log
+from elastic_driver.words.orders import World
 from rendezvous.answers import Histogram
 
 STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)

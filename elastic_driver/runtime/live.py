@@ -4,7 +4,7 @@
 |---|---|
 | `hello` | the role of the reader, and the driver's time (unix seconds) |
 | `status` | `Picture`; a later one has only what has changed, unless it is `full` |
-| `history` | `core.measured.History`: the last hour first, then what is new |
+| `history` | `words.progress.History`: the last hour first, then what is new |
 | `events` | a list of new lines of the event log, each with its sentence |
 | `end` | the job is over, nothing follows |
 
@@ -30,8 +30,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_driver import contract
-from elastic_driver.core.measured import History, Measured
-from elastic_driver.core.status import HostStatus, MemberStatus
+from elastic_driver.job.status import HostStatus, MemberStatus
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.event_log import EventLog, LoggedEvent
 from elastic_driver.runtime.status_document import (
@@ -41,8 +40,8 @@ from elastic_driver.runtime.status_document import (
     read_status,
 )
 from elastic_driver.token_roles import WATCHERS
-from elastic_driver.words.log_lines import read_line
-from elastic_driver.words.log_sentences import sentence
+from elastic_driver.words.log_lines import read_line, sentence
+from elastic_driver.words.progress import History, Measured
 from rendezvous.auth import Caller
 from rendezvous.routes import EVENT_STREAM, Problem, Route, caller_of, mount
 from rendezvous.wire import UNREADABLE

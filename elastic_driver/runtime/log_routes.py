@@ -13,9 +13,9 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract, token_roles
-from elastic_driver.core.output_lines import LogsTaken, WorkerLines
 from elastic_driver.runtime.worker_logs import LogPage, LogQuery, WorkerLogs, read_page
 from elastic_driver.token_roles import AGENTS, PEOPLE
+from elastic_driver.words.progress import LogsTaken, WorkerLines
 from rendezvous.auth import Caller
 from rendezvous.routes import JSON, Problem, Route, caller_of, forbidden, mount, read_json
 

@@ -14,18 +14,16 @@ from functools import partial
 from typing import Any
 
 from elastic_driver.brain.store.figures import Sample
-from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Announce, CheckHosts, EndJob
-from elastic_driver.core.driver_events import DriverResumed, HostsMeasured, StopRequested, Tick
-from elastic_driver.core.job import Job
-from elastic_driver.core.measured import Measured
-from elastic_driver.core.rules.workers import OCCUPYING, RUNNING
 from elastic_driver.errors import ElasticError, ExitCode
 from elastic_driver.features.checks.driver import CheckAnswer, NodeChecks
 from elastic_driver.features.checks.machine import CheckEnded, NodeChecker
 from elastic_driver.features.goodput.driver import job_started
 from elastic_driver.features.sizes.machine import Starvation
 from elastic_driver.features.stragglers.machine import RoundPublished, Stragglers
+from elastic_driver.job.decisions import Announce, CheckHosts, EndJob
+from elastic_driver.job.events import DriverResumed, HostsMeasured, StopRequested, Tick
+from elastic_driver.job.job import Job
+from elastic_driver.job.workers import OCCUPYING, RUNNING
 from elastic_driver.kernel.kernel import Handler, Kernel
 from elastic_driver.kernel.log import Level
 from elastic_driver.kernel.machine import ForMachine, Reply, Shown
@@ -49,6 +47,8 @@ from elastic_driver.runtime.measurements import (
 )
 from elastic_driver.words import counted
 from elastic_driver.words import host_log_events as host_log
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.progress import Measured
 
 MAX_TOGETHER = 1000  # events that are handled together
 TELL_S = 2.0  # for workers to end, before the user is told of the wait

@@ -1,7 +1,7 @@
 """All machines that a driver may run: the job, and those of the features."""
 
-from elastic_driver.core import job
 from elastic_driver.features import chapters
+from elastic_driver.job import job
 from elastic_driver.kernel.kernel import Catalog
 
 # A next driver tells those that go on in this order that it has come.

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from elastic_driver.core.job import Job
 from elastic_driver.errors import TakenOverError
 from elastic_driver.features.checks.report import CheckReport
+from elastic_driver.job.job import Job
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.runtime.discovery import Hosts
 from rendezvous.wire import Entry

@@ -21,17 +21,22 @@ from msgspec.structs import asdict, replace
 from elastic_driver import contract
 from elastic_driver.brain.documents import Kind, Speed
 from elastic_driver.brain.store.figures import Sample
-from elastic_driver.core.documents import World
-from elastic_driver.core.job import Job
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.measured import History, Measured, Usage, WorkerMeasured, decode_usage
-from elastic_driver.core.progress import Progress
-from elastic_driver.core.rules.rounds import COMPLETE
-from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.features.sizes.gauge import noise_scale
 from elastic_driver.features.sizes.messages import HostLoad, LoadsSeen, SpeedSeen
 from elastic_driver.features.stragglers.machine import Stragglers
+from elastic_driver.job.job import Job
+from elastic_driver.job.rounds import COMPLETE
+from elastic_driver.job.workers import RUNNING
 from elastic_driver.kernel.machine import Machine
+from elastic_driver.words.orders import JobSpec, World
+from elastic_driver.words.progress import (
+    History,
+    Measured,
+    Progress,
+    Usage,
+    WorkerMeasured,
+    decode_usage,
+)
 from rendezvous.wire import UNREADABLE, Entry
 
 LOOK_S = 1.0  # between two looks at the workers' progress
@@ -396,7 +401,7 @@ def speed_seen(job: Job, watch: Stragglers) -> SpeedSeen | None:
         worker=world.members[0].worker,
         steps=steps,
         at=progress.at,
-        slots=tuple(host.slots for host in known if job.hosts.usable(host.name)),
+        slots=tuple(host.slots for host in known if job.hosts.is_usable(host.name)),
         least=job.capacity.least,
         most=job.capacity.most,
         unit=settings.node_unit,

@@ -19,9 +19,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from elastic_driver.core.driver_events import Evidence
-from elastic_driver.core.measured import Measured
-from elastic_driver.core.rules.workers import WorkerState
+from elastic_driver.job.events import Evidence
+from elastic_driver.job.workers import WorkerState
 from elastic_driver.kernel.log import name_of
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.status_document import (
@@ -33,6 +32,7 @@ from elastic_driver.runtime.status_document import (
 from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.progress import Measured
 from rendezvous.answers import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

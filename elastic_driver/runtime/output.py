@@ -17,8 +17,8 @@ from aiohttp import web
 
 from elastic_driver import contract, token_roles
 from elastic_driver.console import STALL_S, Console
-from elastic_driver.core.output_lines import OutputLine, OutputLines
 from elastic_driver.token_roles import AGENTS
+from elastic_driver.words.progress import OutputLine, OutputLines
 from rendezvous.routes import Accepted, Route, accepted, caller_of, forbidden, mount, read_json
 
 _decode = msgspec.json.Decoder(OutputLines).decode

@@ -15,8 +15,8 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from elastic_driver import contract
-from elastic_driver.core.documents import LoginCode
 from elastic_driver.token_roles import OPERATORS, PEOPLE
+from elastic_driver.words.orders import LoginCode
 from rendezvous.auth import Caller, bearer
 from rendezvous.routes import (
     ANY,

@@ -19,14 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import ProbeAgent, ProbeHosts
-from elastic_driver.core.driver_events import (
-    AgentHeard,
-    AgentProbed,
-    AgentSuspected,
-    Evidence,
-    HostProbed,
-)
+from elastic_driver.job.decisions import ProbeAgent, ProbeHosts
+from elastic_driver.job.events import AgentHeard, AgentProbed, AgentSuspected, Evidence, HostProbed
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import probe
 from elastic_driver.token_roles import agent_token

@@ -24,9 +24,9 @@ import msgspec
 from msgspec.structs import asdict
 
 from elastic_driver.console import Outlet, open_outlet
-from elastic_driver.core.decisions import Announce
 from elastic_driver.errors import ExitCode
 from elastic_driver.features.goodput.story import Story
+from elastic_driver.job.decisions import Announce
 from elastic_driver.kernel.log import Level as Level  # noqa: PLC0414 - for importers
 from elastic_driver.kernel.log import name_of
 from elastic_driver.line_writer import LineWriter
@@ -35,7 +35,7 @@ from elastic_driver.words import counted
 from elastic_driver.words import worker_log_events as log
 from elastic_driver.words.findings import Failure
 from elastic_driver.words.log_events import JobEnd, RoundCompleted
-from elastic_driver.words.log_sentences import describe_world, name_worker
+from elastic_driver.words.log_lines import describe_world, name_worker
 from elastic_driver.words.worker_log_events import WorkerExited
 
 ENDS = {  # what ends what, by name

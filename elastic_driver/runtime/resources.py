@@ -13,13 +13,12 @@ from typing import Protocol
 
 from elastic_driver import contract
 from elastic_driver.brain.store.address import Address
-from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.driver_events import LeaseExpired
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.features.checks.driver import NodeChecks
 from elastic_driver.features.goodput.driver import RunLedger
 from elastic_driver.features.joining.driver import JoinedNodes
+from elastic_driver.job.decisions import EndJob
+from elastic_driver.job.events import LeaseExpired
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes, job_access
@@ -54,6 +53,7 @@ from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
 from elastic_driver.settings import DriverOptions, Settings
+from elastic_driver.words.orders import JobSpec
 from rendezvous.auth import Role, make_token, read_credentials, read_token_file
 from rendezvous.errors import CertificateError, RendezvousError
 from rendezvous.server import Callbacks, RendezvousServer, ServerTls, Succession

@@ -28,14 +28,14 @@ from typing import TypeAlias
 
 import msgspec
 
-from elastic_driver.core.decisions import Announce, EndJob
-from elastic_driver.core.documents import World
-from elastic_driver.core.events import WorkerExited
+from elastic_driver.job.decisions import Announce, EndJob
 from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
 from elastic_driver.words.findings import Failure
 from elastic_driver.words.log_lines import LogLine, read_line
+from elastic_driver.words.orders import World
+from elastic_driver.words.wire_events import WorkerExited
 
 HOLD_S = 1.0  # the longest time that a traceback waits
 REPEATS_S = 10.0  # the least time between two lines that count equal tracebacks

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from elastic_driver.core.measured import Measured
-from elastic_driver.core.status import CounterStatus, JobStatus, SlowStatus
 from elastic_driver.features.checks.report import CheckReport
+from elastic_driver.job.status import CounterStatus, JobStatus, SlowStatus
+from elastic_driver.words.progress import Measured
 
 
 class GoodputStatus(Struct, frozen=True):

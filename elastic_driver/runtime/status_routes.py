@@ -12,8 +12,6 @@ from msgspec import Struct
 from prometheus_client.core import Metric
 
 from elastic_driver import contract
-from elastic_driver.core.fields import Count
-from elastic_driver.core.measured import Amount, History
 from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
@@ -21,6 +19,8 @@ from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.live import KEEP_ALIVE_S
 from elastic_driver.runtime.status_document import JobDocument
 from elastic_driver.token_roles import WATCHERS
+from elastic_driver.words.orders import Count
+from elastic_driver.words.progress import Amount, History
 from rendezvous.auth import Caller
 from rendezvous.fairness import Shares
 from rendezvous.routes import (

@@ -22,10 +22,10 @@ from typing import Annotated, BinaryIO, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from elastic_driver.core.fields import Host, WorkerId
-from elastic_driver.core.output_lines import WorkerLine
 from elastic_driver.line_writer import RETRY_S, LineWriter, write_whole
 from elastic_driver.words import counted
+from elastic_driver.words.orders import Host, WorkerId
+from elastic_driver.words.progress import WorkerLine
 from rendezvous.wire import UNREADABLE
 
 FILES = 8  # of one run

@@ -1,4 +1,4 @@
-"""Numbers and names as they stand in sentences."""
+"""What crosses a process, and numbers and names as they stand in sentences. Pure."""
 
 
 def printable(text: str) -> str:

@@ -72,9 +72,9 @@ from elastic_driver.arithmetic import (
     sample_counts,
     virtual_ranges,
 )
-from elastic_driver.core import documents
-from elastic_driver.core.progress import Division
 from elastic_driver.errors import UsageError
+from elastic_driver.words import orders as documents
+from elastic_driver.words.progress import Division
 from elastic_driver.worker import accelerator, current
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.current import rank_and_size

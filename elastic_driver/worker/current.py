@@ -22,8 +22,8 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.members import SlotInfo
 from elastic_driver.errors import UsageError
+from elastic_driver.words.world import SlotInfo
 from elastic_driver.worker.worker_log import say
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from torch import Tensor
 
 from elastic_driver import contract
-from elastic_driver.core.progress import BUFFERS_DIGEST_CHARS, BUFFERS_OF, MAX_BUFFERS
 from elastic_driver.words import counted
+from elastic_driver.words.progress import BUFFERS_DIGEST_CHARS, BUFFERS_OF, MAX_BUFFERS
 from elastic_driver.worker.heartbeat.progress import Leaf, TrainingProgress, usual_pause
 from elastic_driver.worker.state_sync.fingerprint import contents
 from elastic_driver.worker.state_sync.message import Reader

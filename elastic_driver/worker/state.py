@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from elastic_driver.core.documents import SaveRequest, World
-from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError, WorldBrokenError
 from elastic_driver.words import counted
+from elastic_driver.words.orders import SaveRequest, World
+from elastic_driver.words.world import StateVersion
 from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
 from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
@@ -354,7 +354,7 @@ class State:
         """Make this state the same on every rank.
 
         Collective. Only the first call of a round does this, and `run` calls it for all states. The
-        ranks tell each other their versions: the source follows from these (`core.state_version`),
+        ranks tell each other their versions: the source follows from these (`words.world`),
         only ranks that differ receive, and where none differs nothing is sent. Afterwards the state
         counts as committed. Raises `UsageError` for attributes that cannot be sent and for models
         that differ, `StateLostError` where no rank has a whole state left.

@@ -19,14 +19,14 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.announcement import verified
-from elastic_driver.core import documents
-from elastic_driver.core.events import AgentReady, AgentReturned, ConnectionUnanswered
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.ports import listening_ports, none_left, store_ports
 from elastic_driver.presence import Presence
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.token_roles import own_token
+from elastic_driver.words import orders as documents
+from elastic_driver.words.orders import JobSpec
+from elastic_driver.words.wire_events import AgentReady, AgentReturned, ConnectionUnanswered
 from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, term_in
 from launcher.agent.environment import Meeting

@@ -19,10 +19,10 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core import documents
-from elastic_driver.core.events import AgentReturned, WireEvent
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.reachability import probe
+from elastic_driver.words import orders as documents
+from elastic_driver.words.orders import JobSpec
+from elastic_driver.words.wire_events import AgentReturned, WireEvent
 from rendezvous.client import RendezvousClient
 from rendezvous.client_connections import parse_url
 from rendezvous.errors import RefusedError, RendezvousError, RequestError

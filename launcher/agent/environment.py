@@ -14,10 +14,9 @@ from pathlib import Path
 
 import elastic_driver
 from elastic_driver import contract
-from elastic_driver.core.documents import StartWorkerOrder
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.members import SlotInfo
 from elastic_driver.ports import listening_ports
+from elastic_driver.words.orders import JobSpec, StartWorkerOrder
+from elastic_driver.words.world import SlotInfo
 from rendezvous.client_connections import is_loopback
 
 # Variables that an outer launcher may have left in our environment would confuse the script.

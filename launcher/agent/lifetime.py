@@ -18,9 +18,9 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from elastic_driver.core import documents
-from elastic_driver.core.events import HostLeaving
 from elastic_driver.errors import ExitCode
+from elastic_driver.words import orders as documents
+from elastic_driver.words.wire_events import HostLeaving
 from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, NoDriverError
 from launcher.agent.liveness import CutOffError

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from elastic_driver.core.events import OutOfMemory
 from elastic_driver.out_of_memory import lacks_memory, lost_a_loader
+from elastic_driver.words.wire_events import OutOfMemory
 
 OWN = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")

@@ -22,8 +22,7 @@ import psutil
 
 from elastic_driver.appended_file import AppendedFile
 from elastic_driver.console import Console
-from elastic_driver.core.documents import StartWorkerOrder
-from elastic_driver.core.job_spec import JobSpec
+from elastic_driver.words.orders import JobSpec, StartWorkerOrder
 from launcher.agent.lines import HoldBack, LineSplitter, visible
 from launcher.agent.recorded_output import Record
 from launcher.agent.stdin import waits_for_line

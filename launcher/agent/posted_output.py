@@ -14,8 +14,8 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.console import HIGH_WATER, LOW_WATER, Console
-from elastic_driver.core.output_lines import MAX_OUTPUT_LINES, OutputLine, OutputLines
 from elastic_driver.words import counted
+from elastic_driver.words.progress import MAX_OUTPUT_LINES, OutputLine, OutputLines
 from rendezvous.errors import RequestError
 
 MAX_BYTES = 8 * 1024 * 1024  # of lines that wait

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.output_lines import MAX_OUTPUT_LINES, LogsTaken, WorkerLine, WorkerLines
+from elastic_driver.words.progress import MAX_OUTPUT_LINES, LogsTaken, WorkerLine, WorkerLines
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import UNREADABLE
 

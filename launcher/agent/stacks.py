@@ -17,12 +17,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from elastic_driver.core.stack_location import (
-    SEEN_ELSEWHERE,
-    SEEN_WAITING,
-    shorten,
-    waits_for_peers,
-)
+from elastic_driver.words.wire_events import SEEN_ELSEWHERE, SEEN_WAITING, shorten, waits_for_peers
 from rendezvous.wire import UNREADABLE
 
 LOOK_S = 5.0  # for py-spy; a big process takes about one

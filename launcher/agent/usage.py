@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
-from elastic_driver.core.measured import (
+from elastic_driver.words.progress import (
     MAX_GPUS,
     MAX_WORKERS,
     GpuUsage,

@@ -13,14 +13,13 @@ from pathlib import Path
 
 from elastic_driver import contract
 from elastic_driver.console import Console
-from elastic_driver.core.documents import RanksOrder, StartWorkerOrder, time_to_leave
-from elastic_driver.core.events import RunningWorker, WorkerExited, WorkerStack, WorkerStarted
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.tf_config import own_port
 from elastic_driver.errors import ExitCode
 from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.ports import none_left
 from elastic_driver.token_roles import worker_token
+from elastic_driver.words.orders import JobSpec, RanksOrder, StartWorkerOrder, time_to_leave
+from elastic_driver.words.tf_config import own_port
+from elastic_driver.words.wire_events import RunningWorker, WorkerExited, WorkerStack, WorkerStarted
 from launcher.agent import processes
 from launcher.agent.binding import choose, gpu_nodes, in_words, usable_cores
 from launcher.agent.environment import Meeting, worker_environment

@@ -18,11 +18,10 @@ from functools import partial
 from pathlib import Path
 
 from elastic_driver import contract
-from elastic_driver.core.documents import decode
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
 from elastic_driver.runtime.discovery import Hosts
+from elastic_driver.words.orders import JobSpec, decode
 from launcher.agent import processes
 from launcher.backends.addresses import is_this_machine, meeting_address, own_address
 from launcher.backends.base import AgentPlan, agent_arguments

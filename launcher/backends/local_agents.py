@@ -20,8 +20,8 @@ from typing import Any
 
 from elastic_driver import contract
 from elastic_driver.console import say
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.runtime.backend import OnLost
+from elastic_driver.words.orders import JobSpec
 from launcher.agent import processes, stdin
 from launcher.agent.folders import sweep_scratch
 from launcher.agent.processes import ProcessSpec, StartError

@@ -36,7 +36,7 @@ from elastic_driver.brain.messages import (
 )
 from elastic_driver.brain.receipts import Receipts
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered, Tick
+from elastic_driver.job.events import DiscoveryFailed, HostsDiscovered, Tick
 from elastic_driver.kernel.machine import stamped
 from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery

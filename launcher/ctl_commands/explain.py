@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from elastic_driver.contract import host_of_worker
-from elastic_driver.core import decisions as do
-from elastic_driver.core import driver_events as seen
-from elastic_driver.core import events as ev
-from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder, World
-from elastic_driver.core.job_events import EventBatch
-from elastic_driver.core.rules.hangs import name_ranks
 from elastic_driver.features import chapters
+from elastic_driver.job import decisions as do
+from elastic_driver.job import events as seen
+from elastic_driver.job.events import EventBatch
+from elastic_driver.job.hangs import name_ranks
 from elastic_driver.runtime.journal.replay import Step
 from elastic_driver.words import counted
+from elastic_driver.words import wire_events as ev
 from elastic_driver.words.log_events import RoundCompleted
-from elastic_driver.words.log_sentences import sentence
+from elastic_driver.words.log_lines import sentence
+from elastic_driver.words.orders import StartWorkerOrder, StopWorkerOrder, World
 from launcher.ctl_commands.show import printable
 
 MAX_CHARS = 300  # of a sentence

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from elastic_driver.core.decisions import Announce
 from elastic_driver.errors import UsageError
+from elastic_driver.job.decisions import Announce
 from elastic_driver.runtime.journal.replay import NEWEST, Replay, Step
 from elastic_driver.runtime.run_dir import JOURNAL_FILE
 from launcher.ctl_commands import explain as sentences

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import yaml
 
-from elastic_driver.core.events import PlanApplied
 from elastic_driver.errors import UsageError
+from elastic_driver.words.wire_events import PlanApplied
 
 MAX_BYTES = 65536
 _FIELDS = ", ".join(PlanApplied.__struct_fields__)

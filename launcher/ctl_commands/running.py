@@ -19,12 +19,12 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.documents import LoginCode
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.options import SECONDS_OR_0, ValueKind, whole, whole_or
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE, default_state_dir
 from elastic_driver.words import counted
+from elastic_driver.words.orders import LoginCode
 from launcher.ctl_commands import caution, show
 from launcher.ctl_commands import logs as logs_of
 from launcher.ctl_commands.ask import ask_stacks, read_events

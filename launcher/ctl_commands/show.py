@@ -9,10 +9,9 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import words
-from elastic_driver.core.measured import Measured
-from elastic_driver.core.status import HostStatus, MemberStatus
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.features import chapters
+from elastic_driver.job.status import HostStatus, MemberStatus
 from elastic_driver.kernel.log import name_of
 from elastic_driver.runtime.results import JobResult, describe_failure
 from elastic_driver.runtime.status_document import (
@@ -24,7 +23,8 @@ from elastic_driver.runtime.status_document import (
 )
 from elastic_driver.words import counted
 from elastic_driver.words.findings import Failure, StackGroup
-from elastic_driver.words.log_sentences import sentence
+from elastic_driver.words.log_lines import sentence
+from elastic_driver.words.progress import Measured
 from elastic_driver.words.worker_log_events import StacksCollected
 from launcher import figures
 from launcher.figures import UNKNOWN, duration

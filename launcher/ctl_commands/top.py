@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_driver import contract
-from elastic_driver.core.status import MemberStatus
+from elastic_driver.job.status import MemberStatus
 from elastic_driver.runtime.status_document import JobDocument
 from launcher import figures
 from launcher.ctl_commands import caution, show

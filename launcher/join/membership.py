@@ -15,10 +15,9 @@ import msgspec
 from msgspec.structs import replace
 
 from elastic_driver import contract
-from elastic_driver.core import join_messages as messages
-from elastic_driver.core.documents import Reader, decode
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.join_messages import Joined, NodeOrder, NodeReport
+from elastic_driver.words import joining as messages
+from elastic_driver.words.joining import Joined, NodeOrder, NodeReport
+from elastic_driver.words.orders import JobSpec, Reader, decode
 from launcher.agent.driver_link import term_in
 from rendezvous import errors
 from rendezvous.client import RendezvousClient

@@ -25,10 +25,10 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.join_messages import NodeReport
 from elastic_driver.errors import ExitCode, UsageError
 from elastic_driver.masking import masked
+from elastic_driver.words.joining import NodeReport
+from elastic_driver.words.orders import JobSpec
 from launcher import version
 from launcher.agent.folders import held_folder, sweep, sweep_scratch
 from launcher.agent.processes import become_subreaper, children, end_all

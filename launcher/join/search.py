@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from elastic_driver.core import join_messages as messages
-from elastic_driver.core.join_messages import Hello, HelloAnswer, Joined, NodeProof, NodeReport
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.words import joining as messages
+from elastic_driver.words.joining import Hello, HelloAnswer, Joined, NodeProof, NodeReport
 from launcher.join.identity import of_node
 from launcher.join.plan import JoinPlan
 from launcher.network import addresses_of, bracketed

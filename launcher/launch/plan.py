@@ -20,15 +20,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from elastic_driver.contract import VISIBLE_DEVICES
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.rules import units
 from elastic_driver.errors import ClusterError, UsageError
+from elastic_driver.job import units
 from elastic_driver.masking import masked, without_password
 from elastic_driver.options import ACCELERATORS
 from elastic_driver.ports import in_words
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 from elastic_driver.words import counted
+from elastic_driver.words.orders import JobSpec
 from launcher.backends.slurm_shares import step_options
 from launcher.launch import hosts as where
 from launcher.launch.hosts import Facts, MachineFacts

@@ -10,8 +10,8 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from elastic_driver.core.driver_events import JobLeaving
 from elastic_driver.errors import ClusterError, ExitCode
+from elastic_driver.job.events import JobLeaving
 from elastic_driver.runtime.driver import ElasticDriver
 from launcher.edge import TO_LEAVE, handled
 

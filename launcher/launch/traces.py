@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from elastic_driver import contract
-from elastic_driver.core.job import Job
+from elastic_driver.job.job import Job
 from elastic_driver.runtime.results import agents_started
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import is_of_this_user

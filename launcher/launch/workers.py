@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elastic_driver import contract
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.tf_config import CHIEF, PS, WORKERS_ONLY
 from elastic_driver.errors import UsageError
 from elastic_driver.masking import is_secret
 from elastic_driver.options import TfRoles
 from elastic_driver.settings import Settings
+from elastic_driver.words.orders import JobSpec
+from elastic_driver.words.tf_config import CHIEF, PS, WORKERS_ONLY
 from launcher.backends.mpi_ranks import settings_of_mpirun
 from launcher.backends.slurm_allocation import variables_beside_srun
 from launcher.launch.hosts import Facts

@@ -11,10 +11,10 @@ from typing import Any
 
 from elastic_driver import options as o
 from elastic_driver.brain.store.address import Address, read_address
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.options import FLAG, SECONDS, Heading, ValueKind, number, option, text, whole
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
+from elastic_driver.words.orders import JobSpec
 
 BRAIN = Heading.BRAIN
 HOSTS, JOIN, SIZE, START = Heading.HOSTS, Heading.JOIN, Heading.SIZE, Heading.START

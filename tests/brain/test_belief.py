@@ -33,7 +33,7 @@ from elastic_driver.brain.messages import (
 )
 from elastic_driver.brain.plans import PATIENCE
 from elastic_driver.brain.receipts import Proved, Receipts
-from elastic_driver.core.driver_events import Tick
+from elastic_driver.job.events import Tick
 
 HOSTS = {"n1": 2, "n2": 2}
 FAIR = 2  # slots of each of two jobs

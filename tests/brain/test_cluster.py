@@ -31,7 +31,7 @@ from elastic_driver.brain.messages import (
 )
 from elastic_driver.brain.plans import ANSWER_S, RETRY_S
 from elastic_driver.brain.receipts import Proved
-from elastic_driver.core.driver_events import Tick
+from elastic_driver.job.events import Tick
 from tests.brain.world import World
 
 LIVES_ON_S = 10.0

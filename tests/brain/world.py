@@ -34,7 +34,7 @@ from elastic_driver.brain.messages import (
     PublishGrant,
     Tell,
 )
-from elastic_driver.core.driver_events import Tick
+from elastic_driver.job.events import Tick
 
 LATENCY_S = 0.01
 LIVES_ON_S = 8.0

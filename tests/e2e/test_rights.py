@@ -12,10 +12,10 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core import documents
-from elastic_driver.core.events import HostLeaving, WorkerExited, WorkerReady
 from elastic_driver.runtime.run_dir import read_endpoint
 from elastic_driver.token_roles import agent_token, worker_token
+from elastic_driver.words import orders as documents
+from elastic_driver.words.wire_events import HostLeaving, WorkerExited, WorkerReady
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RefusedError, RequestError, UnauthorizedError

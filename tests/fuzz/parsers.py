@@ -21,19 +21,14 @@ from hypothesis import strategies as st
 
 from elastic_driver import announcement
 from elastic_driver.brain.cluster import Cluster
-from elastic_driver.core import documents
-from elastic_driver.core import events as ev
-from elastic_driver.core import join_messages as join
-from elastic_driver.core.driver_events import ProgressReading, ProgressReported, Tick
-from elastic_driver.core.job import Job
-from elastic_driver.core.output_lines import OutputLines
-from elastic_driver.core.progress import Progress, decode_progress
 from elastic_driver.errors import UsageError
 from elastic_driver.features.goodput.ledger import Ledger
 from elastic_driver.features.shards import messages as shards
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow import messages as tf
 from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.job.events import ProgressReading, ProgressReported, Tick
+from elastic_driver.job.job import Job
 from elastic_driver.kernel.tables import SnapshotError
 from elastic_driver.presence import DriverPresence, Presence
 from elastic_driver.runtime import liveness_port, page_routes, run_dir
@@ -51,6 +46,10 @@ from elastic_driver.runtime.journal import codec, follower, tenure
 from elastic_driver.runtime.journal import follower as mirror
 from elastic_driver.runtime.journal.etcd import EtcdError, KeyValue
 from elastic_driver.settings import Settings
+from elastic_driver.words import joining as join
+from elastic_driver.words import orders as documents
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.progress import OutputLines, Progress, decode_progress
 from elastic_driver.worker.checkpoints import folder as checkpoints
 from launcher.agent import probe_port, stacks
 from launcher.agent.lines import LineSplitter

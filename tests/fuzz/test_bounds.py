@@ -8,14 +8,13 @@ from typing import Any, get_args
 import pytest
 from msgspec import inspect
 
-from elastic_driver.core import events as ev
-from elastic_driver.core import join_messages as join
-from elastic_driver.core.output_lines import OutputLines
-from elastic_driver.core.progress import Progress
 from elastic_driver.features.checks.messages import TaskEnded, TaskResult
 from elastic_driver.features.shards import messages as shards
 from elastic_driver.features.tensorflow import messages as tf
 from elastic_driver.runtime.event_routes import ROUTES
+from elastic_driver.words import joining as join
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.progress import OutputLines, Progress
 
 RECEIVED = (
     *(

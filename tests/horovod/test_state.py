@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 
 import elastic_driver.horovod.torch as hvd
 from elastic_driver import contract
-from elastic_driver.core.members import SlotInfo
 from elastic_driver.horovod.common.elastic import kept_of
 from elastic_driver.horovod.common.exceptions import NotInYetError
 from elastic_driver.horovod.torch.elastic import state as states
+from elastic_driver.words.world import SlotInfo
 from elastic_driver.worker import current
 
 pytestmark = pytest.mark.usefixtures("world")

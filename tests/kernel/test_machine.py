@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import get_args
 
-from elastic_driver.core.decisions import Decision, SealRound
-from elastic_driver.core.job_events import EventBatch, JobEvent
+from elastic_driver.job.decisions import Decision, SealRound
+from elastic_driver.job.events import EventBatch, JobEvent
 from elastic_driver.kernel.machine import CausedDecision, stamped
-from tests.core.conversation import kinds
+from tests.job.conversation import kinds
 
 
 def test_a_stamped_decision_names_the_event_that_caused_it() -> None:

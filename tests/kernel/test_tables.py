@@ -10,11 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 import pytest
 
-from elastic_driver.core.driver_events import StatesDiffer
-from elastic_driver.core.job import Job
-from elastic_driver.core.job_parts import PARTS
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.job.events import StatesDiffer
+from elastic_driver.job.job import Job
+from elastic_driver.job.parts import PARTS
 from elastic_driver.kernel.tables import (
     FORMAT,
     SnapshotError,
@@ -26,7 +26,7 @@ from elastic_driver.kernel.tables import (
 )
 from elastic_driver.settings import Settings
 from elastic_driver.words.findings import StateValue
-from tests.core.scenario import Scenario
+from tests.job.scenario import Scenario
 
 
 class Colour(str, Enum):

@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from elastic_driver.core import driver_events as seen
-from elastic_driver.core import events as ev
-from elastic_driver.core.job import Job
-from elastic_driver.core.job_events import EventBatch
+from elastic_driver.job import events as seen
+from elastic_driver.job.events import EventBatch
+from elastic_driver.job.job import Job
 from elastic_driver.settings import Settings
-from tests.core.conversation import kinds
+from elastic_driver.words import wire_events as ev
+from tests.job.conversation import kinds
 
 WORKERS = [f"{host}.{slot}.{n}" for host in "ab" for slot in range(3) for n in range(1, 6)]
 WHY = "absurd"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.core.documents import World, decode_world, encode_world
-from elastic_driver.core.members import Member
-from elastic_driver.core.rules.ranks import Seat, assign
-from tests.core.test_members import members_on
+from elastic_driver.job.ranks import Seat, assign
+from elastic_driver.words.orders import World, decode_world, encode_world
+from elastic_driver.words.world import Member
+from tests.words.test_world import members_on
 
 SLOTS = st.sets(st.integers(0, 5), min_size=1).map(sorted)
 WHERE = st.lists(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.core.rules.ranks import assign
-from tests.core.rules.test_ranks import seats
+from elastic_driver.job.ranks import assign
+from tests.job.test_ranks import seats
 
 
 @given(st.permutations([(h, s) for h in "abcd" for s in range(3)]), st.integers(1, 12))

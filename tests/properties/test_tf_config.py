@@ -5,11 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_driver.core.tf_config import (
-    Task,
-    assign,
-)
 from elastic_driver.options import TfRoles
+from elastic_driver.words.tf_config import Task, assign
 
 
 @settings(deadline=None, max_examples=100)

@@ -6,7 +6,6 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.features.checks.driver import CheckSettings, NodeChecks
 from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.runtime.backend import MakeBackend
@@ -16,6 +15,7 @@ from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
+from elastic_driver.words.orders import JobSpec
 
 
 def check_without_a_job(

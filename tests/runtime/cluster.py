@@ -18,7 +18,8 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.documents import (
+from elastic_driver.runtime.backend import OnLost
+from elastic_driver.words.orders import (
     Order,
     ShutdownOrder,
     StartWorkerOrder,
@@ -28,7 +29,8 @@ from elastic_driver.core.documents import (
     decode_world,
     encode,
 )
-from elastic_driver.core.events import (
+from elastic_driver.words.progress import Progress
+from elastic_driver.words.wire_events import (
     AgentReady,
     WireEvent,
     WorkerExited,
@@ -36,8 +38,6 @@ from elastic_driver.core.events import (
     WorkerStarted,
     WorkerStepped,
 )
-from elastic_driver.core.progress import Progress
-from elastic_driver.runtime.backend import OnLost
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError

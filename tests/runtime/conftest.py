@@ -10,7 +10,6 @@ from typing import NoReturn
 
 import pytest
 
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.features.checks.driver import CheckSettings, NodeChecks
 from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.runtime.brain_report import BrainReports
@@ -21,6 +20,7 @@ from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
+from elastic_driver.words.orders import JobSpec
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import ChangingHosts, JobUnderTest, StartJob
 

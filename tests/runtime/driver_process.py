@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ElasticError
 from elastic_driver.runtime.backend import OnLost
 from elastic_driver.runtime.discovery import FixedDiscovery
@@ -21,6 +20,7 @@ from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
+from elastic_driver.words.orders import JobSpec
 
 RUN = "run"
 

@@ -12,7 +12,13 @@ import msgspec
 import pytest
 
 from elastic_driver import token_roles
-from elastic_driver.core.events import (
+from elastic_driver.runtime.api import DriverRoutes, job_access
+from elastic_driver.runtime.driver_port import Request
+from elastic_driver.runtime.event_log import EventLog
+from elastic_driver.runtime.event_routes import may_report
+from elastic_driver.token_roles import agent_token, worker_token
+from elastic_driver.words.progress import History
+from elastic_driver.words.wire_events import (
     AgentReturned,
     DrainCancelled,
     DrainRequested,
@@ -21,12 +27,6 @@ from elastic_driver.core.events import (
     WorkerReady,
     WorkerStarted,
 )
-from elastic_driver.core.measured import History
-from elastic_driver.runtime.api import DriverRoutes, job_access
-from elastic_driver.runtime.driver_port import Request
-from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.event_routes import may_report
-from elastic_driver.token_roles import agent_token, worker_token
 from rendezvous.auth import Caller, operator_token
 from rendezvous.server import RendezvousServer
 from tests.runtime.waiting import until

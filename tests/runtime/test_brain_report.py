@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from elastic_driver.brain.documents import MOST_WORKERS, JobReport, Kind
-from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import HostsGranted, HostStarved
 from elastic_driver.features.stragglers.machine import Stragglers
+from elastic_driver.job.events import HostsGranted, HostStarved
 from elastic_driver.runtime.brain_link import BrainLink
 from elastic_driver.runtime.brain_report import BrainReports
+from elastic_driver.words import wire_events as ev
 from rendezvous.client import RendezvousClient
-from tests.core.conftest import scenario
-from tests.core.scenario import MakeScenario, Scenario
+from tests.job.conftest import scenario
+from tests.job.scenario import MakeScenario, Scenario
 from tests.support.brain import PlayedBrain, played_brain, token_of
 
 __all__ = ["scenario"]

@@ -14,7 +14,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from elastic_driver.core.join_messages import (
+from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
+from elastic_driver.runtime.api import job_access
+from elastic_driver.runtime.page_routes import PageRoutes
+from elastic_driver.words.joining import (
     HELLO_PATH,
     PROOF_PATH,
     Hello,
@@ -22,9 +25,6 @@ from elastic_driver.core.join_messages import (
     NodeProof,
     NodeReport,
 )
-from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
-from elastic_driver.runtime.api import job_access
-from elastic_driver.runtime.page_routes import PageRoutes
 from rendezvous.auth import Handshake, Speaker, make_nonce, operator_token
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.errors import ElasticError, UsageError
+from elastic_driver.job.events import DiscoveryFailed, HostsDiscovered
 from elastic_driver.runtime.discovery import (
     FAILURES_AT_ONCE,
     DiscoveryError,

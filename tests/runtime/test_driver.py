@@ -9,12 +9,11 @@ from functools import partial
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Notice, StartWorkerOrder, decode
-from elastic_driver.core.events import WorkerReady
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import driver as driver_module
 from elastic_driver.runtime.results import read_result
+from elastic_driver.words.orders import JobSpec, Notice, StartWorkerOrder, decode
+from elastic_driver.words.wire_events import WorkerReady
 from rendezvous.wire import Count, Number, Set
 from tests.runtime.cluster import Cluster, beating
 from tests.runtime.jobs import StartJob

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.documents import ShutdownOrder
-from elastic_driver.core.events import AgentReady
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime import loop
 from elastic_driver.runtime.discovery import FixedDiscovery
@@ -24,6 +21,8 @@ from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.settings import DriverOptions, Settings
+from elastic_driver.words.orders import JobSpec, ShutdownOrder
+from elastic_driver.words.wire_events import AgentReady
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import StartJob
 

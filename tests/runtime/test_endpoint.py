@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from elastic_driver.core.job import Job
-from elastic_driver.core.rules.fleet import AgentState, HostAgent
 from elastic_driver.errors import ClusterError
+from elastic_driver.job.fleet import AgentState, HostAgent
+from elastic_driver.job.job import Job
 from elastic_driver.runtime.endpoint import all_hear, await_port, listen, ports_to_try
 from elastic_driver.settings import Settings
 from rendezvous.errors import AddressError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.events import WorkerExited
 from elastic_driver.runtime.results import (
     HOLD_S,
     MAX_HELD,
@@ -15,6 +14,7 @@ from elastic_driver.runtime.results import (
     traceback_in,
 )
 from elastic_driver.words.findings import Failure
+from elastic_driver.words.wire_events import WorkerExited
 
 BOOM = "Traceback (most recent call last):\n  File 'x'\nValueError: boom"
 

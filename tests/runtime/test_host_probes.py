@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.core.decisions import ProbeHosts
-from elastic_driver.core.driver_events import HostProbed
+from elastic_driver.job.decisions import ProbeHosts
+from elastic_driver.job.events import HostProbed
 from elastic_driver.runtime.probes import HostProbes
 
 PATIENCE_S = 0.3

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.documents import World
-from elastic_driver.core.members import Member, SlotInfo
+from elastic_driver.job.decisions import Announce
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.orders import World
+from elastic_driver.words.world import Member, SlotInfo
 from rendezvous.answers import Histogram, RequestTimes
 
 

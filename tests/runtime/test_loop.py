@@ -13,15 +13,15 @@ from msgspec.structs import replace
 
 from elastic_driver import contract
 from elastic_driver.brain.store.figures import Sample
-from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import HostsMeasured
-from elastic_driver.core.measured import HostUsage, Usage
 from elastic_driver.features.shards.messages import NextRequest, RangeDescription, ShardRequest
+from elastic_driver.job.events import HostsMeasured
 from elastic_driver.kernel.machine import Reply
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machines import MACHINES
 from elastic_driver.runtime.mailbox import Mailbox
 from elastic_driver.runtime.measurements import LOOK_S, USAGE_S
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.progress import HostUsage, Usage
 from rendezvous.wire import Entry
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Announce, PublishWorld
-from elastic_driver.core.documents import World
 from elastic_driver.features.goodput.ledger import Ledger
 from elastic_driver.features.telemetry.spans import RoundSpans, Span
+from elastic_driver.job.decisions import Announce, PublishWorld
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.results import WorkerResults
-from tests.core.scenario import Scenario
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.orders import World
+from tests.job.scenario import Scenario
 
 
 class Readers:

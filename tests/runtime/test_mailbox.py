@@ -6,9 +6,9 @@ import queue
 
 import pytest
 
-from elastic_driver.core.driver_events import Tick
-from elastic_driver.core.events import WorkerReady, WorkerStepped
+from elastic_driver.job.events import Tick
 from elastic_driver.runtime.mailbox import DriverMailbox, Mailbox, StopNow
+from elastic_driver.words.wire_events import WorkerReady, WorkerStepped
 
 READY = WorkerReady("a.0.1", 0, -1, True, "started")
 STEPPED = WorkerStepped("a.0.1", 1, 1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.documents import World, encode
-from elastic_driver.core.measured import HostUsage, StepTimes, Usage, WorkerUsage
-from elastic_driver.core.members import Member, SlotInfo
-from elastic_driver.core.progress import Progress
 from elastic_driver.runtime.measurements import LOOK_S, QUIET_S, SHARE, USAGE_S, Measurements
+from elastic_driver.words.orders import World, encode
+from elastic_driver.words.progress import HostUsage, Progress, StepTimes, Usage, WorkerUsage
+from elastic_driver.words.world import Member, SlotInfo
 from rendezvous.wire import Entry
 
 UNIX = 1_000_000.0

@@ -13,10 +13,10 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_driver.core.events import ScaleRequested
-from elastic_driver.core.measured import GpuUsage, HostUsage, Measured, Pressure
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.metrics import MOST_HOSTS, ServerFigures, exposition
+from elastic_driver.words.progress import GpuUsage, HostUsage, Measured, Pressure
+from elastic_driver.words.wire_events import ScaleRequested
 from rendezvous.answers import RequestTimes
 from tests.runtime.jobs import StartJob
 from tests.runtime.waiting import until

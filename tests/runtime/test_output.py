@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.output_lines import OutputLine, OutputLines
 from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.output import AgentsOutput
+from elastic_driver.words.progress import OutputLine, OutputLines
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 from rendezvous.server import RendezvousServer

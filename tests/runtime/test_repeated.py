@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from elastic_driver.core.decisions import Announce
+from elastic_driver.job.decisions import Announce
 from elastic_driver.runtime.reporter import FIRST_S, LONGEST_S, Level, Repeated, Reporter
 from elastic_driver.words import worker_log_events as log
 

@@ -13,7 +13,7 @@ from typing import TextIO
 
 import pytest
 
-from elastic_driver.core.decisions import Announce
+from elastic_driver.job.decisions import Announce
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.runtime.reporter import MAX_EXITS_SHOWN, Level, Reporter
 from elastic_driver.words import host_log_events as host_log

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import DriverResumed, Tick
 from elastic_driver.features.shards import messages as m
 from elastic_driver.features.shards.machine import DataSets
+from elastic_driver.job.events import DriverResumed, Tick
 from elastic_driver.kernel.services import RequestDropped
+from elastic_driver.words import wire_events as ev
 from tests.features.checks import test_checker
 from tests.features.tensorflow import test_tf_cluster
 from tests.sim.restoring import Restoring

@@ -6,10 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from elastic_driver.core.decisions import Announce, EndJob
-from elastic_driver.core.documents import World
-from elastic_driver.core.events import WorkerExited
-from elastic_driver.core.members import Member, SlotInfo
+from elastic_driver.job.decisions import Announce, EndJob
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.results import (
     ALL_WORDS_CHARS,
@@ -21,6 +18,9 @@ from elastic_driver.runtime.results import (
 )
 from elastic_driver.words.findings import Failure
 from elastic_driver.words.log_lines import KINDS
+from elastic_driver.words.orders import World
+from elastic_driver.words.wire_events import WorkerExited
+from elastic_driver.words.world import Member, SlotInfo
 
 BOOM = "noise\nTraceback (most recent call last):\n  File 'x'\nValueError: boom"
 

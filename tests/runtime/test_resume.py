@@ -17,7 +17,11 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.documents import (
+from elastic_driver.runtime.driver import ElasticDriver
+from elastic_driver.runtime.journal.resume import load_run
+from elastic_driver.runtime.results import read_result
+from elastic_driver.runtime.run_dir import RunDir, read_endpoint
+from elastic_driver.words.orders import (
     DriverTerm,
     Order,
     ShutdownOrder,
@@ -27,7 +31,8 @@ from elastic_driver.core.documents import (
     decode_order,
     decode_world,
 )
-from elastic_driver.core.events import (
+from elastic_driver.words.progress import OutputLine, OutputLines
+from elastic_driver.words.wire_events import (
     AgentReady,
     AgentReturned,
     RunningWorker,
@@ -37,11 +42,6 @@ from elastic_driver.core.events import (
     WorkerStarted,
     WorkerStepped,
 )
-from elastic_driver.core.output_lines import OutputLine, OutputLines
-from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.journal.resume import load_run
-from elastic_driver.runtime.results import read_result
-from elastic_driver.runtime.run_dir import RunDir, read_endpoint
 from rendezvous.auth import read_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError, SealedError

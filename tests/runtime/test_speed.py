@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elastic_driver.core import events as ev
-from elastic_driver.core.measured import HostUsage, Measured, Pressure, StepTimes, WorkerMeasured
 from elastic_driver.runtime.measurements import loads_seen
-from tests.core.scenario import Scenario
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.progress import HostUsage, Measured, Pressure, StepTimes, WorkerMeasured
+from tests.job.scenario import Scenario
 
 HOST = {"memory_used": 1, "memory_total": 2, "disk_used": 1, "disk_total": 2}
 

@@ -11,12 +11,11 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.brain.documents import Kind
-from elastic_driver.core.documents import encode
-from elastic_driver.core.measured import HostUsage, Pressure, StepTimes, Usage
-from elastic_driver.core.progress import Progress
-from elastic_driver.features.sizes import autoscaler as starvation
+from elastic_driver.features.sizes import machine as starvation
 from elastic_driver.runtime.brain_link import BrainLink
 from elastic_driver.runtime.brain_report import BrainReports
+from elastic_driver.words.orders import encode
+from elastic_driver.words.progress import HostUsage, Pressure, Progress, StepTimes, Usage
 from rendezvous.client import RendezvousClient
 from rendezvous.wire import Set
 from tests.runtime.cluster import Cluster

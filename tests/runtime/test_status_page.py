@@ -9,8 +9,9 @@ from queue import Queue
 import msgspec
 import pytest
 
-from elastic_driver.core import measured, status
+from elastic_driver.job import status
 from elastic_driver.runtime.status_document import JobDocument, RunCounters, read_status
+from elastic_driver.words import progress as measured
 from tests.runtime.jobs import StartJob
 
 PAGE = Path(__file__).parents[2] / "docs" / "status.md"

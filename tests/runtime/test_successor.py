@@ -7,7 +7,7 @@ import contextlib
 import gc
 from typing import Any
 
-from elastic_driver.core.rules.fleet import AgentState, HostAgent
+from elastic_driver.job.fleet import AgentState, HostAgent
 from elastic_driver.runtime.endpoint import tell_agents
 
 

@@ -15,8 +15,8 @@ from typing import TypeVar
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import ProbeAgent
-from elastic_driver.core.driver_events import AgentHeard, AgentProbed, AgentSuspected
+from elastic_driver.job.decisions import ProbeAgent
+from elastic_driver.job.events import AgentHeard, AgentProbed, AgentSuspected
 from elastic_driver.presence import Presence
 from elastic_driver.reachability import Result, probe
 from elastic_driver.runtime.api import job_access

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.output_lines import LogsTaken, WorkerLine, WorkerLines
 from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.log_routes import LEAST_WAIT_S, LogRoutes
 from elastic_driver.runtime.worker_logs import (
@@ -24,6 +23,7 @@ from elastic_driver.runtime.worker_logs import (
     read_page,
 )
 from elastic_driver.token_roles import agent_token, worker_token
+from elastic_driver.words.progress import LogsTaken, WorkerLine, WorkerLines
 from rendezvous.auth import reader_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError

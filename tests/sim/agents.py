@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from elastic_driver.core import documents as msg
-from elastic_driver.core import events as ev
+from elastic_driver.words import orders as msg
+from elastic_driver.words import wire_events as ev
 from tests.sim.workers import AGAIN_S, ElasticWorker, PlainWorker, SimWorker
 
 if TYPE_CHECKING:

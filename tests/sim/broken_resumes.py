@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core.documents import Order
-from elastic_driver.core.rules.adoption import Adoption
-from elastic_driver.core.rules.effects import Effects
-from elastic_driver.core.rules.rounds import Rounds
-from tests.core.broken import Break
+from elastic_driver.job.adoption import Adoption
+from elastic_driver.job.fleet import Effects
+from elastic_driver.job.rounds import Rounds
+from elastic_driver.words.orders import Order
+from tests.job.broken import Break
 from tests.sim.agents import SimAgent
 from tests.sim.driver import Driver
 

@@ -13,9 +13,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from elastic_driver.core import documents as msg
-from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import (
+from elastic_driver.job.decisions import (
     Announce,
     AskProgress,
     AwaitHeartbeats,
@@ -32,20 +30,22 @@ from elastic_driver.core.decisions import (
     StartAgent,
     StopAgent,
 )
-from elastic_driver.core.driver_events import (
+from elastic_driver.job.events import (
     AgentLost,
     AgentProbed,
     HostProbed,
+    JobEvent,
     ProgressReading,
     ProgressReported,
 )
-from elastic_driver.core.job import Job
-from elastic_driver.core.job_events import JobEvent
-from elastic_driver.core.members import SlotInfo
-from elastic_driver.core.rules.fleet import NAMES_OF_A_DRIVER
-from elastic_driver.core.rules.rounds import PUBLISHED_AGAIN
-from elastic_driver.core.rules.workers import ACTIVE
+from elastic_driver.job.fleet import NAMES_OF_A_DRIVER
+from elastic_driver.job.job import Job
+from elastic_driver.job.rounds import PUBLISHED_AGAIN
+from elastic_driver.job.workers import ACTIVE
 from elastic_driver.settings import Settings
+from elastic_driver.words import orders as msg
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.world import SlotInfo
 from tests.sim.agents import OWN, SimAgent
 from tests.sim.clock import Clock
 from tests.sim.differences import Differences

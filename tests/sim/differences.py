@@ -10,8 +10,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from elastic_driver.core.driver_events import StatesDiffer, StatesEqual
-from elastic_driver.core.rules.workers import ENDING
+from elastic_driver.job.events import StatesDiffer, StatesEqual
+from elastic_driver.job.workers import ENDING
 from tests.sim.workers import Group, Violation
 
 if TYPE_CHECKING:

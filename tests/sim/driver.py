@@ -11,17 +11,10 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import (
-    Announce,
-    Decision,
-    GiveOrder,
-    PublishWorld,
-    StartAgent,
-)
-from elastic_driver.core.driver_events import AgentLost, DriverResumed, Tick
-from elastic_driver.core.job import Job
-from elastic_driver.core.job_events import TOGETHER, EventBatch, JobEvent
+from elastic_driver.job.decisions import Announce, Decision, GiveOrder, PublishWorld, StartAgent
+from elastic_driver.job.events import TOGETHER, AgentLost, DriverResumed, EventBatch, JobEvent, Tick
+from elastic_driver.job.job import Job
+from elastic_driver.words import wire_events as ev
 from tests.sim.workers import Violation
 
 if TYPE_CHECKING:

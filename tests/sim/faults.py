@@ -7,8 +7,8 @@ from functools import partial
 from random import Random
 from typing import Literal
 
-from elastic_driver.core import driver_events as seen
-from elastic_driver.core import events as ev
+from elastic_driver.job import events as seen
+from elastic_driver.words import wire_events as ev
 from tests.sim.agents import SimAgent
 from tests.sim.cluster import Cluster
 from tests.sim.driver import MOMENTS, Cut

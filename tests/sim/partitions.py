@@ -12,8 +12,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from elastic_driver.core.driver_events import AgentHeard, AgentSuspected, LeaseExpired
-from elastic_driver.core.job_events import JobEvent
+from elastic_driver.job.events import AgentHeard, AgentSuspected, JobEvent, LeaseExpired
 from tests.sim.agents import Partition, SimAgent
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from random import Random
 
 from msgspec.structs import replace as replace_fields
 
-from elastic_driver.core.rules import units
-from elastic_driver.core.rules.rounds import RoundState
-from elastic_driver.core.rules.workers import SPARES, WorkerState
+from elastic_driver.job import units
+from elastic_driver.job.rounds import RoundState
+from elastic_driver.job.workers import SPARES, WorkerState
 from elastic_driver.settings import Settings
 from tests.sim.cluster import Cluster
 from tests.sim.driver import MOMENTS

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core.driver_events import AgentLost
-from elastic_driver.core.rules.agents import Agents
-from elastic_driver.core.rules.fleet import HostAgent
+from elastic_driver.job.events import AgentLost
+from elastic_driver.job.fleet import HostAgent
+from elastic_driver.job.lost_hosts import Agents
 from tests.sim.agents import SimAgent
 from tests.sim.runner import SeedFailed, run_seed
 

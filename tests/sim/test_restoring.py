@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core.job import Job
+from elastic_driver.job.job import Job
 from elastic_driver.settings import Settings
 from tests.sim import cluster
 from tests.sim.restoring import Restoring

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.rules.membership import Membership
-from elastic_driver.core.rules.plain import Plain
-from elastic_driver.core.rules.rounds import Rounds
-from tests.core.broken import BROKEN, Break
+from elastic_driver.job.membership import Membership
+from elastic_driver.job.plain import Plain
+from elastic_driver.job.rounds import Rounds
+from tests.job.broken import BROKEN, Break
 from tests.sim.broken_resumes import BROKEN_RESUMES
 from tests.sim.runner import SeedFailed, run_seed
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elastic_driver.core.documents import Notice, SaveRequest, StartWorkerOrder, World
-from elastic_driver.core.events import (
+from elastic_driver.words.orders import Notice, SaveRequest, StartWorkerOrder, World
+from elastic_driver.words.wire_events import (
     OutOfMemory,
     WorkerExited,
     WorkerReady,

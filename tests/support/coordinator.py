@@ -29,11 +29,11 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.documents import DriverTerm, Notice, World, decode, encode, encode_world
-from elastic_driver.core.events import WireEvent, WorkerReady, WorkerStepped
-from elastic_driver.core.members import Member, SlotInfo
-from elastic_driver.core.progress import Progress
 from elastic_driver.runtime.api import job_access
+from elastic_driver.words.orders import DriverTerm, Notice, World, decode, encode, encode_world
+from elastic_driver.words.progress import Progress
+from elastic_driver.words.wire_events import WireEvent, WorkerReady, WorkerStepped
+from elastic_driver.words.world import Member, SlotInfo
 from rendezvous.auth import make_token, write_token_file
 from rendezvous.server import RendezvousServer, Succession
 from rendezvous.wire import DeletePrefix, Entries, Get, Set

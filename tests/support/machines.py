@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from elastic_driver.core.driver_events import Tick
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.job.events import Tick
 from elastic_driver.kernel.machine import ForMachine, Reply
 from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.api import job_access

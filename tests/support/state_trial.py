@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_driver.core.documents import World
-from elastic_driver.core.members import Member, SlotInfo
-from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import UsageError
+from elastic_driver.words.orders import World
+from elastic_driver.words.world import Member, SlotInfo, StateVersion
 from elastic_driver.worker import current
 from elastic_driver.worker.state_sync.sharing import StateLostError
 from elastic_driver.worker.state_sync.sharing import gather_rows as gather

@@ -10,8 +10,7 @@ import pytest
 import elastic_driver
 from elastic_driver.kernel.log import Level, LogEvent
 from elastic_driver.words import worker_log_events as worker_log
-from elastic_driver.words.log_lines import KINDS, line_of, read_line
-from elastic_driver.words.log_sentences import sentence
+from elastic_driver.words.log_lines import KINDS, line_of, read_line, sentence
 
 _WRITTEN = re.compile(r"\b(?:worker_|host_)?log\.([A-Z]\w+)")
 FACTS = {"host": "b", "worker": "b.0.1", "rank": 1, "round": 2, "size": 3, "hosts": 1, "step": 120}

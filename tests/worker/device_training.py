@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import elastic_driver as elastic
-from elastic_driver.core.documents import Notice
+from elastic_driver.words.orders import Notice
 from elastic_driver.worker.world import device as device_half
 from elastic_driver.worker.world import notices, session
 from elastic_driver.worker.world.backend import BackendChoice

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from elastic_driver.core.documents import Allocation
 from elastic_driver.features.stragglers.balance import Cost, fastest_shares
+from elastic_driver.words.orders import Allocation
 from elastic_driver.worker.batches import BalancedShares, FixedBatch
 from tests.support.gloo import run_ranks
 

@@ -9,8 +9,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from elastic_driver import contract
-from elastic_driver.core.members import SlotInfo
 from elastic_driver.errors import UsageError
+from elastic_driver.words.world import SlotInfo
 from elastic_driver.worker import current
 from elastic_driver.worker.sampler import ElasticSampler
 

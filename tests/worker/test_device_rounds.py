@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.documents import Notice
-from elastic_driver.core.events import WorkerReady
+from elastic_driver.words.orders import Notice
+from elastic_driver.words.wire_events import WorkerReady
 from tests.support.coordinator import Coordinator, eventually
 from tests.worker import device_training
 from tests.worker.test_recovery import assert_every_step_once_and_equal_everywhere

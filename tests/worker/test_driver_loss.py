@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_driver import contract
-from elastic_driver.core.events import WorkerReady
+from elastic_driver.words.wire_events import WorkerReady
 from elastic_driver.worker.checkpoints import folder as folders
 from tests.support.coordinator import Coordinator, eventually
 from tests.worker import training

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import elastic_driver as elastic
-from elastic_driver.core.members import SlotInfo
+from elastic_driver.words.world import SlotInfo
 from elastic_driver.worker import current
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.sampler import ElasticSampler

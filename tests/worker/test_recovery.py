@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core.documents import Notice
+from elastic_driver.words.orders import Notice
 from elastic_driver.worker.world import groups
 from tests.support.coordinator import Coordinator, eventually
 from tests.worker import training

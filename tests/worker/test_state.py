@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_driver.core.members import SlotInfo
-from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
+from elastic_driver.words.world import SlotInfo, StateVersion
 from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.progress import AT_ONCE
 from elastic_driver.worker.run import run as elastic_run

@@ -226,7 +226,7 @@ def has_a_hook_that_holds_the_group(path: str) -> None:
 
 def dies_while_joining(path: str) -> None:
     """A member that is READY, is given a place, and dies before it connects."""
-    from elastic_driver.core.state_version import StateVersion
+    from elastic_driver.words.world import StateVersion
     from elastic_driver.worker import context
     from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
     from elastic_driver.worker.heartbeat.progress import TrainingProgress

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from elastic_driver.brain.documents import Speed
 from elastic_driver.brain.store.rows import Series
-from elastic_driver.core.measured import HostUsage, Measured, WorkerMeasured
+from elastic_driver.words.progress import HostUsage, Measured, WorkerMeasured
 
 JOB, SCRIPT = "job", "script"  # subjects; others are "host:NAME" and "worker:NAME"
 MOST_CHARS = 300  # of a subject or name

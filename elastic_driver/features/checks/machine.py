@@ -19,20 +19,19 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core import decisions as do
-from elastic_driver.core import events as ev
-from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
-from elastic_driver.core.driver_events import AgentLost, LeaseExpired, Tick
-from elastic_driver.core.job_events import AnyAgentEvent, ProcessEvent
-from elastic_driver.core.rules.ranks import Seat, assign
 from elastic_driver.features.checks import messages
 from elastic_driver.features.checks.evidence import Group, NodeCheck, NodeVerdict
 from elastic_driver.features.checks.report import CheckReport, shown_times
 from elastic_driver.features.checks.tasks import GroupTask, Process, StartingGate
+from elastic_driver.job import decisions as do
+from elastic_driver.job.events import AgentLost, AnyAgentEvent, LeaseExpired, ProcessEvent, Tick
+from elastic_driver.job.ranks import Seat, assign
 from elastic_driver.kernel.machine import CausedDecision, Declaration
 from elastic_driver.kernel.services import AdmitMembers, KeysRead, PublishKey, ReadKeys, ShowLine
 from elastic_driver.kernel.tables import Snapshots, Tables, make, saved, set_defaults, table
 from elastic_driver.words import counted
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.orders import StartWorkerOrder, StopWorkerOrder
 from rendezvous.wire import UNREADABLE
 
 STOP_S = 10.0  # for an agent to report the end of a process that is killed

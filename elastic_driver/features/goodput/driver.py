@@ -11,9 +11,9 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from elastic_driver.core.decisions import Announce
 from elastic_driver.features.goodput.ledger import Class, Ledger
 from elastic_driver.features.goodput.story import Story, read_story
+from elastic_driver.job.decisions import Announce
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.settings import Settings
 from elastic_driver.words import log_events as log

@@ -34,11 +34,11 @@ import msgspec
 from aiohttp import web
 
 from elastic_driver import contract, token_roles
-from elastic_driver.core import join_messages as join
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import AdoptsAgents, Backend, OnLost
 from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.token_roles import NODES, agent_token, node_token
+from elastic_driver.words import joining as join
 from rendezvous.auth import Handshake, OpenHello, OpenHellos, Speaker, make_nonce
 from rendezvous.errors import StoppedError
 from rendezvous.limits import Hits, Limits

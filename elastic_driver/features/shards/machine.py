@@ -13,18 +13,18 @@ from typing import NamedTuple, TypeAlias, get_args
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import Announce, GiveOrder
-from elastic_driver.core.documents import StopWorkerOrder
-from elastic_driver.core.driver_events import AgentLost, DriverResumed, LeaseExpired, Tick
-from elastic_driver.core.events import WorkerExited, WorkerStarted
 from elastic_driver.errors import UsageError
 from elastic_driver.features.shards import messages as m
 from elastic_driver.features.shards.ledger import ShardLedger
 from elastic_driver.features.shards.sources import RangeSource
+from elastic_driver.job.decisions import Announce, GiveOrder
+from elastic_driver.job.events import AgentLost, DriverResumed, LeaseExpired, Tick
 from elastic_driver.kernel.machine import Declaration, Packing, Reply, Requests
 from elastic_driver.kernel.services import Rejection, RequestDropped
 from elastic_driver.kernel.tables import Snapshots, Tables, make, saved, table
 from elastic_driver.words import log_events as log
+from elastic_driver.words.orders import StopWorkerOrder
+from elastic_driver.words.wire_events import WorkerExited, WorkerStarted
 
 LEASE_S = 60.0
 MAX_DATASETS = 1024

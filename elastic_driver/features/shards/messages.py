@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from elastic_driver.core.fields import WorkerId
 from elastic_driver.kernel.services import RepeatableRequest
+from elastic_driver.words.orders import WorkerId
 
 # The holder of shards that all members of the job's world train together.
 WORLD = "world"

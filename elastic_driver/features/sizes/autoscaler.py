@@ -12,11 +12,11 @@ from dataclasses import replace
 from math import inf
 from typing import TypeAlias
 
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.driver_events import MemoryExpected, SizeProposed, Tick
 from elastic_driver.features.sizes.gauge import DRIFT, Gauge, efficiency
 from elastic_driver.features.sizes.messages import WRONG, PriorFound, SpeedSeen
 from elastic_driver.features.sizes.search import CLOSE, Layout, Proposal, Search
+from elastic_driver.job.decisions import Announce
+from elastic_driver.job.events import MemoryExpected, SizeProposed, Tick
 from elastic_driver.kernel.services import SendEvent
 from elastic_driver.words import log_events as log
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import inf, sqrt
 from statistics import fmean, stdev
 
-from elastic_driver.core.progress import GradientNorms
+from elastic_driver.words.progress import GradientNorms
 
 WARM_UP_STEPS, WARM_UP_S = 5, 0.5  # both have to pass
 LEAST_STEPS, LEAST_LOOKS = 20, 4

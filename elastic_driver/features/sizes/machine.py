@@ -7,9 +7,9 @@ takes one worker at a time, and each time looks again for as long. Pure. Times a
 
 from statistics import median
 
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.driver_events import HostStarved, Tick
 from elastic_driver.features.sizes.messages import HostLoad, LoadsSeen, PriorFound, SpeedSeen
+from elastic_driver.job.decisions import Announce
+from elastic_driver.job.events import HostStarved, Tick
 from elastic_driver.kernel.machine import Declaration
 from elastic_driver.kernel.services import SendEvent
 

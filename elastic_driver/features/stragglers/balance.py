@@ -18,7 +18,7 @@ from statistics import median
 from msgspec import Struct
 
 from elastic_driver.arithmetic import usual
-from elastic_driver.core.progress import Division
+from elastic_driver.words.progress import Division
 
 GAIN = 0.15  # the part by which a step has to become shorter
 WINDOW = 20  # samples of each rank, in two halves (about two seconds); fewer decide nothing

@@ -17,26 +17,20 @@ from typing import ClassVar
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import Announce, PublishWorld
-from elastic_driver.core.documents import Allocation, StateQuestion, World, encode
-from elastic_driver.core.driver_events import (
-    RankRecovered,
-    RankSlow,
-    StatesDiffer,
-    StatesEqual,
-    Tick,
-)
-from elastic_driver.core.events import StateDescribed, WorkerEnding
-from elastic_driver.core.progress import Progress, decode_progress
-from elastic_driver.core.status import SlowStatus
 from elastic_driver.features.stragglers.balance import Balancer, Cost
 from elastic_driver.features.stragglers.slowness import Change, LinkWatch, Slowness, StragglerWatch
 from elastic_driver.features.stragglers.states import Question, StateWatch, Told, find_oddity
+from elastic_driver.job.decisions import Announce, PublishWorld
+from elastic_driver.job.events import RankRecovered, RankSlow, StatesDiffer, StatesEqual, Tick
+from elastic_driver.job.status import SlowStatus
 from elastic_driver.kernel.log import LogEvent
 from elastic_driver.kernel.machine import Declaration
 from elastic_driver.kernel.services import KeysRead, PublishKey, ReadKeys, SendEvent
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.orders import Allocation, StateQuestion, World, encode
+from elastic_driver.words.progress import Progress, decode_progress
+from elastic_driver.words.wire_events import StateDescribed, WorkerEnding
 
 LOOK_S = 0.25  # seconds between looks; workers of a small world send heartbeats as often
 SHARE = 20.0  # the wait after a look is at least this many times as long as the look

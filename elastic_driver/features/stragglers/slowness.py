@@ -44,7 +44,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from elastic_driver.arithmetic import usual
-from elastic_driver.core.progress import Links
+from elastic_driver.words.progress import Links
 
 # The limits. A slow rank is named after about 20 steps. If a report stands for several steps, fewer
 # reports are needed, but never fewer than _REPORTS, and never fewer looks than _LOOKS.

@@ -35,15 +35,15 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from elastic_driver.core.events import MAX_LEAVES, LeafMark, StateDescribed
-from elastic_driver.core.progress import (
+from elastic_driver.words.findings import StateValue
+from elastic_driver.words.progress import (
     BUFFERS_DIGEST_CHARS,
     BUFFERS_OF,
     ODD_STEPS,
     Progress,
     StateMark,
 )
-from elastic_driver.words.findings import StateValue
+from elastic_driver.words.wire_events import MAX_LEAVES, LeafMark, StateDescribed
 
 MAX_RUNS = 6  # of ranks that are named in a sentence
 MISSING = "missing"

@@ -18,13 +18,13 @@ from typing import NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from elastic_driver.core.driver_events import DriverResumed, Tick
-from elastic_driver.core.tf_config import WORKERS_ONLY, Task, assign, cluster_of
 from elastic_driver.features.tensorflow import messages as tf
+from elastic_driver.job.events import DriverResumed, Tick
 from elastic_driver.kernel.machine import Declaration, Packing, Reply, Requests
 from elastic_driver.kernel.services import Rejection, RepeatableRequest, RequestDropped
 from elastic_driver.kernel.tables import Snapshots, Tables, make, saved, table
 from elastic_driver.words import counted
+from elastic_driver.words.tf_config import WORKERS_ONLY, Task, assign, cluster_of
 
 HELD_UP_S = 0.5  # a Tick that is this late means that the driver itself stood still
 RENEWAL_S = 1.0  # for renewals that wait in socket buffers to be read

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
-from elastic_driver.core.tf_config import Task
 from elastic_driver.kernel.services import RepeatableRequest
+from elastic_driver.words.tf_config import Task
 
 MAX_WAIT_S = 60.0  # of one cluster_spec request; a node that waits longer asks again
 MAX_VALUE_BYTES = 1024 * 1024

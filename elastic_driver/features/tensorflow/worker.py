@@ -16,10 +16,10 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from elastic_driver.core.tf_config import tf_config
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.features.tensorflow import messages
 from elastic_driver.features.tensorflow.messages import ClusterSpec, WaitingNodes
+from elastic_driver.words.tf_config import tf_config
 from elastic_driver.worker import context
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient, new_request_id

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-from elastic_driver.core.state_version import source_of
 from elastic_driver.horovod.common.exceptions import NotInYetError
+from elastic_driver.words.world import source_of
 from elastic_driver.worker import state
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER
 from elastic_driver.worker.positions import Advancing

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastic_driver.core.job import Job
 from elastic_driver.errors import UsageError
 from elastic_driver.features.checks.machine import CheckEnded
+from elastic_driver.job.job import Job
 from elastic_driver.kernel.machine import Machine, stamped
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.runtime.journal import write_ahead

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from elastic_driver.core.decisions import EndJob
-from elastic_driver.core.job import Job
+from elastic_driver.job.decisions import EndJob
+from elastic_driver.job.job import Job
 from elastic_driver.runtime.journal.replay import JournalError, Replay, Step, refuse_damage
 from elastic_driver.runtime.mailbox import collector_paused
 from elastic_driver.settings import Settings

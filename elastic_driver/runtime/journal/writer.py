@@ -23,8 +23,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic_driver.core.decisions import Announce
 from elastic_driver.errors import ClusterError, TakenOverError
+from elastic_driver.job.decisions import Announce
 from elastic_driver.runtime.journal.codec import encode
 from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row, SqliteStore
 from elastic_driver.runtime.library_logs import described

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from elastic_driver import contract
-from elastic_driver.core.documents import SaveRequest, World
 from elastic_driver.errors import ElasticError, UsageError
+from elastic_driver.words.orders import SaveRequest, World
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import Age, DamagedError, Manifest, Report
 from elastic_driver.worker.state_sync import sharing

@@ -1,6 +1,6 @@
 """The last checkpoint of workers that have to leave while no driver lives.
 
-With a driver, it names the step and the workers that write it (`core.rules.preemption`). Without
+With a driver, it names the step and the workers that write it (`job.preemption`). Without
 one they agree through the folder of the checkpoints, which all of them see: each notes the step
 that it holds. As soon as all members of the last world have done so, or after a wait, one of them
 writes the request, and only the first one counts. Then those that hold the newest step write it
@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Struct
 
 from elastic_driver import contract
-from elastic_driver.core.documents import SaveRequest
 from elastic_driver.errors import ElasticError
+from elastic_driver.words.orders import SaveRequest
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import DamagedError
 from elastic_driver.worker.checkpoints.keeper import Checkpoints, describe

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core import documents, events
-from elastic_driver.core.members import Member
-from elastic_driver.core.state_version import StateVersion
+from elastic_driver.words import orders as documents
+from elastic_driver.words import wire_events as events
+from elastic_driver.words.world import Member, StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.heartbeat_thread import HeartbeatThread, new_documents
 from elastic_driver.worker.heartbeat.preemption import FinalCheckpointTask

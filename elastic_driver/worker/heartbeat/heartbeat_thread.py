@@ -20,8 +20,9 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core import documents, events
-from elastic_driver.core.progress import BUFFERS_OF, MAX_DIGEST_CHARS, Progress, StateMark
+from elastic_driver.words import orders as documents
+from elastic_driver.words import wire_events as events
+from elastic_driver.words.progress import BUFFERS_OF, MAX_DIGEST_CHARS, Progress, StateMark
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.heartbeat.progress import (

@@ -31,8 +31,8 @@ from types import FrameType
 from typing import Protocol
 
 from elastic_driver import contract
-from elastic_driver.core.documents import SaveRequest
-from elastic_driver.core.events import WorkerLeaving, WorkerSaved
+from elastic_driver.words.orders import SaveRequest
+from elastic_driver.words.wire_events import WorkerLeaving, WorkerSaved
 from elastic_driver.worker.worker_log import say
 from rendezvous.errors import AbortedError, RendezvousError, UnreachableError
 

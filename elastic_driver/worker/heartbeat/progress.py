@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from elastic_driver.core import events
-from elastic_driver.core.documents import Allocation
-from elastic_driver.core.measured import StepTimes
-from elastic_driver.core.progress import (
+from elastic_driver.words import wire_events as events
+from elastic_driver.words.orders import Allocation
+from elastic_driver.words.progress import (
     MAX_DIGEST_CHARS,
     MAX_MARKS,
     MAX_SAMPLES,
@@ -33,6 +32,7 @@ from elastic_driver.core.progress import (
     GradientNorms,
     Links,
     Sample,
+    StepTimes,
 )
 from elastic_driver.worker.cpu_time import CpuSlowdown
 
@@ -298,7 +298,7 @@ class TrainingProgress:
     def marked(self, step: int, digest: str, buffers: str = "") -> None:
         """Record the digest of the state after a committed step, for the comparison of ranks.
 
-        `buffers`: digests of what ranks may have apart; see `core.progress.StateMark`.
+        `buffers`: digests of what ranks may have apart; see `words.progress.StateMark`.
         """
         self.buffers = {each: self.buffers.get(each, "") for each, _ in self.marks}
         self.buffers[step] = buffers

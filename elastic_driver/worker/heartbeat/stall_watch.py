@@ -3,7 +3,7 @@
 The heartbeat thread checks before each heartbeat. Progress is a commit, a reported step or any
 other report of the script. The limit follows from the step times seen so far, unless the user has
 set one. A stall is reported to the driver, which alone sees all workers and decides which hang
-(`core.rules.hangs`); at the same time the stacks of all threads go to this worker's stderr.
+(`job.hangs`); at the same time the stacks of all threads go to this worker's stderr.
 Nothing here stops anything.
 
 The first step of a round gets more time, because state is transferred before it. In the first step
@@ -22,8 +22,13 @@ import traceback
 from pathlib import Path
 from typing import Literal
 
-from elastic_driver.core.events import WorkerResumed, WorkerStack, WorkerStalled
-from elastic_driver.core.stack_location import shorten, waits_for_peers
+from elastic_driver.words.wire_events import (
+    WorkerResumed,
+    WorkerStack,
+    WorkerStalled,
+    shorten,
+    waits_for_peers,
+)
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 
 LEAST_S = 60.0  # the adaptive limit is never shorter than this

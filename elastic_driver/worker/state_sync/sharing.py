@@ -24,8 +24,8 @@ import torch.distributed as dist
 from msgspec import Struct
 from torch import Tensor
 
-from elastic_driver.core.state_version import StateVersion, receivers_of, source_of
 from elastic_driver.errors import ElasticError, ExitCode, UsageError
+from elastic_driver.words.world import StateVersion, receivers_of, source_of
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.parts import Outgoing, StatePart
 from elastic_driver.worker.state_sync.rng import RandomStates
@@ -93,7 +93,7 @@ def agree(
     repair: bool = False,
     gone: int = 0,
 ) -> Agreement:
-    """Apply the rule of `core.state_version` to the states of a world, by rank. Pure.
+    """Apply the rule of `words.world` to the states of a world, by rank. Pure.
 
     All ranks know the same states, so all get the same answer without a message, and a round in
     which no rank has to receive moves no tensors.

@@ -37,9 +37,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 from elastic_driver import contract
-from elastic_driver.core.documents import World
 from elastic_driver.errors import ClusterError, UsageError, WorldBrokenError
 from elastic_driver.ports import none_left
+from elastic_driver.words.orders import World
 from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.world.backend import accelerator_names
 from elastic_driver.worker.world.device import DeviceHalf

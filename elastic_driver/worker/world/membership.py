@@ -21,11 +21,10 @@ from urllib.parse import urlsplit
 from torch.distributed import HashStore, Store
 
 from elastic_driver import contract
-from elastic_driver.core.documents import World
-from elastic_driver.core.members import Member, SlotInfo
-from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
+from elastic_driver.words.orders import World
+from elastic_driver.words.world import Member, SlotInfo, StateVersion
 from elastic_driver.worker import accelerator, context, current
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.preemption import Checkpointed, FinalCheckpointTask

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn, TypeVar
 
-from elastic_driver.core.documents import Notice
 from elastic_driver.errors import ExitCode
+from elastic_driver.words.orders import Notice
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER, TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
 from elastic_driver.worker.state_sync.steps import collectives_of_world

@@ -7,7 +7,7 @@ the connections of the training process. It keeps rank and size, which the proce
 for. No process that a worker has started joins the job beside it.
 
 A worker that makes no progress for long counts as hung (`heartbeat.stall_watch`,
-`core.rules.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
+`job.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
 phase that is not training, such as an evaluation, runs inside `busy`. Both do nothing in a process
 that `elasticrun` did not start. Scripts call them on the training thread.
 
@@ -42,10 +42,10 @@ from msgspec import Struct, field
 from torch.distributed import DistStoreError, HashStore
 
 from elastic_driver import contract
-from elastic_driver.core.documents import Reader, World, decode_place
-from elastic_driver.core.measured import MAX_NAME_CHARS, MAX_NUMBERS
-from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.errors import UsageError, WorldBrokenError
+from elastic_driver.words.orders import Reader, World, decode_place
+from elastic_driver.words.progress import MAX_NAME_CHARS, MAX_NUMBERS
+from elastic_driver.words.world import Member, SlotInfo
 from elastic_driver.worker import context, current
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.progress import TrainingProgress

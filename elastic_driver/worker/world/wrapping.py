@@ -28,7 +28,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_driver import contract
-from elastic_driver.core.progress import GradientNorms
+from elastic_driver.words.progress import GradientNorms
 from elastic_driver.worker import current
 from elastic_driver.worker.state_sync.fingerprint import beginnings
 from elastic_driver.worker.state_sync.sharing import gather_rows as gather

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import elastic_driver.worker
 from elastic_driver.contract import TORCHRUN_NAMES, VISIBLE_DEVICES
-from elastic_driver.core.job_spec import JobSpec
+from elastic_driver.words.orders import JobSpec
 from launcher.agent.environment import common_environment
 from launcher.agent.processes import ProcessSpec
 from launcher.agent.warm import command as commands

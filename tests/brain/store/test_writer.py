@@ -28,8 +28,8 @@ from elastic_driver.brain.store.migrations import STEPS
 from elastic_driver.brain.store.records import Record
 from elastic_driver.brain.store.rows import FINE, HOUR, MINUTE, JobKey, Series, Summary
 from elastic_driver.brain.store.writer import StatisticsWriter
-from elastic_driver.core.measured import Measured
 from elastic_driver.runtime.library_logs import logs_shown
+from elastic_driver.words.progress import Measured
 from tests.support.job import eventually
 from tests.support.postgres import Postgres
 

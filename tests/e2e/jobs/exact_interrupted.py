@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import elastic_driver as elastic
-from elastic_driver.core.documents import Allocation
+from elastic_driver.words.orders import Allocation
 from elastic_driver.worker import batches
 from elastic_driver.worker.batches import BalancedShares
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from elastic_driver.contract import FIRST_OF_CHECKS
-from elastic_driver.core.decisions import GiveOrder, KillAgent, StartAgent, StopAgent
-from elastic_driver.core.documents import StartWorkerOrder
-from elastic_driver.core.driver_events import AgentLost, Tick
-from elastic_driver.core.events import AgentReady, Event, WorkerExited
 from elastic_driver.features.checks.evidence import Verdict
 from elastic_driver.features.checks.machine import (
     SHUTDOWN_S,
@@ -20,7 +16,11 @@ from elastic_driver.features.checks.machine import (
 )
 from elastic_driver.features.checks.messages import TaskEnded, TaskResult
 from elastic_driver.features.checks.report import CheckReport
+from elastic_driver.job.decisions import GiveOrder, KillAgent, StartAgent, StopAgent
+from elastic_driver.job.events import AgentLost, Tick
 from elastic_driver.kernel.services import KeysRead, ReadKeys
+from elastic_driver.words.orders import StartWorkerOrder
+from elastic_driver.words.wire_events import AgentReady, Event, WorkerExited
 
 LIMITS = CheckLimits(start_timeout=60.0, task_timeout=120.0)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic_driver.core.decisions import CheckHosts
-from elastic_driver.core.driver_events import HostResult, HostsChecked
 from elastic_driver.errors import ClusterError
 from elastic_driver.features.checks.driver import CheckSettings, NodeChecks
 from elastic_driver.features.checks.evidence import Measurement, NodeVerdict, Verdict
 from elastic_driver.features.checks.machine import NodeChecker
 from elastic_driver.features.checks.report import CheckReport
+from elastic_driver.job.decisions import CheckHosts
+from elastic_driver.job.events import HostResult, HostsChecked
 from elastic_driver.runtime.run_dir import RunDir
 from tests.runtime.waiting import until
 

@@ -9,7 +9,12 @@ import msgspec
 import pytest
 
 from elastic_driver.contract import FIRST_OF_CHECKS
-from elastic_driver.core.join_messages import (
+from elastic_driver.errors import ClusterError
+from elastic_driver.features.joining import driver as joined
+from elastic_driver.features.joining.driver import CheckOfNodes, JoinedNodes, NodeRules
+from elastic_driver.runtime.api import job_access
+from elastic_driver.token_roles import agent_token, node_token
+from elastic_driver.words.joining import (
     HELLO_PATH,
     NODES_PATH,
     PROOF_PATH,
@@ -23,11 +28,6 @@ from elastic_driver.core.join_messages import (
     node_lease,
     node_order,
 )
-from elastic_driver.errors import ClusterError
-from elastic_driver.features.joining import driver as joined
-from elastic_driver.features.joining.driver import CheckOfNodes, JoinedNodes, NodeRules
-from elastic_driver.runtime.api import job_access
-from elastic_driver.token_roles import agent_token, node_token
 from rendezvous.auth import Handshake, Speaker, make_nonce
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, SealedError, UnauthorizedError

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import elastic_driver as elastic
-from elastic_driver.core.driver_events import LeaseExpired
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.features.shards.messages import (
     ReadStatus,
@@ -21,6 +20,7 @@ from elastic_driver.features.shards.messages import (
     ShardStatus,
 )
 from elastic_driver.features.shards.worker import dataset as sharded
+from elastic_driver.job.events import LeaseExpired
 from tests.support.gloo import run_ranks
 
 

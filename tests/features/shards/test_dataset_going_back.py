@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import elastic_driver as elastic
-from elastic_driver.core.driver_events import DriverResumed, LeaseExpired
 from elastic_driver.errors import UsageError
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.shards.messages import NextRequest, ShardRequest
 from elastic_driver.features.shards.worker import dataset as sharded
+from elastic_driver.job.events import DriverResumed, LeaseExpired
 from tests.features.shards.test_dataset import Numbers, as_they_are
 
 SEEDS = range(60)

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic_driver.core.driver_events import AgentLost
-from elastic_driver.core.events import WorkerExited, WorkerStarted
 from elastic_driver.features.shards import machine as datasets
+from elastic_driver.job.events import AgentLost
 from elastic_driver.token_roles import agent_token, worker_token
+from elastic_driver.words.wire_events import WorkerExited, WorkerStarted
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 from tests.runtime.jobs import JobUnderTest, StartJob

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elastic_driver.core.driver_events import DriverResumed, Tick
 from elastic_driver.features.shards import machine as shards
 from elastic_driver.features.shards.machine import LEASE_S, DataSets
 from elastic_driver.features.shards.messages import (
@@ -20,6 +19,7 @@ from elastic_driver.features.shards.messages import (
     StreamDescription,
     Wait,
 )
+from elastic_driver.job.events import DriverResumed, Tick
 from elastic_driver.kernel.machine import Reply
 from elastic_driver.kernel.services import Rejection, RequestDropped
 

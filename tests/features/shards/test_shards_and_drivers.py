@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from elastic_driver.core.driver_events import DriverResumed
-from elastic_driver.core.events import WorkerStarted
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.shards.messages import (
     DoneRequest,
@@ -25,7 +23,9 @@ from elastic_driver.features.shards.messages import (
     ShardRequest,
 )
 from elastic_driver.features.shards.sources import check_saved
+from elastic_driver.job.events import DriverResumed
 from elastic_driver.kernel.machine import Reply
+from elastic_driver.words.wire_events import WorkerStarted
 
 DATA = RangeDescription(60, 5, epochs=2, seed=3)
 SHARDS = 24

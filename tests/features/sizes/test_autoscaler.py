@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.driver_events import MemoryExpected, SizeProposed
 from elastic_driver.features.sizes.autoscaler import GIVE_UP_S, AutoScaler
 from elastic_driver.features.sizes.messages import PriorFound, SpeedSeen
+from elastic_driver.job.decisions import Announce
+from elastic_driver.job.events import MemoryExpected, SizeProposed
 from elastic_driver.kernel.services import SendEvent
 from tests.features.sizes.curves import CURVES, Curve
 

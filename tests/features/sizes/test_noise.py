@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elastic_driver.core.progress import GradientNorms
 from elastic_driver.features.sizes.gauge import LEAST, MOST, efficiency, noise_scale
+from elastic_driver.words.progress import GradientNorms
 
 
 def norms(size: int, sigma: float, steps: int = 4000, width: int = 50) -> list[GradientNorms]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.driver_events import HostStarved
 from elastic_driver.features.sizes.machine import LASTS_S, Starvation
 from elastic_driver.features.sizes.messages import HostLoad, LoadsSeen
+from elastic_driver.job.events import HostStarved
 
 QUIET = HostLoad(host="a", workers=4, compute=0.10, cpu=0.6, pressure=0.05)
 STARVED = HostLoad(host="b", workers=4, compute=0.15, cpu=0.99, pressure=0.8)

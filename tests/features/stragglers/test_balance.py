@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from elastic_driver.core.progress import Division
 from elastic_driver.features.stragglers.balance import WINDOW, Balancer, Cost, Move, fastest_shares
+from elastic_driver.words.progress import Division
 
 LOOK = 5  # steps from one look to the next
 Spent = Callable[[int, int], float]  # seconds of a micro-batch by rank and step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from elastic_driver.core.progress import BUFFERS_DIGEST_CHARS
 from elastic_driver.features.stragglers.states import ALIKE, LASTING, BufferWatch
+from elastic_driver.words.progress import BUFFERS_DIGEST_CHARS
 
 
 def row(*values: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.progress import ODD_STEPS, Progress
 from elastic_driver.features.stragglers.states import find_oddity
+from elastic_driver.words.progress import ODD_STEPS, Progress
 
 
 def ranks(*counts: tuple[int, int]) -> dict[int, Progress]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from elastic_driver import contract
-from elastic_driver.core.documents import StateQuestion, decode_question, encode
-from elastic_driver.core.events import LeafMark, StateDescribed, WorkerEnding
-from elastic_driver.core.progress import Progress, StateMark
+from elastic_driver.words.orders import StateQuestion, decode_question, encode
+from elastic_driver.words.progress import Progress, StateMark
+from elastic_driver.words.wire_events import LeafMark, StateDescribed, WorkerEnding
 from rendezvous.wire import Set
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import JobUnderTest, StartJob

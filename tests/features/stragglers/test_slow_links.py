@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from elastic_driver.core.progress import Links, LinkUse
 from elastic_driver.features.stragglers.slowness import CONFIRM, Change, LinkWatch, Slowness
+from elastic_driver.words.progress import Links, LinkUse
 
 STEP_S = 0.5
 BEAT = 4  # steps

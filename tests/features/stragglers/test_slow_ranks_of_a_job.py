@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from elastic_driver import contract
-from elastic_driver.core.documents import encode
-from elastic_driver.core.progress import Progress, Sample
 from elastic_driver.features.checks.evidence import NodeVerdict, Verdict
 from elastic_driver.features.checks.report import CheckReport
+from elastic_driver.words.orders import encode
+from elastic_driver.words.progress import Progress, Sample
 from rendezvous.wire import Set
 from tests.runtime.cluster import Cluster
 from tests.runtime.jobs import StartJob

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.events import MAX_LEAVES, LeafMark
 from elastic_driver.features.stragglers.states import Described, first_difference, name_ranks
 from elastic_driver.words.findings import StateValue
+from elastic_driver.words.wire_events import MAX_LEAVES, LeafMark
 
 LR = "learning rate of group 0 of 'optimizer'"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from elastic_driver.core.events import LeafMark, StateDescribed
-from elastic_driver.core.progress import StateMark
 from elastic_driver.features.stragglers.states import (
     AGAIN_S,
     ALL_S,
@@ -14,6 +12,8 @@ from elastic_driver.features.stragglers.states import (
     StateWatch,
     Told,
 )
+from elastic_driver.words.progress import StateMark
+from elastic_driver.words.wire_events import LeafMark, StateDescribed
 
 
 class Bench:

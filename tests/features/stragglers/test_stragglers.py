@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic_driver import contract
-from elastic_driver.core.decisions import Announce
-from elastic_driver.core.documents import Allocation, StateQuestion, World, decode, encode
-from elastic_driver.core.driver_events import (
-    RankRecovered,
-    RankSlow,
-    StatesDiffer,
-    StatesEqual,
-    Tick,
-)
-from elastic_driver.core.events import Event, LeafMark, StateDescribed, WorkerEnding
-from elastic_driver.core.members import Member, SlotInfo
-from elastic_driver.core.progress import Division, Progress, Sample, StateMark
-from elastic_driver.core.status import SlowStatus
 from elastic_driver.features.stragglers.machine import LOOK_S, SHARE, RoundPublished, Stragglers
+from elastic_driver.job.decisions import Announce
+from elastic_driver.job.events import RankRecovered, RankSlow, StatesDiffer, StatesEqual, Tick
+from elastic_driver.job.status import SlowStatus
 from elastic_driver.kernel.services import KeysRead, PublishKey, ReadKeys, SendEvent
 from elastic_driver.words.findings import StateValue
+from elastic_driver.words.orders import Allocation, StateQuestion, World, decode, encode
+from elastic_driver.words.progress import Division, Progress, Sample, StateMark
+from elastic_driver.words.wire_events import Event, LeafMark, StateDescribed, WorkerEnding
+from elastic_driver.words.world import Member, SlotInfo
 
 USUAL, SLOW = 0.1, 0.4
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.core.driver_events import DriverResumed, Tick
-from elastic_driver.core.tf_config import tf_config
 from elastic_driver.features.tensorflow import machine as tf_cluster
 from elastic_driver.features.tensorflow import messages as tf
 from elastic_driver.features.tensorflow.machine import TfCluster
@@ -21,7 +19,9 @@ from elastic_driver.features.tensorflow.messages import (
     TfRequest,
     WaitingNodes,
 )
+from elastic_driver.job.events import DriverResumed, Tick
 from elastic_driver.kernel.services import Rejection, RequestDropped
+from elastic_driver.words.tf_config import tf_config
 
 LEASE = 10.0
 

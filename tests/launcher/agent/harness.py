@@ -19,8 +19,10 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.documents import (
+from elastic_driver.runtime.api import job_access
+from elastic_driver.words.orders import (
     DriverTerm,
+    JobSpec,
     Order,
     RanksOrder,
     ShutdownOrder,
@@ -28,7 +30,8 @@ from elastic_driver.core.documents import (
     StopWorkerOrder,
     encode,
 )
-from elastic_driver.core.events import (
+from elastic_driver.words.progress import OutputLines
+from elastic_driver.words.wire_events import (
     AgentReady,
     AgentReturned,
     HostLeaving,
@@ -36,10 +39,7 @@ from elastic_driver.core.events import (
     WorkerExited,
     WorkerStarted,
 )
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.members import SlotInfo
-from elastic_driver.core.output_lines import OutputLines
-from elastic_driver.runtime.api import job_access
+from elastic_driver.words.world import SlotInfo
 from rendezvous.auth import write_token_file
 from rendezvous.server import Callbacks, RendezvousServer, Succession
 from rendezvous.wire import Get, Set

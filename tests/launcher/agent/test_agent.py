@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from elastic_driver import contract
-from elastic_driver.core.documents import StartWorkerOrder
-from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from elastic_driver.token_roles import agent_token, worker_token
+from elastic_driver.words.orders import StartWorkerOrder
+from elastic_driver.words.wire_events import AgentReady, WorkerExited, WorkerStarted
 from rendezvous.wire import Set
 from tests.launcher.agent.harness import (
     DAEMON,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.events import WorkerExited, WorkerStarted
+from elastic_driver.words.wire_events import WorkerExited, WorkerStarted
 from launcher.agent.lifetime import ORPHAN_GRACE_S
 from tests.launcher.agent.harness import (
     DAEMON,

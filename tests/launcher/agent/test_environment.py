@@ -7,8 +7,7 @@ import pytest
 from msgspec import structs
 
 from elastic_driver import contract
-from elastic_driver.core.documents import StartWorkerOrder
-from elastic_driver.core.job_spec import JobSpec
+from elastic_driver.words.orders import JobSpec, StartWorkerOrder
 from launcher.agent.environment import Meeting, worker_environment
 from rendezvous.client_connections import is_loopback
 from tests.launcher.agent.harness import place

@@ -13,17 +13,17 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.announcement import READ, announce, announcement
-from elastic_driver.core.documents import StartWorkerOrder
-from elastic_driver.core.events import (
+from elastic_driver.presence import Presence
+from elastic_driver.runtime.run_dir import RunLock
+from elastic_driver.token_roles import agent_token, worker_token
+from elastic_driver.words.orders import StartWorkerOrder
+from elastic_driver.words.wire_events import (
     AgentReady,
     AgentReturned,
     RunningWorker,
     WorkerExited,
     WorkerStarted,
 )
-from elastic_driver.presence import Presence
-from elastic_driver.runtime.run_dir import RunLock
-from elastic_driver.token_roles import agent_token, worker_token
 from rendezvous.wire import DeletePrefix
 from tests.launcher.agent.harness import (
     HOST,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.job_spec import JobSpec
+from elastic_driver.words.orders import JobSpec
 from launcher.agent.output import ERR, OUT, LogFile, Routing, link_ranks, parse_streams, route
 
 SPEC = JobSpec("r", ("x",), "/", {}, 1.0, 0, log_dir="logs", redirects="0", tee="0")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from elastic_driver.console import HIGH_WATER
-from elastic_driver.core.output_lines import MAX_OUTPUT_LINES, OutputLines
+from elastic_driver.words.progress import MAX_OUTPUT_LINES, OutputLines
 from launcher.agent import posted_output
 from launcher.agent.posted_output import PostedOutput
 from rendezvous.errors import RequestError

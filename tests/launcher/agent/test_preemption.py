@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from elastic_driver.core.events import HostLeaving, WorkerExited, WorkerStarted
+from elastic_driver.words.wire_events import HostLeaving, WorkerExited, WorkerStarted
 from launcher.agent.processes import ignore_notices
 from tests.launcher.agent.harness import Driver, agent_of, eventually
 from tests.support.processes import is_running

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elastic_driver.core.output_lines import MAX_OUTPUT_LINES, LogsTaken, WorkerLines
+from elastic_driver.words.progress import MAX_OUTPUT_LINES, LogsTaken, WorkerLines
 from launcher.agent import recorded_output
 from launcher.agent.recorded_output import RecordedOutput
 from rendezvous.errors import RequestError, UnreachableError

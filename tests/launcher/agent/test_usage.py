@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import psutil
 import pytest
 
-from elastic_driver.core.measured import decode_usage
+from elastic_driver.words.progress import decode_usage
 from launcher.agent.usage import INTERVAL_S, Gpus, HostSampler, UsageThread
 from tests.support.job import eventually
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import psutil
 
 from elastic_driver import contract
-from elastic_driver.core.documents import StartWorkerOrder, encode
-from elastic_driver.core.events import AgentReady, WorkerExited
+from elastic_driver.words.orders import StartWorkerOrder, encode
+from elastic_driver.words.wire_events import AgentReady, WorkerExited
 from launcher.agent.processes import children
 from launcher.agent.spare import SPARE_FLAG
 from launcher.backends.local import LocalBackend

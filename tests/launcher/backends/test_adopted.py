@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.events import AgentReady, WorkerStarted
 from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.words.wire_events import AgentReady, WorkerStarted
 from launcher.agent.processes import become_subreaper, children
 from launcher.backends import adopted, local_agents
 from launcher.backends.adopted import AdoptedProcess, end_marked, find_agent

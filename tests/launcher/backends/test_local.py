@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_driver.core.events import AgentReady, WorkerExited, WorkerStarted
 from elastic_driver.errors import ClusterError
+from elastic_driver.words.wire_events import AgentReady, WorkerExited, WorkerStarted
 from launcher.agent import processes
 from launcher.backends.local import LocalBackend
 from launcher.backends.local_agents import LocalAgents

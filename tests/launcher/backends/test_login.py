@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.events import AgentReady
 from elastic_driver.runtime.backend import BackendJob
+from elastic_driver.words.wire_events import AgentReady
 from launcher.agent import marks
 from launcher.backends import client, remote_shell
 from launcher.backends.client import Login

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_driver.core.events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
 from elastic_driver.runtime.backend import BackendJob, UnreachableReason
 from elastic_driver.token_roles import agent_token
+from elastic_driver.words.wire_events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
 from launcher.agent import folders, remote
 from launcher.backends.remote import RemoteBackend, _first_of
 from launcher.backends.ssh import SshShell

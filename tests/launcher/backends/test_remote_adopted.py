@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_driver.core.events import AgentReady, WorkerStarted
 from elastic_driver.runtime.backend import BackendJob
+from elastic_driver.words.wire_events import AgentReady, WorkerStarted
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.ssh import SshShell
 from tests.launcher.agent.harness import HOST, ROOT, STUBBORN, WAIT, Driver, eventually

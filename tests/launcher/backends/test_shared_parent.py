@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from elastic_driver.core.events import AgentReady, WorkerStarted
+from elastic_driver.words.wire_events import AgentReady, WorkerStarted
 from launcher.agent.processes import children
 from launcher.agent.spare import SPARE_FLAG
 from launcher.backends.local import LocalBackend

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from elastic_driver.core.events import WorkerStarted
+from elastic_driver.words.wire_events import WorkerStarted
 from launcher.backends import local_agents
 from tests.launcher.agent.harness import eventually
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine, kinds_of_files, signals

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from launcher.ctl_commands import caution
-from tests.core.scenario import Scenario
+from tests.job.scenario import Scenario
 from tests.launcher.ctl_commands.test_show import document
 
 HOSTS = {"a": 2, "b": 1}

@@ -6,18 +6,18 @@ from typing import get_args
 
 import pytest
 
-from elastic_driver.core import decisions as do
-from elastic_driver.core import events as ev
-from elastic_driver.core.documents import StartWorkerOrder, StopWorkerOrder
-from elastic_driver.core.driver_events import (
+from elastic_driver.job import decisions as do
+from elastic_driver.job.events import (
     AgentProbed,
     HostResult,
     HostsChecked,
     HostsDiscovered,
     HostsGranted,
+    JobEvent,
 )
-from elastic_driver.core.job_events import JobEvent
+from elastic_driver.words import wire_events as ev
 from elastic_driver.words import worker_log_events as worker_log
+from elastic_driver.words.orders import StartWorkerOrder, StopWorkerOrder
 from launcher.ctl_commands import explain
 
 IN_A_FUNCTION = {

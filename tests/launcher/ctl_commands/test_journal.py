@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import HostsDiscovered, ProgressReported
-from elastic_driver.core.job import Job
-from elastic_driver.core.job_events import EventBatch, JobEvent
 from elastic_driver.features.shards.machine import DataSets
+from elastic_driver.job.events import EventBatch, HostsDiscovered, JobEvent, ProgressReported
+from elastic_driver.job.job import Job
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.settings import Settings
+from elastic_driver.words import wire_events as ev
 from launcher.ctl import main
 
 A, B = "a.0.1", "b.0.1"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.events import PlanApplied
 from elastic_driver.errors import UsageError
+from elastic_driver.words.wire_events import PlanApplied
 from launcher.ctl_commands.plan_file import MAX_BYTES, parse_bytes, read_plan
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import AgentHeard, AgentSuspected
 from elastic_driver.errors import ClusterError
+from elastic_driver.job.events import AgentHeard, AgentSuspected
 from elastic_driver.runtime.results import JobResult, WorkerResult
+from elastic_driver.words import wire_events as ev
 from elastic_driver.words.findings import Failure
 from launcher import figures
 from launcher.ctl_commands import show
-from tests.core.scenario import Scenario
+from tests.job.scenario import Scenario
 
 
 def document(s: Scenario) -> show.JobDocument:

@@ -9,7 +9,7 @@ import pytest
 
 from launcher import figures
 from launcher.ctl_commands import show
-from tests.core.scenario import Scenario
+from tests.job.scenario import Scenario
 
 GIB = 2**30
 

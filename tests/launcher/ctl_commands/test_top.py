@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from elastic_driver.core import events as ev
+from elastic_driver.words import wire_events as ev
 from launcher.ctl_commands import show, top
 from launcher.ctl_commands.top import Action, View, press, pressed
-from tests.core.scenario import Scenario
+from tests.job.scenario import Scenario
 from tests.launcher.ctl_commands.test_show_figures import document, measured
 
 HOSTS = {"a": 2, "b": 1}

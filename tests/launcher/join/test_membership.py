@@ -11,10 +11,10 @@ from contextlib import closing, contextmanager
 import pytest
 from aiohttp import web
 
-from elastic_driver.core.job_spec import JobSpec
-from elastic_driver.core.join_messages import NODES_PATH, Joined, NodeReport
 from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.endpoint import first_documents
+from elastic_driver.words.joining import NODES_PATH, Joined, NodeReport
+from elastic_driver.words.orders import JobSpec
 from launcher.join.membership import Membership
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic_driver.core.join_messages import HelloAnswer, NodeReport
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
 from elastic_driver.runtime.api import job_access
 from elastic_driver.settings import Settings
+from elastic_driver.words.joining import HelloAnswer, NodeReport
 from launcher.join.identity import derive
 from launcher.join.plan import JoinPlan
 from launcher.join.search import FoundServer, find_server

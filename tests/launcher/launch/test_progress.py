@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from elastic_driver.core.measured import Measured
 from elastic_driver.features.goodput.story import Story
 from elastic_driver.runtime.driver import JobNow
 from elastic_driver.runtime.reporter import Change
 from elastic_driver.words.log_lines import line_of
+from elastic_driver.words.progress import Measured
 from launcher.launch.progress import status_line, summary
 
 NOON = time.mktime((2026, 1, 2, 12, 0, 0, 0, 0, -1))

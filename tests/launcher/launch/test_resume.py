@@ -15,18 +15,18 @@ import msgspec
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.driver_events import HostsDiscovered
-from elastic_driver.core.events import AgentReady
-from elastic_driver.core.job import Job
 from elastic_driver.errors import UsageError
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.job.events import HostsDiscovered
+from elastic_driver.job.job import Job
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import Head
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import Holder, RunDir, read_endpoint
 from elastic_driver.settings import Settings
+from elastic_driver.words.wire_events import AgentReady
 from launcher import cli
 from launcher.launch.resume import line_of, take_named, take_unfinished
 from launcher.options.values import resolve

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.core.tf_config import WORKERS_ONLY
 from elastic_driver.errors import UsageError
+from elastic_driver.words.tf_config import WORKERS_ONLY
 from launcher.launch.workers import TF_PORTS
 from tests.launcher.launch.test_plan import plan
 

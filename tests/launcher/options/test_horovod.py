@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import UsageError
+from elastic_driver.words.orders import JobSpec
 from launcher import job
 from launcher.agent.environment import HOROVOD_ALIAS, common_environment
 from launcher.options import horovod

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import UsageError
 from elastic_driver.options import ValueKind
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
+from elastic_driver.words.orders import JobSpec
 from launcher.options.table import OPTIONS, STRUCTS
 from launcher.options.values import CommandLine, resolve
 

@@ -6,9 +6,9 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from elastic_driver.core.driver_events import Tick
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.job.events import Tick
 from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.driver_events import Tick
 from elastic_driver.errors import TakenOverError
 from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.job.events import Tick
 from elastic_driver.runtime.journal import follower as mirror
 from elastic_driver.runtime.journal.etcd import EtcdClient, _Stream
 from elastic_driver.runtime.journal.follower import Ended, EtcdStore, Follower, RunState

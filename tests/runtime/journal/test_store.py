@@ -10,17 +10,17 @@ import msgspec
 import pytest
 
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core import events as ev
-from elastic_driver.core.driver_events import Tick
-from elastic_driver.core.events import WorkerReady
-from elastic_driver.core.rules.workers import WorkerState
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.job.events import Tick
+from elastic_driver.job.workers import WorkerState
 from elastic_driver.runtime.journal import store
 from elastic_driver.runtime.journal.replay import JournalError, Replay
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal
+from elastic_driver.words import wire_events as ev
+from elastic_driver.words.wire_events import WorkerReady
 from rendezvous.errors import UnreachableError
 from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.journal.journals import (

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.core.job import Job
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.job.job import Job
 from elastic_driver.runtime.journal import store, write_ahead
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay
 from elastic_driver.runtime.journal.resume import load_run

@@ -17,14 +17,12 @@ import msgspec
 import pytest
 
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.driver_events import HostsDiscovered, Tick
-from elastic_driver.core.events import WorkerReady
-from elastic_driver.core.job_events import EventBatch
-from elastic_driver.core.rules.workers import RUNNING
 from elastic_driver.errors import ExitCode, TakenOverError
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.shards.messages import NextRequest, RangeDescription
 from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.job.events import EventBatch, HostsDiscovered, Tick
+from elastic_driver.job.workers import RUNNING
 from elastic_driver.runtime import loop
 from elastic_driver.runtime.journal import writer
 from elastic_driver.runtime.journal import writer as file_system
@@ -32,6 +30,7 @@ from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.resume import load_run
 from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.writer import WAIT_S, Journal
+from elastic_driver.words.wire_events import WorkerReady
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import UnreachableError
 from tests.runtime.jobs import StartJob
@@ -118,7 +117,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     script = f"""
 mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -c '
 from pathlib import Path
-from elastic_driver.core.driver_events import Tick
+from elastic_driver.job.events import Tick
 from elastic_driver.runtime.journal.writer import WAIT_S, Journal
 journal = Journal(Path("{tmp_path}/journal.db"), "run")
 journal.open()

@@ -14,21 +14,21 @@ from typing import Any
 import msgspec
 
 from elastic_driver.contract import FIRST_OF_CHECKS
-from elastic_driver.core import driver_events as seen
-from elastic_driver.core import events as ev
-from elastic_driver.core.decisions import Announce, Decision
-from elastic_driver.core.driver_events import Tick
-from elastic_driver.core.job import Job
 from elastic_driver.features.checks.machine import CheckLimits, NodeChecker
 from elastic_driver.features.shards import messages as shards
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow import messages as tf
 from elastic_driver.features.tensorflow.machine import TfCluster
+from elastic_driver.job import events as seen
+from elastic_driver.job.decisions import Announce, Decision
+from elastic_driver.job.events import Tick
+from elastic_driver.job.job import Job
 from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.store import Head
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.settings import Settings
-from tests.core.scenario import Scenario
+from elastic_driver.words import wire_events as ev
+from tests.job.scenario import Scenario
 
 NAME = "journal.db"
 TWENTY = shards.RangeDescription(20, 5, epochs=2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from elastic_driver.core.documents import Allocation
+from elastic_driver.words.orders import Allocation
 from elastic_driver.worker.batches import EVERY, BalancedShares
 from tests.support.gloo import run_ranks
 

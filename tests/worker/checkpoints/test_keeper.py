@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import elastic_driver as elastic
-from elastic_driver.core.state_version import StateVersion
 from elastic_driver.errors import UsageError
+from elastic_driver.words.world import StateVersion
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.state import State
 from elastic_driver.worker.state_sync.sharing import StateLostError, agree

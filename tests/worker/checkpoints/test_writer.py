@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_driver.core.documents import World
-from elastic_driver.core.members import Member, SlotInfo
 from elastic_driver.errors import ElasticError
+from elastic_driver.words.orders import World
+from elastic_driver.words.world import Member, SlotInfo
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper
 from elastic_driver.worker.checkpoints.folder import file_name

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.documents import Notice
+from elastic_driver.words.orders import Notice
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import TrainingProgress

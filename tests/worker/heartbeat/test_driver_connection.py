@@ -9,9 +9,8 @@ from typing import Any
 import psutil
 
 from elastic_driver import contract
-from elastic_driver.core.documents import World, encode_world
-from elastic_driver.core.members import Member, SlotInfo
-from elastic_driver.core.state_version import StateVersion
+from elastic_driver.words.orders import World, encode_world
+from elastic_driver.words.world import Member, SlotInfo, StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import TrainingProgress

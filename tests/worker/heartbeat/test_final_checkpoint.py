@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import elastic_driver as elastic
-from elastic_driver.core.documents import SaveRequest
-from elastic_driver.core.events import WorkerSaved
+from elastic_driver.words.orders import SaveRequest
+from elastic_driver.words.wire_events import WorkerSaved
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.heartbeat.preemption import FinalCheckpointTask
 from tests.support.coordinator import eventually

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.core.documents import (
+from elastic_driver.words.orders import (
     Allocation,
     DriverTerm,
     Notice,
@@ -20,8 +20,8 @@ from elastic_driver.core.documents import (
     decode,
     encode,
 )
-from elastic_driver.core.events import StateDescribed
-from elastic_driver.core.progress import Division, Progress, StateMark, decode_progress
+from elastic_driver.words.progress import Division, Progress, StateMark, decode_progress
+from elastic_driver.words.wire_events import StateDescribed
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.heartbeat_thread import next_pause

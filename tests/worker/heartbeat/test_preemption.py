@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.core.events import WorkerLeaving
+from elastic_driver.words.wire_events import WorkerLeaving
 from elastic_driver.worker.heartbeat.preemption import (
     ANNOUNCING,
     STOP_MARK,

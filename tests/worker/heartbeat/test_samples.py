@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic_driver.core.documents import decode, encode
-from elastic_driver.core.progress import MAX_SAMPLES, Progress, Sample
+from elastic_driver.words.orders import decode, encode
+from elastic_driver.words.progress import MAX_SAMPLES, Progress, Sample
 from elastic_driver.worker.heartbeat.progress import (
     COVERED_S,
     StepCost,

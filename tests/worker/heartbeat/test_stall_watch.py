@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 import elastic_driver as elastic
-from elastic_driver.core.events import WorkerResumed, WorkerStalled
+from elastic_driver.words.wire_events import WorkerResumed, WorkerStalled
 from elastic_driver.worker.heartbeat import stall_watch
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.heartbeat.stall_watch import StallWatch, TrainingThread

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler
 
-from elastic_driver.core.members import SlotInfo
+from elastic_driver.words.world import SlotInfo
 from elastic_driver.worker import current
 from elastic_driver.worker.mistakes.script_objects import forget_told
 from elastic_driver.worker.mistakes.watch import watch_samplers

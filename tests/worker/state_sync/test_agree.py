@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.core.state_version import StateVersion
+from elastic_driver.words.world import StateVersion
 from elastic_driver.worker.state_sync.sharing import StateLostError, agree
 
 Standing = tuple[int, bool]  # version, clean

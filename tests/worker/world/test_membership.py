@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from elastic_driver.core.documents import Notice, World
-from elastic_driver.core.members import Member
+from elastic_driver.words.orders import Notice, World
+from elastic_driver.words.world import Member
 from elastic_driver.worker import current
 from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
 from elastic_driver.worker.world import groups

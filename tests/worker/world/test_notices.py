@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_driver.core.documents import Notice
+from elastic_driver.words.orders import Notice
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.world.device import DeviceHalf
 from elastic_driver.worker.world.gloo import GroupConnections

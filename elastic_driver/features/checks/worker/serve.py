@@ -37,10 +37,10 @@ import torch.distributed as dist
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.events import WorkerReady
 from elastic_driver.errors import ClusterError
 from elastic_driver.features.checks import messages
 from elastic_driver.features.checks.worker.measure import NodeCheckTask, use_device
+from elastic_driver.words.wire_events import WorkerReady
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.torch_store import HTTPStore

@@ -17,7 +17,6 @@ from aiohttp import web
 
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
-from elastic_driver.core.events import WorkerReady
 from elastic_driver.features.checks.messages import (
     TASK_SETTINGS,
     Assignment,
@@ -29,6 +28,7 @@ from elastic_driver.features.checks.messages import (
     result_key,
 )
 from elastic_driver.features.checks.worker.serve import in_child
+from elastic_driver.words.wire_events import WorkerReady
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer

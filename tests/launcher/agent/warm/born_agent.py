@@ -15,8 +15,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from elastic_driver.core.documents import decode
-from elastic_driver.core.job_spec import JobSpec
+from elastic_driver.words.orders import JobSpec, decode
 from launcher.agent.environment import common_environment
 from launcher.agent.processes import become_subreaper
 from launcher.agent.warm.plan import plan_for

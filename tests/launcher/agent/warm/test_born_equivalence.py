@@ -15,7 +15,7 @@ from typing import IO
 
 import pytest
 
-from elastic_driver.core.documents import encode
+from elastic_driver.words.orders import encode
 from launcher.agent.processes import ProcessSpec, reap
 from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WorkerStarter

@@ -1,1 +1,0 @@
-"""The pure core: events and the time go in, decisions with their reasons come out."""

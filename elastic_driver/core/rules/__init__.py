@@ -1,1 +1,0 @@
-"""The rules of the job machine, each the owner of its part of the state; pure."""

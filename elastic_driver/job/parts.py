@@ -1,0 +1,111 @@
+"""The parts of a job: tables of what is known, and the rules that decide.
+
+Each part owns its state and alone writes it; other parts read it, or call methods of its owner
+(tests/job/test_ownership.py). The fields of a part that have no default name the parts it needs.
+
+The name of an attribute is the name of the part's table in snapshots: to rename one would lose the
+state of an older driver's job.
+
+Hosts, what they have (`limits`), agents, evidence, checks, the memory and the end (`outcome`)
+belong to the job. All other parts are of the one role that a job has now: its workers, rounds,
+placement, budget, target size, losses, stalls, and the order in which they leave.
+"""
+
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+
+from elastic_driver.job.adoption import Adoption
+from elastic_driver.job.boundary import Boundary, Differences
+from elastic_driver.job.capacity import Capacity, Limits
+from elastic_driver.job.fleet import Effects, Fleet
+from elastic_driver.job.hangs import Hangs, Stacks, Waits
+from elastic_driver.job.hosts import Hosts
+from elastic_driver.job.leaving import Drains, Notices
+from elastic_driver.job.lost_hosts import Agents, Suspicion, Unanswered, Unreachable
+from elastic_driver.job.membership import Membership
+from elastic_driver.job.outcome import Budget, Outcome
+from elastic_driver.job.placement import Placement, Spares
+from elastic_driver.job.plain import Plain
+from elastic_driver.job.preemption import FinalCheckpoint, Preemption
+from elastic_driver.job.reports import Reports
+from elastic_driver.job.rounds import Rounds
+from elastic_driver.job.supply import Discovered, Memory, Rechecks
+from elastic_driver.job.workers import Workers
+from elastic_driver.kernel.tables import Snapshots, Tables, table, values
+from elastic_driver.settings import Settings
+from elastic_driver.words.tf_config import TfLayout
+
+Part = TypeVar("Part")
+Made = TypeVar("Made", bound="JobParts")
+
+
+class JobParts(Snapshots):
+    """Every part of one job, in an order in which each needs only parts above it.
+
+    `found`: the tables of a snapshot, by the names of the parts; a part that has none begins anew.
+    """
+
+    hosts: Hosts
+    limits: Limits
+    fleet: Fleet
+    workers: Workers
+    effects: Effects
+    capacity: Capacity
+    budget: Budget
+    outcome: Outcome
+    rounds: Rounds
+    boundary: Boundary
+    rechecks: Rechecks
+    differences: Differences
+    discovered: Discovered
+    reports: Reports
+    memory: Memory
+    stacks: Stacks
+    hangs: Hangs
+    drains: Drains
+    notices: Notices
+    placement: Placement
+    spares: Spares
+    unreachable: Unreachable
+    unanswered: Unanswered
+    agents: Agents
+    suspicion: Suspicion
+    final_checkpoint: FinalCheckpoint
+    preemption: Preemption
+    plain: Plain
+    membership: Membership
+    waits: Waits
+    adoption: Adoption
+
+    def __init__(self, settings: Settings, found: Tables | None = None) -> None:
+        self.settings, self.roles = settings, settings.tf_roles
+        found = found or {}
+        self.tf = None if self.roles is None else self._make(TfLayout, found.get("tf", {}))
+        for name, kind in PARTS.items():
+            setattr(self, name, self._make(kind, found.get(name, {})))
+
+    def _make(self, part: type[Part], found: Tables) -> Part:
+        """Create a part with the parts that it needs, and the state in its table."""
+        needed = (f.name for f in fields(part) if f.default is f.default_factory is MISSING)  # type: ignore[arg-type]
+        return part(**{name: getattr(self, name) for name in needed}, **values(part, found))
+
+    def tables(self) -> Tables:
+        """See `Snapshots.tables`."""
+        parts = {name: getattr(self, name) for name in PARTS}
+        if self.tf is not None:
+            parts["tf"] = self.tf
+        found = {name: table(part) for name, part in parts.items()}
+        found = {name: state for name, state in found.items() if state}
+        return {"settings": self.settings, **found}
+
+    @classmethod
+    def from_tables(cls: type[Made], found: Tables) -> Made:
+        """See `Snapshots.from_tables`."""
+        return cls(msgspec.convert(found["settings"], Settings), found)
+
+
+PARTS: dict[str, Any] = {
+    name: kind for name, kind in get_type_hints(JobParts).items() if is_dataclass(kind)
+}
