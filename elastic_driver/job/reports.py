@@ -148,7 +148,8 @@ class Reports(Rule):
         """Record the end of a worker's process: a success, a failure, or a stop that was ordered.
 
         A worker that has to leave may end early: that is no failure of the job. Its exit is only
-        `expected` if it was told to stop or exits 0; otherwise users see its exit and traceback.
+        `expected` if it was told to stop or exits 0; otherwise users see its exit and traceback. A
+        script that has failed is a failure, whatever the status of its process.
         """
         code, active = event.exit_code, worker.state in ACTIVE
         if self.outcome.kind is ScriptKind.UNDECLARED and active:
@@ -158,11 +159,12 @@ class Reports(Rule):
         running = worker.state is RUNNING
         leaving = bool(worker.leaving)
         done = worker.over and code in (KILLED, TERMINATED)  # there was nothing left for it to do
-        finished = worker.is_member and (code == 0 or done)
+        finished = worker.is_member and not worker.failed and (code == 0 or done)
         if leaving and finished:  # if all members leave, one that finishes has done its work
             leaving = not all(member.leaving for member in self.rounds.members())
         as_told = leaving or not active
-        self.workers.record_end(worker, 0 if finished else code, as_told=as_told)
+        status = 0 if finished else code or int(worker.failed)
+        self.workers.record_end(worker, status, as_told=as_told)
         expected = not active or (leaving and code == 0) or done or self._finds_no_state(code)
         how = "as it was told to"
         if done:
@@ -171,12 +173,14 @@ class Reports(Rule):
             how = "as there is no state to go on with"
         elif not expected:
             how = f"before it was told to stop ({worker.leaving})" if leaving else "by itself"
+        lost = active and code == 0 and not (as_told or finished)
+        if lost:
+            how = "though its script had failed" if worker.failed else "before it took part"
         reason = f"exit code {code}, {how}"
         if code < 0 and how == "by itself":  # somebody may have sent it
             reason = f"killed by signal {-code}"
-        self.effects.announce(
-            worker_log.WorkerExited(exit_code=code, expected=expected), reason, worker
-        )
+        exited = worker_log.WorkerExited(exit_code=code, expected=expected, lost=lost or None)
+        self.effects.announce(exited, reason, worker)
         if not active:
             return
         if as_told:

@@ -3,6 +3,7 @@
     event → number and time → journal → `machine.handle` → decisions → handlers
 
 The driver, the Brain and the simulator have a kernel each, with machines and handlers of their own.
+A replay of a journal has the machines alone: it ends with the decisions.
 A handler carries out decisions of one type. It chooses nothing, and is called only after the
 journal has the event. Times are seconds. Used by one thread.
 """
@@ -80,7 +81,45 @@ class Catalog:
                 raise TypeError(f"{problem} {names}")
 
 
-class Kernel:
+class Machines:
+    """The machines that run, and what they decide. Nothing acts: a replay needs no more."""
+
+    def __init__(self) -> None:
+        self.machines: dict[str, Machine[Any, Any]] = {}  # that run, by their names
+        self.deadlines: dict[str, float | None] = {}  # of those that have handled an event
+        self.events = 0  # the number of the last event: the cause of what follows from it
+
+    def begin(self, name: str, machine: Machine[Any, Any], due: float | None = None) -> None:
+        """Run a machine from now on; `due`: its first tick."""
+        self.machines[name] = machine
+        if due is not None:
+            self.deadlines[name] = due
+
+    def end(self, name: str) -> None:
+        """Run a machine no longer."""
+        del self.machines[name]
+        self.deadlines.pop(name, None)
+
+    def due(self, now: float) -> list[str]:
+        """Return the machines whose deadline has passed."""
+        return [name for name, due in self.deadlines.items() if due is not None and due <= now]
+
+    def handle(self, n: int, at: float, name: str, event: Any) -> list[Any]:
+        """Have a machine handle the event of this number and time; return what it decides.
+
+        Each decision has the number as its cause. Raises `LookupError` for a machine that has not
+        begun.
+        """
+        machine = self.machines.get(name)
+        if machine is None:
+            raise LookupError(f"the machine {name!r} has not begun at event {n}")
+        self.events = n
+        decisions = machine.handle(event, at)
+        self.deadlines[name] = machine.deadline()
+        return stamped(decisions, n)
+
+
+class Kernel(Machines):
     """Runs the machines of a process.
 
     Args:
@@ -107,30 +146,13 @@ class Kernel:
         post: Callable[[ForMachine], None] | None = None,
     ) -> None:
         catalog.check_handlers(handlers)
+        super().__init__()
         self.catalog, self._handlers, self._followers = catalog, handlers, followers or {}
         self._clock, self._answer, self._post = clock, answer, post
-        self.machines: dict[str, Machine[Any, Any]] = {}  # that run, by their names
-        self.deadlines: dict[str, float | None] = {}  # of those that have handled an event
-        self.events = 0  # handled so far; an event's number is the cause of what follows from it
         self.record: Record | None = None  # of the journal; None: there is none (yet)
         self.checks_invariants = False  # after each event
         # Called after an event was handled, with the seconds that it took; it decides nothing.
         self.on_handled: Callable[[str, Any, float], None] = lambda _name, _event, _seconds: None
-
-    def begin(self, name: str, machine: Machine[Any, Any], due: float | None = None) -> None:
-        """Run a machine from now on; `due`: its first tick."""
-        self.machines[name] = machine
-        if due is not None:
-            self.deadlines[name] = due
-
-    def end(self, name: str) -> None:
-        """Run a machine no longer."""
-        del self.machines[name]
-        self.deadlines.pop(name, None)
-
-    def due(self, now: float) -> list[str]:
-        """Return the machines whose deadline has passed."""
-        return [name for name, due in self.deadlines.items() if due is not None and due <= now]
 
     def hand_over(self, events: Iterable[ForMachine]) -> None:
         """Hand events to their machines, those that are for one together where it declares so."""
@@ -154,22 +176,19 @@ class Kernel:
         begun, or is over, decides nothing.
         """
         follows = [(act, each) for each in own if (act := self._followers.get(type(each)))]
-        machine = self.machines.get(name)
-        if machine is None:
+        if name not in self.machines:
             for act, each in follows:
                 act(each)
             return
-        self.events += 1
+        n = self.events + 1
         now = self._clock()
         record = self.record if self.catalog[name].is_journalled else None
         if record is not None:
-            record.note(self.events, now, name, event)
-        decisions = machine.handle(event, now)
+            record.note(n, now, name, event)
+        decided = self.handle(n, now, name, event)
         self.on_handled(name, event, self._clock() - now)
-        self.deadlines[name] = machine.deadline()
-        if self.checks_invariants and (violated := machine.check()):
+        if self.checks_invariants and (violated := self.machines[name].check()):
             raise AssertionError(f"after {event}: {'; '.join(violated)}")
-        decided = stamped(decisions, self.events)
         acts = [each for each in decided if not isinstance(each, Reply)]
         if (acts or follows) and record is not None and not record.is_written():
             return

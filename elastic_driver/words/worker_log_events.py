@@ -50,11 +50,12 @@ class WorkerExited(LogEvent, frozen=True, tag="worker_exited"):
     exit_code: int | None = None  # as subprocess gives it
     expected: bool = False  # it was told to stop, or had nothing left to do
     job_over: bool | None = None
+    lost: bool | None = None  # it exited 0, but its script had failed, or it never took part
 
     @property
     def is_loss(self) -> bool:
-        """Return whether it has failed by itself."""
-        return bool(self.exit_code) and not self.expected
+        """Return whether it has failed by itself, or has not done its work."""
+        return bool(self.lost) or (bool(self.exit_code) and not self.expected)
 
     @property
     def level(self) -> Level:
@@ -237,3 +238,22 @@ class WorkMoved(LogEvent, frozen=True, tag="work_moved"):
 
 END_OF_PROCESS = (WorkerExited, WorkerLost, WorkerHung)  # nothing follows of such a worker
 END = (WorkerLeft, *END_OF_PROCESS)  # the others go on without it
+
+
+def is_new_loss(what: LogEvent, worker: str | None, failed: set[str]) -> bool:
+    """Return whether an event tells that a worker is lost, and no earlier event did.
+
+    A worker is lost when its script fails, or when its process ends before its work is done;
+    whichever is told first counts. `failed`: the workers whose scripts have failed and whose
+    processes have not ended yet; it is kept up to date here.
+    """
+    if worker is None:
+        return False
+    if isinstance(what, WorkerLeft):
+        if what.failed:
+            failed.add(worker)
+        return what.failed
+    if isinstance(what, END_OF_PROCESS) and worker in failed:
+        failed.discard(worker)
+        return False
+    return what.is_loss

@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from elastic_driver.job.decisions import Decision
 from elastic_driver.job.events import HostsDiscovered
 from elastic_driver.job.job import Job
 from elastic_driver.settings import Settings
 from elastic_driver.words import wire_events as ev
-from tests.job.conversation import FOLDER, replay
+from tests.job import conversation
+from tests.job.conversation import FOLDER, render, replay
 
 STORIES = sorted(FOLDER.glob("*.txt"))
 REPLAY = """
@@ -31,10 +34,18 @@ print(hashlib.sha256(repr(told).encode()).hexdigest())
 """
 
 
-def test_the_main_stories_are_told() -> None:
-    names = {path.stem for path in STORIES}
-    told = {"loss", "growth", "drain", "hang", "preemption", "slow_worker", "dead_host"}
-    assert names == told | {"driver_death", "repair"}
+def test_the_stories_tell_of_every_decision_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided: set[type[Decision]] = set()
+
+    def seen(decision: Decision) -> str:
+        decided.add(type(decision))
+        return render(decision)
+
+    monkeypatch.setattr(conversation, "render", seen)
+    for path in STORIES:
+        replay(path.read_text(encoding="utf-8"))
+    assert decided == set(get_args(Decision))
+    assert len(STORIES) >= 27
 
 
 @pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)

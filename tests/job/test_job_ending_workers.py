@@ -47,6 +47,42 @@ def test_its_failure_is_counted_but_does_not_break_the_round_of_the_others(
     assert s.starting == ["a.1.2"]
 
 
+def test_a_script_that_has_failed_is_a_failure_though_its_process_exits_0(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=3, max_np=3).training(a=3)
+    s.send(ev.WorkerEnding("a.1.1", 1, failed=True))
+    s.ready("a.0.1", "a.2.1", version=7)
+    s.step(*s.members)
+    s.exit("a.1.1", 0)
+    assert s.round == (2, "complete")
+    assert s.job.outcome.budget.failures == 1
+    assert s.starting == ["a.1.2"], "it gets a successor: the job does not finish"
+    (exited,) = s.announced("worker_exited")
+    assert (exited.what.is_loss, exited.what.facts()["lost"]) == (True, True)
+
+
+def test_a_newcomer_that_exits_0_is_told_as_the_failure_that_it_is(scenario: MakeScenario) -> None:
+    s = scenario(start_np=2, min_np=1, max_np=2).training(a=2)
+    s.exit("a.1.1", -9)
+    s.ready("a.0.1", version=3)
+    s.step(*s.members)
+    s.exit("a.1.2", 0)
+    assert s.job.outcome.budget.failures == 2
+    assert [told.what.is_loss for told in s.announced("worker_exited")] == [True, True]
+
+
+def test_a_member_that_exits_0_or_a_worker_that_was_told_to_stop_is_not_lost(
+    scenario: MakeScenario,
+) -> None:
+    s = scenario(start_np=2, max_np=2).training(a=2)
+    ends(s, "a.1.1")
+    s.exit("a.1.1", 0)
+    s.exit("a.0.1", 0)
+    assert [told.what.is_loss for told in s.announced("worker_exited")] == [False, False]
+    assert s.job.outcome.budget.failures == 0
+
+
 WHY = "optimizer is of the class SGD, in the trained state it is Adam"
 
 

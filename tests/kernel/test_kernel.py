@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from msgspec import Struct
 
-from elastic_driver.kernel.kernel import Catalog, Kernel
+from elastic_driver.kernel.kernel import Catalog, Kernel, Machines
 from elastic_driver.kernel.machine import CausedDecision, Declaration, Machine, Reply
 from elastic_driver.kernel.tables import Snapshots, Tables
 from elastic_driver.runtime.machines import MACHINES
@@ -143,6 +143,34 @@ def test_nothing_acts_before_the_journal_has_the_event() -> None:
     (answer,) = house.waiting
     answer()
     assert house.story[-1] == [3], "the client gets its answer then"
+
+
+def test_handlers_followers_and_replies_of_one_event_all_wait_for_the_journal() -> None:
+    house = House(journal=True)
+    house.kernel._followers = {Rang: lambda event: house.story.append(("follows", event))}
+    house.writes = False
+    house.kernel.hand_over([Rang(3)])
+    assert house.story[-2:] == [("noted", 2, 0.0, "door", Rang(3)), "written"]
+    assert house.waiting == []
+    house.writes = True
+    house.kernel.hand_over([Rang(4)])
+    assert house.story[-3:] == ["written", ("follows", Rang(4)), Open(4, cause=4)]
+    assert len(house.waiting) == 1, "its reply waits until the journal is written"
+
+
+def test_machines_alone_decide_with_the_same_numbers_and_nothing_acts() -> None:
+    house = House(journal=True)
+    for event in (Rang(2), Closed()):
+        house.kernel.hand_over([event])
+    replayed = Machines()
+    replayed.begin("door", Door())
+    noted = [each for each in house.story if isinstance(each, tuple)]
+    decided = [replayed.handle(*rest) for _, *rest in noted]
+    assert decided == [[Open(2, cause=2), Reply(2, None, cause=2)], []]
+    assert [n for _, n, *_ in noted] == [2, 3], "the lamp has handled event 1"
+    assert (replayed.events, replayed.deadlines["door"]) == (3, 5.0)
+    with pytest.raises(LookupError, match="the machine 'lamp' has not begun at event 4"):
+        replayed.handle(4, 1.0, "lamp", Rang(1))
 
 
 def test_what_cannot_be_written_has_no_consequences() -> None:

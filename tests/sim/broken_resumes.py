@@ -12,7 +12,7 @@ from elastic_driver.job.rounds import Rounds
 from elastic_driver.words.orders import Order
 from tests.job.broken import Break
 from tests.sim.agents import SimAgent
-from tests.sim.driver import Driver
+from tests.sim.driver import Journal
 
 
 def no_order_is_given_again(patch: pytest.MonkeyPatch) -> None:
@@ -40,13 +40,13 @@ def agents_that_return_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_event_is_acted_upon_before_it_is_journalled(patch: pytest.MonkeyPatch) -> None:
-    write = Driver._write
+    note = Journal.note
 
-    def late(self: Driver, now: float, event: Any) -> None:
-        if self.dies is None:
-            write(self, now, event)
+    def late(self: Journal, n: int, at: float, machine: str, event: Any) -> None:
+        if self.driver.dies is None:
+            note(self, n, at, machine, event)
 
-    patch.setattr(Driver, "_write", late)
+    patch.setattr(Journal, "note", late)
 
 
 def agents_are_not_awaited(patch: pytest.MonkeyPatch) -> None:

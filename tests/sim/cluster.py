@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from elastic_driver.job.decisions import (
     Announce,
     AskProgress,
+    AskStacks,
     AwaitHeartbeats,
-    Decision,
+    CheckHosts,
     EndJob,
     GiveOrder,
     KillAgent,
@@ -27,6 +28,7 @@ from elastic_driver.job.decisions import (
     PublishPlace,
     PublishSave,
     PublishWorld,
+    SealRound,
     StartAgent,
     StopAgent,
 )
@@ -42,6 +44,7 @@ from elastic_driver.job.fleet import NAMES_OF_A_DRIVER
 from elastic_driver.job.job import Job
 from elastic_driver.job.rounds import PUBLISHED_AGAIN
 from elastic_driver.job.workers import ACTIVE
+from elastic_driver.kernel.kernel import Handler
 from elastic_driver.settings import Settings
 from elastic_driver.words import orders as msg
 from elastic_driver.words import wire_events as ev
@@ -155,40 +158,47 @@ class Cluster:
 
     # ---- what the driver decides -----------------------------------------------------
 
-    def execute(self, decision: Decision) -> None:
-        """Carry out a decision."""
-        if isinstance(decision, StartAgent):
-            self._start_agent(decision)
-        elif isinstance(decision, StopAgent):
-            self._give(decision, msg.ShutdownOrder(decision.grace, decision.reason))
-        elif isinstance(decision, KillAgent):
-            self._kill(decision)
-        elif isinstance(decision, GiveOrder):
-            self._order(decision)
-        elif isinstance(decision, AwaitHeartbeats):
-            self.leases = set(decision.workers)
-        elif isinstance(decision, ProbeAgent):
-            self._probe(decision)
-        elif isinstance(decision, ProbeHosts):
-            self._probe_hosts(decision)
-        elif isinstance(decision, PublishWorld):
-            self._publish(decision.world)
-        elif isinstance(decision, AskProgress):
-            self._ask_progress(decision)
-        elif isinstance(decision, PublishNotice):
-            self._publish_notice(decision)
-        elif isinstance(decision, PublishPlace):
-            self.places[decision.worker] = decision.place
-        elif isinstance(decision, PublishSave):
-            self._publish_save(decision.request)
-        elif isinstance(decision, EndJob):
-            self.end, self.ended_at = decision, self.driver.now
-        elif isinstance(decision, Announce) and decision.event == "worker_replaced":
-            self._check_replaced(decision)
-        elif isinstance(decision, Announce):
-            self.promoted += decision.event == "spare_promoted"
-            if decision.event == "agent_lost":
-                self._check_lost(decision)
+    def handlers(self) -> dict[type[Any], Handler]:
+        """Return what carries out each type of decision."""
+        return {
+            StartAgent: self._start_agent,
+            StopAgent: lambda d: self._give(d, msg.ShutdownOrder(d.grace, d.reason)),
+            KillAgent: self._kill,
+            GiveOrder: self._order,
+            AwaitHeartbeats: self._await_heartbeats,
+            ProbeAgent: self._probe,
+            ProbeHosts: self._probe_hosts,
+            PublishWorld: lambda d: self._publish(d.world),
+            AskProgress: self._ask_progress,
+            PublishNotice: self._publish_notice,
+            PublishPlace: self._publish_place,
+            PublishSave: lambda d: self._publish_save(d.request),
+            SealRound: lambda _: None,  # nobody here asks for rounds that are over
+            AskStacks: lambda _: None,  # workers of this world have no stacks
+            CheckHosts: self._check_hosts,
+            Announce: self._announced,
+            EndJob: self.end_job,
+        }
+
+    def end_job(self, decision: EndJob) -> None:
+        """Stop everything."""
+        self.end, self.ended_at = decision, self.driver.now
+
+    def _await_heartbeats(self, decision: AwaitHeartbeats) -> None:
+        self.leases = set(decision.workers)
+
+    def _publish_place(self, decision: PublishPlace) -> None:
+        self.places[decision.worker] = decision.place
+
+    def _check_hosts(self, decision: CheckHosts) -> None:
+        raise Violation(f"{decision.hosts} are to be checked in a job without node checks")
+
+    def _announced(self, told: Announce) -> None:
+        if told.event == "worker_replaced":
+            self._check_replaced(told)
+        elif told.event == "agent_lost":
+            self._check_lost(told)
+        self.promoted += told.event == "spare_promoted"
 
     def start_agent_late(self, decision: StartAgent, term: int) -> None:
         """Start an agent for a driver that has been replaced: it finds the present one."""

@@ -1,19 +1,25 @@
-"""The driver of a simulated job: it journals an event, decides, and acts. It may die in between.
+"""The driver of a simulated job: the real kernel, on simulated time, with the cluster's handlers.
 
-The next driver has what is in the journal, takes the next term, and goes on at the job's own time:
-that stands still while no driver lives.
+It may die at any moment of the kernel's way with an event. The next driver has what is in the
+journal, takes the next term, and goes on at the job's own time: that stands still while no driver
+lives.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from elastic_driver.job import job
 from elastic_driver.job.decisions import Announce, Decision, GiveOrder, PublishWorld, StartAgent
-from elastic_driver.job.events import TOGETHER, AgentLost, DriverResumed, EventBatch, JobEvent, Tick
+from elastic_driver.job.events import TOGETHER, AgentLost, DriverResumed, JobEvent, Tick
 from elastic_driver.job.job import Job
+from elastic_driver.kernel.kernel import Catalog, Kernel, Machines
+from elastic_driver.runtime.journal.codec import decode, encode
 from elastic_driver.words import wire_events as ev
 from tests.sim.workers import Violation
 
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
     from tests.sim.agents import SimAgent
     from tests.sim.cluster import Cluster
 
+CATALOG = Catalog((job.DECLARATION,))
 GATHERED = 0.2  # of the events that can be: so many are taken in together with the next one
 GATHER_S = 0.002
 SNAPSHOT_EVERY = 24  # events
@@ -55,6 +62,54 @@ class Waiting:
         self.handled = len(self.arrived)
 
 
+class Journal:
+    """The journal of a job, in memory: its newest state, and the events after that, as bytes."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.state = 0, 0.0, driver.job.snapshot()  # the last event in it, its time, and the state
+        self.rows: list[tuple[int, float, bytes]] = []  # each event's number, time, and itself
+        self.reached = 0.0  # the time of the last event that was replayed
+
+    def note(self, n: int, at: float, machine: str, event: Any) -> None:
+        """Write an event down."""
+        assert machine == "job"
+        if len(self.rows) >= SNAPSHOT_EVERY:
+            last, its_time, _ = self.rows[-1]
+            self.state, self.rows = (last, its_time, self.driver.job.snapshot()), []
+        self.rows.append((n, at, encode(event)))
+
+    def is_written(self) -> bool:
+        """Return whether etcd has all events; if not, the driver keeps what was decided."""
+        return self.driver.waits is None
+
+    def once_written(self, act: Callable[[], None]) -> None:
+        """Call nothing: a job has no clients, and replies to nobody."""
+        raise AssertionError(f"{act} is to answer a client")
+
+    def replayed(self) -> Machines:
+        """Return the job's machine after the last event."""
+        found = Machines()
+        found.events, self.reached, state = self.state
+        found.begin("job", Job.restored(state))
+        for n, at, event in self.rows:
+            found.handle(n, at, "job", decode(event))
+            self.reached = at
+        return found
+
+
+class WatchedKernel(Kernel):
+    """A kernel that shows what was decided before anything acts."""
+
+    decided: Callable[[list[Decision]], None]
+
+    def handle(self, n: int, at: float, name: str, event: Any) -> list[Any]:
+        """See `Machines.handle`."""
+        decisions = super().handle(n, at, name, event)
+        self.decided(decisions)
+        return decisions
+
+
 class Driver:
     """One driver of the job after the other; `mortal`: they keep a journal, and may die."""
 
@@ -66,11 +121,13 @@ class Driver:
         self.random = Random(f"driver of {seed}")
         self._gathering = Random(f"gathering of {seed}")
         self._gathered: list[Arrived] = []  # arrived, and taken in together with what follows
+        self._taken: list[Arrived] = []  # the events that the kernel handles now
+        self._moment: Moment | None = None  # at which the driver dies by them
+        self._most = math.inf  # decisions that it carries out before that
+        self._left: list[Decision] = []  # those that it does not carry out any more
         self._base = 0.0  # of the job's time
         self._reached = 0.0  # the last deadline: a difference of floats may be just before it
         self._alarm: float | None = None
-        self._journal: list[tuple[float, JobEvent | EventBatch]] = []
-        self._snapshot = (0.0, job.snapshot() if mortal else b"")
         self._second = Random(f"second driver of {seed}")
         self.cut: Cut | None = None  # from etcd, at the next event
         self.waits: Waiting | None = None  # for etcd
@@ -78,6 +135,19 @@ class Driver:
         self.waited = 0.0  # seconds, in all
         self._late = Random(f"late journal of {seed}").random() < LATE
         self.lacks = 0  # events that were acted upon and are not in the journal
+        self.journal = Journal(self) if mortal else None
+        self._handlers = {
+            kind: partial(self._carry_out, act) for kind, act in cluster.handlers().items()
+        }
+        self.kernel = self._new_kernel(job)
+
+    def _new_kernel(self, job: Job, events: int = 0) -> WatchedKernel:
+        """Return the kernel of another driver, after so many events."""
+        kernel = WatchedKernel(CATALOG, self._handlers, clock=lambda: self.now)
+        kernel.decided, kernel.checks_invariants = self._decided, True
+        kernel.record, kernel.events = self.journal, events
+        kernel.begin("job", job)
+        return kernel
 
     @property
     def now(self) -> float:
@@ -129,43 +199,43 @@ class Driver:
         if moment == "unjournalled":
             self._die(away, arrived)
             return
-        now = self.now
-        cluster = self.cluster
         for one, _ in arrived:
-            cluster.note("->", one)
-        together = tuple(one for one, _ in arrived)
-        taken = EventBatch(together) if len(arrived) > 1 else event  # type: ignore[arg-type]
+            self.cluster.note("->", one)
         self.handled += 1
-        self._write(now, taken)
-        decisions = self.job.handle(taken, now)
-        workers = self.job.workers.workers.values()
-        cluster.spares.update(worker.id for worker in workers if worker.spare)
-        left: list[Decision] = []
-        if moment in ("undecided", "amid"):
-            if all(isinstance(decision, Announce) for decision in decisions):
-                moment = None  # there is nothing to be in the midst of
-            else:
-                most = 0 if moment == "undecided" else len(decisions)
-                done = self.random.randint(0, most)
-                decisions, left = decisions[:done], decisions[done:]
-        if problems := self.job.check():
-            raise Violation("; ".join(problems))
-        if self._begins_to_wait(decisions, arrived):
+        self._taken, self._moment, self._left = arrived, moment, []
+        self.kernel.hand_over([one for one, _ in arrived])
+        if self.waits is not None:
             return
-        self._act(decisions)
-        self._wake_later(left)
-        if moment is None:
+        self._most = math.inf
+        self._wake_later(self._left)
+        if self._moment is None:
             self._arm(event)
         elif self.cluster.end is None:
             self._die(away, [one for one in arrived if self.random.random() < 0.5])
 
-    def _act(self, decisions: list[Decision]) -> None:
-        for decision in decisions:
+    def _decided(self, decisions: list[Decision]) -> None:
+        """Choose, before anything acts, how far the driver comes with what it has decided."""
+        workers = self.job.workers.workers.values()
+        self.cluster.spares.update(worker.id for worker in workers if worker.spare)
+        if self._moment in ("undecided", "amid"):
+            if all(isinstance(decision, Announce) for decision in decisions):
+                self._moment = None  # there is nothing to be in the midst of
+            else:
+                most = 0 if self._moment == "undecided" else len(decisions)
+                self._most = self.random.randint(0, most)
+        self._begin_to_wait(decisions)
+
+    def _carry_out(self, act: Callable[[Any], None], decision: Decision) -> None:
+        """Carry a decision out, if the driver still lives."""
+        if self._most > 0:
+            self._most -= 1
             self.cluster.note("  ", decision)
-            self.cluster.execute(decision)
+            act(decision)
+        else:
+            self._left.append(decision)
 
     def _arm(self, event: JobEvent) -> None:
-        at = self.job.deadline()
+        at = self.kernel.deadlines["job"]
         if at is not None and at <= self.now and isinstance(event, Tick):
             raise Violation(f"the deadline {at} is not after the tick at {self.now}")
         if at is not None and at != self._alarm:
@@ -173,23 +243,22 @@ class Driver:
             self.cluster.clock.after(max(0.0, at - self.now), lambda: self._tick(at, self.term))
 
     def _tick(self, at: float, term: int) -> None:
-        if term == self.term and self.job.deadline() == at and self._alarm == at:
+        if term == self.term and self.kernel.deadlines["job"] == at and self._alarm == at:
             self._alarm, self._reached = None, at
             self.deliver(Tick())
 
     # ---- two drivers -----------------------------------------------------------------------
 
-    def _begins_to_wait(self, decisions: list[Decision], arrived: list[Arrived]) -> bool:
-        """Hold the decisions back if etcd does not answer: nothing acts that it does not have."""
+    def _begin_to_wait(self, decisions: list[Decision]) -> None:
+        """If etcd does not answer, keep the decisions: nothing acts that it does not have."""
         cut, self.cut = self.cut, None
         if cut is None or self.dies is not None:
-            return False
+            return
         self.cluster.note("!!", f"the driver of term {self.term} waits for etcd, {cut}")
-        self.waits = Waiting(decisions, arrived)
+        self.waits = Waiting(decisions, self._taken)
         go_on = self.lose_to_standby if cut.replaced else self.go_on
         self.cluster.clock.after(cut.seconds, partial(go_on, self.term))
         self.waited += cut.seconds
-        return True
 
     def go_on(self, term: int) -> None:
         """Etcd answers again: act, and take in what has come meanwhile."""
@@ -197,7 +266,8 @@ class Driver:
         if waits is None or self.term != term:
             return
         self.waits = None
-        self._act(waits.decisions)
+        for decision in waits.decisions:
+            self.kernel.act(decision)
         for event, sender in waits.arrived[waits.handled :]:
             if self.up:
                 self.deliver(event, sender)
@@ -208,11 +278,10 @@ class Driver:
 
     def lose_to_standby(self, term: int) -> None:
         """A standby has taken over: it has what etcd took, perhaps with the last event."""
-        waits = self.waits
-        if waits is None or self.term != term:
+        if self.waits is None or self.term != term or self.journal is None:
             return
         if self._second.random() < 0.5:
-            self._journal.pop()
+            self.journal.rows.pop()
             self._unwritten = True
         self._die(0.0, [])
 
@@ -262,13 +331,6 @@ class Driver:
         if self.up and self.cluster.end is None:
             self._die(away, [])
 
-    def _write(self, now: float, event: JobEvent | EventBatch) -> None:
-        if not self.mortal:
-            return
-        if len(self._journal) >= SNAPSHOT_EVERY:
-            self._snapshot, self._journal = (self._journal[-1][0], self.job.snapshot()), []
-        self._journal.append((now, event))
-
     def _die(self, away: float, unanswered: list[Arrived]) -> None:
         """End this driver; `unanswered`: events whose senders got no answer."""
         cluster, self.dies, self.cut = self.cluster, None, None
@@ -291,35 +353,35 @@ class Driver:
 
     def resume(self, term: int) -> None:
         """Start the next driver after the one of this term, if nobody has."""
-        if self.up or self.term != term or self.cluster.end is not None:
+        journal = self.journal
+        if self.up or self.term != term or self.cluster.end is not None or journal is None:
             return
         before = self.job
-        last, snapshot = self._snapshot
-        self.job = Job.restored(snapshot)
-        lacking = self._lose_the_last() if self._late and not self.cluster.calm else 0
-        for last, event in self._journal:
-            self.job.handle(event, last)
+        lacking = self._lose_the_last(journal) if self._late and not self.cluster.calm else 0
+        found = journal.replayed()
+        self.job = found.machines["job"]  # type: ignore[assignment]
+        self.kernel = self._new_kernel(self.job, found.events)
         lacking += self._unwritten
         self._unwritten = False
         compared = not lacking and self.random.random() < COMPARED
         if compared and self.job.snapshot() != before.snapshot():
             raise Violation("the journal does not lead to the state that acted")
         self.term += 1
-        self.up, self._base = True, self.cluster.clock.now - last
+        self.up, self._base = True, self.cluster.clock.now - journal.reached
         self.cluster.note("!!", f"the driver of term {self.term} resumes")
         if (end := self.job.outcome.end) is not None:
-            self.cluster.execute(end)
+            self.cluster.end_job(end)
             return
         self.cluster.driver_comes()
         if self.deliver(DriverResumed(self.term, "the driver has died")):
             self.cluster.driver_is_back()
             self._replaced(before)
 
-    def _lose_the_last(self) -> int:
+    def _lose_the_last(self, journal: Journal) -> int:
         """Remove what a slow disk has not got from the journal; return the number of events."""
         most = self.random.choice(MOST_LACKING)
-        lacking = min(self.random.randint(0, most), len(self._journal))
-        self._journal = self._journal[: len(self._journal) - lacking]
+        lacking = min(self.random.randint(0, most), len(journal.rows))
+        journal.rows = journal.rows[: len(journal.rows) - lacking]
         self.lacks += lacking
         return lacking
 

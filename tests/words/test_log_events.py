@@ -34,6 +34,7 @@ def test_every_class_is_written_and_has_the_name_of_its_event() -> None:
         (worker_log.WorkerExited(exit_code=1), True),
         (worker_log.WorkerExited(exit_code=-9, expected=True), False),
         (worker_log.WorkerExited(exit_code=0), False),
+        (worker_log.WorkerExited(exit_code=0, lost=True), True),
         (worker_log.WorkerLost(), True),
         (worker_log.WorkerHung(), True),
         (worker_log.WorkerLeft(failed=True), True),

@@ -105,6 +105,7 @@ class Ledger(Snapshots):
     _room: int = saved(0, name="room")
     elastic: bool = saved(False)  # a worker has been ready: the script uses our API
     _finishing: bool = saved(False, name="finishing")
+    _failed: set[str] = saved(factory=set, name="failed")  # see `is_new_loss`
 
     # ---- reading -------------------------------------------------------------------------
 
@@ -246,8 +247,11 @@ class Ledger(Snapshots):
                 if slot is not None and slot.state in ("training", "lost"):
                     self._left(slot, undone or 0.0)
                 self._put(where, worker, "ready")
-            case _ if isinstance(what, worker_log.END) and slot and slot.worker == worker:
-                self._ended(where, slot, what)
+            case _ if isinstance(what, worker_log.END):
+                is_lost = worker_log.is_new_loss(what, worker, self._failed)
+                self.failures += is_lost
+                if slot is not None and slot.worker == worker:
+                    self._ended(where, slot, what, is_lost=is_lost)
 
     def _put(self, where: tuple[str, int], worker: str, state: _State) -> None:
         """Put a worker into a slot, in place of the one that was there."""
@@ -282,7 +286,7 @@ class Ledger(Snapshots):
             self._fallen.clear()
             self._committed = committed
 
-    def _ended(self, where: tuple[str, int], slot: _Slot, what: LogEvent) -> None:
+    def _ended(self, where: tuple[str, int], slot: _Slot, what: LogEvent, *, is_lost: bool) -> None:
         """Record the end of a worker; if it breaks the round, the others train no more."""
         if slot.state == "starting" and self.processes and not self.elastic:
             self._was_plain()
@@ -295,12 +299,10 @@ class Ledger(Snapshots):
         was_member = slot.state in ("syncing", "training", "lost")
         self._drop(where)
         if isinstance(what, worker_log.WorkerExited):
-            finished = what.exit_code == 0 and not what.expected
+            finished = what.exit_code == 0 and not (what.expected or what.is_loss)
             self._finishing = self._finishing or finished or bool(what.job_over)
-        if what.is_loss:
-            self.failures += 1
-            if was_member and not self._finishing:
-                self._break_round()
+        if is_lost and was_member and not self._finishing:
+            self._break_round()
 
     def _break_round(self) -> None:
         for slot in self._slots.values():

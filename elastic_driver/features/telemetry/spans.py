@@ -83,7 +83,7 @@ class RoundSpans:
         self._change = _Change()  # of the next round
         self._waiting = _Change()  # of a complete round, until its first step
         self._elastic = False
-        self._left: set[str] = set()  # workers of whose end the round is known
+        self._failed: set[str] = set()  # see `is_new_loss`
 
     def feed(self, line: LogLine) -> list[Span]:
         """Take in a line; return the spans that are over now."""
@@ -96,11 +96,7 @@ class RoundSpans:
                 self._elastic = self._elastic or isinstance(what, worker_log.WorkerReady)
                 self._change.ready += 1
                 self._change.add(line)
-            case worker_log.WorkerExited() if line.worker in self._left:
-                self._left.discard(line.worker)
-            case LogEvent(is_loss=True) as what:
-                if isinstance(what, worker_log.WorkerLeft) and line.worker is not None:
-                    self._left.add(line.worker)
+            case LogEvent() as what if worker_log.is_new_loss(what, line.worker, self._failed):
                 self._change.losses += 1
                 self._change.add(line)
             case log.RoundCompleted():

@@ -1,4 +1,4 @@
-"""Reads a journal, and replays it through the pure machines.
+"""Reads a journal, and replays it through the pure machines, as the kernel runs them.
 
 The same events at the same times give the same decisions. Each snapshot on the way is compared with
 the state that the replay has come to, so a replay that differs from the run is reported. Reading
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from elastic_driver.errors import UsageError
 from elastic_driver.features.checks.machine import CheckEnded
 from elastic_driver.job.job import Job
-from elastic_driver.kernel.machine import Machine, stamped
+from elastic_driver.kernel.kernel import Machines
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.runtime.journal import write_ahead
 from elastic_driver.runtime.journal.codec import decode
@@ -82,7 +82,8 @@ class Replay:
         if not path.is_file():
             raise JournalError(f"there is no journal {path}")
         self.path, self._may_be_torn = path, may_be_torn
-        self.machines: dict[str, Any] = {}  # as they were after the last step
+        self._run = Machines()
+        self.machines: dict[str, Any] = self._run.machines  # as they were after the last step
         self.now = 0.0  # machine time of the last step
         self.first = 0  # the event before the first step
         self.memory = b""  # of the executor, at the newest snapshot that was passed
@@ -152,13 +153,13 @@ class Replay:
                 self._take_states(later.pop(0))
             try:
                 event = decode(data)
-                decisions = self._machine(n, name).handle(event, at)
+                decisions = self._run.handle(n, at, name, event)
             except (ValueError, LookupError) as error:
                 raise JournalError(self.refusal(f"event {n}", str(error))) from error
             if any(isinstance(decision, CheckEnded) for decision in decisions):
-                del self.machines[name]
+                self._run.end(name)
             self.now = at
-            yield Step(n, at, name, event, stamped(decisions, n))
+            yield Step(n, at, name, event, decisions)
         if until == NEWEST and not from_newest:
             self._refuse_damage()
 
@@ -185,12 +186,6 @@ class Replay:
         if not self._may_be_torn:
             refuse_damage(self.path)
 
-    def _machine(self, n: int, name: str) -> Machine[Any, Any]:
-        machine: Machine[Any, Any] | None = self.machines.get(name)
-        if machine is None:
-            raise LookupError(f"the machine {name!r} has not begun at event {n}")
-        return machine
-
     def _take_states(self, n: int) -> None:
         """Restore the machines that begin at this snapshot; compare the others with it."""
         rows = self._sound("snapshot", self._rows(_STATES, n))
@@ -198,7 +193,8 @@ class Replay:
             if name == MEMORY:
                 self.memory = state
             elif name not in self.machines:
-                self.machines[name] = _KINDS[name].restored(state)
+                found: Any = _KINDS[name].restored(state)
+                self._run.begin(name, found)
             elif not _is_same(self.machines[name], state):
                 why = f"{name} is another one after event {n} than it was in the run"
                 raise JournalError(f"{self.path}: {why}; was another version running?")

@@ -108,6 +108,39 @@ def test_a_worker_that_has_finished_alone_breaks_the_round_but_has_not_failed() 
     assert log.ledger.workers == 1
 
 
+def test_a_worker_whose_script_was_over_but_whose_process_fails_is_one_failure() -> None:
+    log = Log(a=2)
+    log.start("a.0.1", "a.1.1")
+    log.say(10.0, "worker_ready", "a.0.1", undone=0.0)
+    log.say(10.0, "worker_left", "a.1.1", failed=False)
+    log.say(10.0, "round_completed", size=1)
+    log.say(11.0, "worker_exited", "a.1.1", exit_code=1)
+    assert log.ledger.failures == 1
+    assert log.ledger.workers == 1, "the round of the others goes on"
+
+
+@pytest.mark.parametrize("end", ["worker_exited", "worker_lost", "worker_hung"])
+def test_a_worker_whose_script_has_failed_is_one_failure_however_its_process_ends(end: str) -> None:
+    log = Log(a=2)
+    log.start("a.0.1", "a.1.1")
+    log.say(10.0, "worker_ready", "a.0.1", undone=0.0)
+    log.say(10.0, "worker_left", "a.1.1")
+    log.say(10.0, "round_completed", size=1)
+    log.ledger = Ledger.restored(log.ledger.snapshot())
+    log.say(11.0, end, "a.1.1", **({"exit_code": 0, "lost": True} if "exit" in end else {}))
+    assert log.ledger.failures == 1
+    assert "lost" not in log.seconds(12.0), "the job does not finish"
+
+
+def test_a_newcomer_that_exits_0_has_failed_and_does_not_finish_the_job() -> None:
+    log = Log(a=2)
+    log.start("a.0.1")
+    log.say(10.0, "worker_started", "a.1.1")
+    log.say(11.0, "worker_exited", "a.1.1", exit_code=0, lost=True)
+    assert log.ledger.failures == 1
+    assert "lost" not in log.seconds(12.0)
+
+
 def test_steps_that_were_trained_before_are_redone() -> None:
     log = Log(a=1)
     log.start("a.0.1")

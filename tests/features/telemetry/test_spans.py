@@ -58,6 +58,18 @@ def test_a_loss_counts_once_where_the_others_go_on_before_the_process_has_ended(
     assert losses == [0, 1, 0]
 
 
+def test_a_worker_whose_process_fails_after_its_script_was_over_is_lost_then() -> None:
+    log = Log()
+    log.forms(1.0, 1, "a.0.1", "a.1.1")
+    log.say(9.0, "worker_left", "a.1.1", failed=False)
+    log.forms(9.1, 2, "a.0.1")
+    log.say(11.0, "worker_exited", "a.1.1", exit_code=1)
+    log.forms(12.0, 3, "a.0.1", "a.1.2")
+    log.say(15.0, "job_succeeded", exit_code=0)
+    losses = [s.attributes["elastic.losses"] for s in log.over if s.name == "round"]
+    assert losses == [0, 0, 1]
+
+
 def test_a_recovery_begins_with_the_loss() -> None:
     log = Log()
     log.forms(1.0, 1, "a.0.1", "a.1.1")
