@@ -1,6 +1,5 @@
 """Says in sentences what events mean, and what followed from them for a rank or a host. Pure."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from elastic_driver.runtime.journal.replay import Step
 from elastic_driver.words import counted
 from elastic_driver.words.log_events import RoundCompleted
 from elastic_driver.words.log_sentences import sentence
-from launcher.ctl_commands.show import printable
+from launcher.ctl_commands.show import clock, printable
 
 MAX_CHARS = 300  # of a sentence
 _EVENTS: dict[type, str] = {
@@ -216,8 +215,3 @@ def _facts(thing: Any) -> str:
 def _short(sentence: str) -> str:
     one_line = printable(sentence).rstrip(": ")
     return one_line if len(one_line) <= MAX_CHARS else f"{one_line[:MAX_CHARS]} …"
-
-
-def clock(unix: float) -> str:
-    """Return a time of the day, to the millisecond, in local time."""
-    return f"{time.strftime('%H:%M:%S', time.localtime(unix))}.{int(unix % 1 * 1000):03}"

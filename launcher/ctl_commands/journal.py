@@ -104,7 +104,7 @@ def _file(given: Any) -> Path:
 
 
 def _text(step: Step, found: Replay) -> str:
-    when = sentences.clock(found.unix(step.at))
+    when = show.clock(found.unix(step.at))
     head = f"{when} event {step.n} ({step.machine}): {sentences.of_event(step.event)}"
     return "\n".join([head, *(f"    {sentences.of_decision(d)}" for d in step.decisions)])
 

@@ -18,7 +18,7 @@ from elastic_driver import contract
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.run_dir import OUTPUT_FOLDER
 from elastic_driver.runtime.worker_logs import LogLine, LogPage, LogQuery, read_page
-from launcher.ctl_commands import explain, show
+from launcher.ctl_commands import show
 from launcher.ctl_commands.find import run_folder
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError
@@ -87,4 +87,4 @@ def _text(given: argparse.Namespace, line: LogLine) -> str:
         return msgspec.json.encode(line).decode()
     said = f"[{'-' if line.rank < 0 else line.rank}]<{line.stream}>:{show.cleaned(line.text)}"
     owner = line.worker or line.host
-    return f"{explain.clock(line.t)} {owner} {said}" if given.timestamps else said
+    return f"{show.clock(line.t)} {owner} {said}" if given.timestamps else said

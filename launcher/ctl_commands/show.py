@@ -369,3 +369,9 @@ def cleaned(line: str) -> str:
 
 def _limit(limit: int | None) -> str:
     return "" if limit is None else f" of {limit}"
+
+
+
+def clock(unix: float) -> str:
+    """Return a time of the day, to the millisecond, in local time."""
+    return f"{time.strftime('%H:%M:%S', time.localtime(unix))}.{int(unix % 1 * 1000):03}"
