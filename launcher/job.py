@@ -23,20 +23,23 @@ from elastic_driver.runtime.discovery import DiscoveryError
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
 from elastic_driver.settings import Settings
 from launcher import version
-from launcher.backends.addresses import is_this_machine
+from launcher.backends.base import BACKENDS, entry_points, make_backend
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
-from launcher.backends.registry import BACKENDS, entry_points, make_backend
 from launcher.backends.slurm_allocation import describe_job, job_id_of
 from launcher.edge import give_memory_back, keep_memory_private, open_streams
-from launcher.join.claims import claim_port
-from launcher.join.identity import own_name, read_secret
+from launcher.join.node_name import claim_port, own_name, read_secret
 from launcher.launch import hosts as where
 from launcher.launch.bind_address import can_serve, names_this_machine
-from launcher.launch.checks import check_plan
+from launcher.launch.checks import check_database, check_plan
 from launcher.launch.hosts import Facts, JoinedHosts, MachineFacts
-from launcher.launch.plan import LaunchPlan, make_plan, slots_of_a_host
-from launcher.launch.statistics import check_database
-from launcher.launch.workers import split_variables, worker_command
+from launcher.launch.plan import (
+    LaunchPlan,
+    make_plan,
+    slots_of_a_host,
+    split_variables,
+    worker_command,
+)
+from launcher.network import is_this_machine
 from launcher.options.help import render_help
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine, resolve
@@ -68,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
         return int(error.exit_code)
     if isinstance(done, int):
         return done
-    from launcher.launch.error_file import write_error_file  # noqa: PLC0415 - see `run_job`
+    from launcher.launch.submit import write_error_file  # noqa: PLC0415 - see `run_job`
 
     if problem := write_error_file(done, os.environ):
         console.say_note(problem, as_json=_wants_json(argv))
@@ -100,7 +103,7 @@ def carry_out(argv: Sequence[str]) -> "JobResult | int":
     if options.tf_orchestrator:
         return serve_tensorflow(line)
     if options.standby:
-        from launcher.launch.standby import stand_by  # noqa: PLC0415 - see `run_job`
+        from launcher.launch.etcd_run import stand_by  # noqa: PLC0415 - see `run_job`
 
         run_dir = RunDir(state_dir_of(options, os.environ), options.run_id or "unnamed")
         return stand_by(line, run_dir, os.environ, go_on=run_job, say=sayer(options))
@@ -211,7 +214,7 @@ def drive(
 
     store = None if etcd is None else etcd.take(run)
     if options.brain is not None:
-        from launcher.launch.brain import submit_to_brain  # noqa: PLC0415
+        from launcher.launch.brain_job import submit_to_brain  # noqa: PLC0415
 
         return submit_to_brain(plan, run_dir, run, store, sayer(options))
     return submit(plan, run_dir, run, store)
@@ -272,7 +275,7 @@ def serve_job(
 
 def serve_tensorflow(line: CommandLine) -> "JobResult | int":
     """Serve TensorFlow nodes, without a job."""
-    from launcher.launch.orchestrator import serve  # noqa: PLC0415 - see `run`
+    from launcher.join.serve import serve_tensorflow as serve  # noqa: PLC0415 - see `run`
 
     if line.command:
         raise UsageError("--tf-orchestrator runs no command; others start the TensorFlow nodes")
@@ -289,7 +292,7 @@ def serve_tensorflow(line: CommandLine) -> "JobResult | int":
 def join_job(line: CommandLine, role: where.Join) -> int:
     """Take part in a job that another node serves."""
     from launcher.join.node import join  # noqa: PLC0415 - see `run`
-    from launcher.join.plan import JoinPlan  # noqa: PLC0415
+    from launcher.join.search import JoinPlan  # noqa: PLC0415
 
     options, facts = line.options, collect_facts(line, os.environ)
     RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that is not usable

@@ -4,11 +4,10 @@ import asyncio
 import os
 import sys
 
-from launcher.agent import stdin
+from launcher.agent import processes as stdin
 from launcher.agent.agent import Agent
-from launcher.agent.command_line import parse
+from launcher.agent.command_line import SPARE_FLAG, parse, receive_arguments
 from launcher.agent.processes import forbid_core_dumps
-from launcher.agent.spare import SPARE_FLAG, receive_arguments
 from launcher.agent.warm.starter import inherit
 from rendezvous.auth import read_credentials
 from rendezvous.errors import TokenError

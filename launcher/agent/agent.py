@@ -30,20 +30,22 @@ from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, term_in
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import remove_orphans, scratch_folder
+from launcher.agent.host import (
+    LOOK_S,
+    Unanswered,
+    UsageThread,
+    first_free,
+    free_ports,
+    machine_id,
+    usable_cpus,
+    usable_memory,
+)
 from launcher.agent.lifetime import Lifetime
-from launcher.agent.liveness import Heartbeats, Promise
-from launcher.agent.machine_id import machine_id
-from launcher.agent.memory import usable_memory
-from launcher.agent.ports import first_free, free_ports
-from launcher.agent.posted_output import Consoles
-from launcher.agent.probe_port import ProbePort
+from launcher.agent.liveness import Heartbeats, ProbePort, Promise
+from launcher.agent.posted_output import Consoles, RecordedOutput
 from launcher.agent.processes import become_subreaper
-from launcher.agent.recorded_output import RecordedOutput
-from launcher.agent.unanswered import LOOK_S, Unanswered
-from launcher.agent.usage import UsageThread, usable_cpus
-from launcher.agent.warm.command import NotWarmable
-from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
+from launcher.agent.warm.warm_plan import NotWarmable, plan_for
 from launcher.agent.workers import Workers
 from launcher.network import (
     address_of,

@@ -25,8 +25,8 @@ from elastic_driver.console import Console
 from elastic_driver.core.documents import StartWorkerOrder
 from elastic_driver.core.job_spec import JobSpec
 from launcher.agent.lines import HoldBack, LineSplitter, visible
-from launcher.agent.recorded_output import Record
-from launcher.agent.stdin import waits_for_line
+from launcher.agent.posted_output import Record
+from launcher.agent.processes import waits_for_line
 from rendezvous.own_files import shown_folder
 
 OUT, ERR = 1, 2  # bits of torchrun's Std

@@ -23,12 +23,17 @@ from elastic_driver.ports import none_left
 from launcher.agent import processes
 from launcher.agent.binding import choose, gpu_nodes, in_words, usable_cores
 from launcher.agent.environment import Meeting, worker_environment
-from launcher.agent.memory import MemoryJudge
+from launcher.agent.host import MemoryJudge
 from launcher.agent.output import WorkerOutput, link_ranks
-from launcher.agent.processes import EXIT_NOT_EXECUTABLE, ProcessSpec, StartError, WorkerProcess
-from launcher.agent.recorded_output import Record
-from launcher.agent.stacks import look
-from launcher.agent.stdin import is_terminal
+from launcher.agent.posted_output import Record
+from launcher.agent.processes import (
+    EXIT_NOT_EXECUTABLE,
+    ProcessSpec,
+    StartError,
+    WorkerProcess,
+    is_terminal,
+    look,
+)
 from launcher.agent.warm.starter import WorkerStarter
 from rendezvous.auth import Credentials, worker_token, write_token_file
 from rendezvous.errors import TokenError

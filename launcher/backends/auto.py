@@ -5,10 +5,10 @@ import time
 from elastic_driver.runtime.backend import Backend, BackendJob, OnClosed, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.backends import ssh
-from launcher.backends.addresses import is_this_machine
 from launcher.backends.local import LocalBackend
 from launcher.backends.local import make_backend as make_local
 from launcher.backends.remote import RemoteBackend
+from launcher.network import is_this_machine
 
 
 class AutoBackend(Backend):

@@ -30,12 +30,21 @@ from elastic_driver.runtime.backend import (
     OnLost,
 )
 from elastic_driver.runtime.host_lists import Hosts
-from launcher.agent.marks import up_in
-from launcher.backends.addresses import endpoint_for
+from launcher.agent.remote import up_in
 from launcher.backends.base import AgentPlan, agent_arguments, unfollowed
-from launcher.backends.client import EMPTY_AFTER_S, END_STDIN_S, Client, Login, OnLines
-from launcher.backends.remote_shell import RemoteShell, precheck
-from launcher.backends.words import FILES, ONLY_INTERACTIVE, quoted
+from launcher.backends.remote_shell import (
+    EMPTY_AFTER_S,
+    END_STDIN_S,
+    FILES,
+    ONLY_INTERACTIVE,
+    Client,
+    Login,
+    OnLines,
+    RemoteShell,
+    precheck,
+    quoted,
+)
+from launcher.network import endpoint_for
 from rendezvous.auth import agent_token, read_credentials, read_token_file
 from rendezvous.errors import TokenError
 

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
-from launcher.backends.client import Login
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
-from launcher.backends.words import in_its_words
+from launcher.backends.remote_shell import Login, RemoteShell, explain_by, in_its_words, run_briefly
 from launcher.network import addresses_of
 
 _NODE_ADDRESS = re.compile(r"\bNodeAddr=(\S+)")

@@ -19,9 +19,10 @@ from elastic_driver.runtime.checks import CheckHistoryFile
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.host_lists import parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
-from launcher.ctl_commands.show import table
+from launcher.ctl_commands.job_text import table
 from launcher.job import collect_facts, with_allocation
-from launcher.launch import node_check, submit
+from launcher.launch import submit
+from launcher.launch import submit as node_check
 from launcher.launch.checks import make_discovery
 from launcher.launch.plan import make_plan
 from launcher.options.table import OPTIONS

@@ -16,10 +16,10 @@ from elastic_driver.policies.story import Story, picture, read_story
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE
 from elastic_driver.words import counted
-from launcher.ctl_commands import show
+from launcher.ctl_commands import job_text as show
 from launcher.ctl_commands.find import PROBE_S, Where, file_of_run, find
 from launcher.ctl_commands.running import CommandParser
-from launcher.figures import GoodputFigures, count, duration
+from launcher.readable import GoodputFigures, count, duration
 from rendezvous.errors import RendezvousError
 
 _REPORT = (

@@ -25,10 +25,11 @@ from rich.text import Text
 
 from elastic_driver import contract
 from elastic_driver.core.status import MemberStatus
-from launcher import figures
-from launcher.ctl_commands import caution, show
-from launcher.ctl_commands.ask import ask_stacks, stacks_after
-from launcher.ctl_commands.show import JobDocument
+from launcher import readable as figures
+from launcher.ctl_commands import job_text as show
+from launcher.ctl_commands import orders as caution
+from launcher.ctl_commands.job_text import JobDocument
+from launcher.ctl_commands.orders import ask_stacks, stacks_after
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 

@@ -3,6 +3,8 @@
 Anyone may listen at the server's port. So a node says nothing of itself, and believes nothing,
 before the program there has proved that it knows the secret (`rendezvous.proof`). Whatever another
 program answers, the node goes on waiting for the right one. Times are seconds.
+
+The command line of a node that joins.
 """
 
 import socket
@@ -12,17 +14,45 @@ from pathlib import Path
 
 import msgspec
 
+from elastic_driver.console import say_note
 from elastic_driver.core import join_messages as messages
 from elastic_driver.core.join_messages import Hello, HelloAnswer, Joined, NodeProof, NodeReport
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
-from launcher.join.identity import of_node
-from launcher.join.plan import JoinPlan
+from elastic_driver.settings import Settings
+from launcher.join.node_name import of_node
+from launcher.launch.hosts import Join
 from launcher.network import addresses_of, bracketed
+from launcher.options.table import LaunchOptions
 from rendezvous import errors
 from rendezvous.client import RendezvousClient
 from rendezvous.proof import Handshake, Speaker, make_nonce
 from rendezvous.tls import FIRST_SEEN, NotTlsError, WrongServerError, known_by_ca
 from rendezvous.wire import UNREADABLE
+
+
+@dataclass(frozen=True)
+class JoinPlan:
+    """The command line of a node that joins."""
+
+    server: Join
+    slots: int | None  # None: the server's number
+    options: LaunchOptions
+    settings: Settings
+    state_dir: Path
+    command: tuple[str, ...] = ()  # the command typed here; the server's command runs
+    insecure: bool = False  # the server may speak plain HTTP
+    tls_ca: str | None = None  # file with the CA of the server's certificate; None: no CA is asked
+
+    @property
+    def place(self) -> str:
+        """The server's address as it is written in a URL."""
+        return f"{bracketed(self.server.host)}:{self.server.port}"
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence on stderr, unless --quiet was given."""
+        if not self.options.quiet:
+            say_note(sentence, as_json=self.options.log_format == "json")
+
 
 ATTEMPT_S = 3.0  # the time for one address of the server to answer
 MOST_ANSWERED = 128 * 1024  # bytes; a site's CA may be in an answer

@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.host_lists import Hosts
-from launcher.backends.addresses import find_address, is_this_machine
 from launcher.launch.hosts import ANYWHERE
-from launcher.network import address_of, addresses_of
+from launcher.network import address_of, addresses_of, find_address, is_this_machine
 from rendezvous.client_connections import is_loopback
 
 _LOOKUPS_AT_ONCE = 32

@@ -16,8 +16,8 @@ from elastic_driver.core.job import Job
 from elastic_driver.runtime.results import agents_started
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import is_of_this_user
-from launcher.backends.addresses import is_this_machine
-from launcher.backends.local_agents import AGENT
+from launcher.backends.local import AGENT
+from launcher.network import is_this_machine
 
 _MODULE = [word.encode() for word in AGENT[1:]]
 

@@ -19,7 +19,7 @@ import yaml
 from elastic_driver.errors import UsageError
 from elastic_driver.masking import is_secret
 from elastic_driver.settings import Settings
-from launcher.options import horovod
+from launcher.options import table as horovod
 from launcher.options.table import (
     FOREIGN,
     NEEDLESS,

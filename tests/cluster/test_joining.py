@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from elastic_driver.contract import host_of_worker
-from launcher.join.identity import derive
+from launcher.join.node_name import derive
 from rendezvous.auth import agent_token, node_token, read_token_file, write_token_file
 from tests.support.capture import captured
 from tests.support.cluster import Cluster, Node

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from elastic_driver.core.join_messages import HelloAnswer
-from launcher.join.identity import derive, own_name
+from launcher.join.node_name import derive, own_name
 from rendezvous.auth import write_token_file
 from rendezvous.proof import make_nonce
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, eventually

@@ -51,10 +51,10 @@ from elastic_driver.runtime.journal import codec, follower, mirror, tenure
 from elastic_driver.runtime.journal.etcd import EtcdError, KeyValue
 from elastic_driver.settings import Settings
 from elastic_driver.worker.checkpoints import folder as checkpoints
-from launcher.agent import probe_port, stacks
+from launcher.agent import liveness as probe_port
+from launcher.agent import processes as stacks
 from launcher.agent.lines import LineSplitter
-from launcher.backends.slurm_allocation import read_allocation
-from launcher.backends.slurm_shares import read_shares
+from launcher.backends.slurm_allocation import read_allocation, read_shares
 from launcher.options.values import resolve
 from rendezvous import wire
 from rendezvous.auth import Caller, Role, Tokens, read_credentials, read_token_file

@@ -21,7 +21,7 @@ from elastic_driver.presence import Presence
 from elastic_driver.reachability import Result, probe
 from elastic_driver.rights import job_access
 from elastic_driver.runtime.suspects import Suspects
-from launcher.agent.probe_port import MOST, ProbePort
+from launcher.agent.liveness import MOST, ProbePort
 from rendezvous.auth import agent_token
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import DeletePrefix, Set

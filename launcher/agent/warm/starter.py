@@ -33,9 +33,8 @@ from launcher.agent.processes import (
     reap,
     start_fresh,
 )
-from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.parent._elastic_warm_worker import BORN_WARM, receive_line, send_line
-from launcher.agent.warm.plan import WarmPlan
+from launcher.agent.warm.warm_plan import NotWarmable, WarmPlan
 
 WARM_UP_S = 60.0  # for the imports; more than they take from a slow network file system
 MOST_LAUNCHES = 4  # warm parents that one owner starts in all, if they keep dying

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent import machine_id as module
-from launcher.agent.machine_id import machine_id
+from launcher.agent import host as module
+from launcher.agent.host import machine_id
 from tests.support.job import ROOT
 
-SAY = "from launcher.agent.machine_id import machine_id; print(machine_id('a'))"
+SAY = "from launcher.agent.host import machine_id; print(machine_id('a'))"
 
 
 def test_all_names_of_a_machine_say_the_same() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.agent.memory import (
+from launcher.agent.host import (
     KillCount,
     MemoryJudge,
     MemoryLimit,

@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 from elastic_driver.ports import listening_ports, none_left, store_ports
-from launcher.agent.ports import first_free, free_ports
+from launcher.agent.host import first_free, free_ports
 
 
 def test_ports_lie_outside_the_ephemeral_range_and_can_be_bound(tmp_path: Path) -> None:

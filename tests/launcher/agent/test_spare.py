@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from launcher.agent.spare import SPARE_FLAG, receive_arguments, send_arguments
+from launcher.agent.command_line import SPARE_FLAG, receive_arguments, send_arguments
 from tests.launcher.agent.harness import ROOT
 
 

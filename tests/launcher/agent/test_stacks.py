@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent import stacks
-from launcher.agent.stacks import Seen, look, seen_in
+from launcher.agent import processes as stacks
+from launcher.agent.processes import Seen, look, seen_in
 from tests.support.job import eventually
 
 FRAMES = [

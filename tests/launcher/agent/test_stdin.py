@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent import stdin
+from launcher.agent import processes as stdin
 from tests.launcher.agent.warm.harness import eventually
 from tests.support.terminal import Terminal
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from launcher.agent import unanswered
-from launcher.agent.unanswered import AGAIN_S, PATIENCE_S, Unanswered
+from launcher.agent import host as unanswered
+from launcher.agent.host import AGAIN_S, PATIENCE_S, Unanswered
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from elastic_driver.core.measured import decode_usage
-from launcher.agent.usage import INTERVAL_S, Gpus, HostSampler, UsageThread
+from launcher.agent.host import INTERVAL_S, Gpus, HostSampler, UsageThread
 from tests.support.job import eventually
 
 BUSY = "b = bytearray(60_000_000)\nprint('up', flush=True)\nwhile True: pass"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.addresses import is_this_machine, meeting_address
+from launcher.network import is_this_machine, meeting_address
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.3.2.1", "::1"])

@@ -18,9 +18,9 @@ from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerStarted
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import become_subreaper, children
-from launcher.backends import adopted, local_agents
-from launcher.backends.adopted import AdoptedProcess, end_marked, find_agent
-from launcher.backends.local import LocalBackend
+from launcher.backends import local as adopted
+from launcher.backends import local as local_agents
+from launcher.backends.local import AdoptedProcess, LocalBackend, end_marked, find_agent
 from launcher.launch.traces import agents_here
 from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually
 from tests.launcher.backends.machine import command

@@ -12,13 +12,12 @@ import pytest
 
 from elastic_driver.core.events import AgentReady
 from elastic_driver.runtime.backend import BackendJob
-from launcher.agent import marks
-from launcher.backends import client, remote_shell
-from launcher.backends.client import Login
+from launcher.agent import remote as marks
+from launcher.backends import remote_shell
+from launcher.backends import remote_shell as client
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.remote_shell import precheck
+from launcher.backends.remote_shell import Login, describe_login, in_its_words, precheck
 from launcher.backends.ssh import SshShell
-from launcher.backends.words import describe_login, in_its_words
 from tests.launcher.agent.harness import HOST, ROOT, WAIT, Driver, eventually
 
 # A login shell reads its login file before the command; only what it reads then differs by shell.

@@ -12,7 +12,7 @@ import pytest
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
 from launcher import cli
-from launcher.backends import registry
+from launcher.backends import base as registry
 from tests.support.job import elasticrun
 
 _BACKEND = """

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from elastic_driver.core.events import AgentReady, WorkerStarted
+from launcher.agent.command_line import SPARE_FLAG
 from launcher.agent.processes import children
-from launcher.agent.spare import SPARE_FLAG
 from launcher.backends.local import LocalBackend
 from tests.launcher.agent.harness import ROOT, eventually
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine, command, kinds_of_files, signals

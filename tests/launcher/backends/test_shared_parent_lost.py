@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from launcher.agent.warm import starter
-from launcher.backends import local_agents
+from launcher.backends import local as local_agents
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine
 from tests.support.processes import is_running
 

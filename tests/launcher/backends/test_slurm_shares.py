@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.backends.slurm_allocation import SlurmAllocation, read_allocation
-from launcher.backends.slurm_shares import Share, count_gpus, for_each_node, step_options
+from launcher.backends.slurm_allocation import (
+    Share,
+    SlurmAllocation,
+    count_gpus,
+    for_each_node,
+    read_allocation,
+    step_options,
+)
 
 # Two nodes of four A100 and eight processors (n1, n2), one of two V100 (n3), one of no GPU (n4).
 WHOLE = """\

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from elastic_driver.core.events import WorkerStarted
-from launcher.backends import local_agents
+from launcher.backends import local as local_agents
 from tests.launcher.agent.harness import eventually
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine, kinds_of_files, signals
 from tests.support.processes import is_running

@@ -23,7 +23,7 @@ from elastic_driver.brain.store.records import Node
 from elastic_driver.contract import EVENTS_PATH
 from launcher.brain.database import address_of
 from launcher.brain.intake import NAMES
-from launcher.launch.brain import brain_client
+from launcher.launch.brain_job import brain_client
 from rendezvous.auth import bearer, job_token, jobs_token, read_credentials, write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnauthorizedError, UnreachableError

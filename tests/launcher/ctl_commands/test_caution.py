@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.ctl_commands import caution
+from launcher.ctl_commands import orders as caution
 from tests.core.scenario import Scenario
 from tests.launcher.ctl_commands.test_show import document
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from launcher import ctl
-from launcher.ctl_commands import catalog, man
+from launcher.ctl_commands import catalog
+from launcher.ctl_commands import catalog as man
 from launcher.options.table import OPTIONS
 
 ASK = """

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_driver.core.events import PlanApplied
 from elastic_driver.errors import UsageError
-from launcher.ctl_commands.plan_file import MAX_BYTES, parse_bytes, read_plan
+from launcher.ctl_commands.orders import MAX_BYTES, parse_bytes, read_plan
 
 
 def read(tmp_path: Path, text: str) -> PlanApplied:

@@ -10,8 +10,8 @@ from elastic_driver.core.driver_events import AgentHeard, AgentSuspected
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.results import JobResult, WorkerResult
 from elastic_driver.words.findings import Failure
-from launcher import figures
-from launcher.ctl_commands import show
+from launcher import readable as figures
+from launcher.ctl_commands import job_text as show
 from tests.core.scenario import Scenario
 
 

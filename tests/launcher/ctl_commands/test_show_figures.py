@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher import figures
-from launcher.ctl_commands import show
+from launcher import readable as figures
+from launcher.ctl_commands import job_text as show
 from tests.core.scenario import Scenario
 
 GIB = 2**30

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from launcher.ctl_commands import show
+from launcher.ctl_commands import job_text as show
 
 
 def document(slow: list[dict[str, Any]]) -> show.JobDocument:

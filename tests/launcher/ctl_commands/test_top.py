@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from elastic_driver.core import events as ev
-from launcher.ctl_commands import show, top
+from launcher.ctl_commands import job_text as show
+from launcher.ctl_commands import top
 from launcher.ctl_commands.top import Action, View, press, pressed
 from tests.core.scenario import Scenario
 from tests.launcher.ctl_commands.test_show_figures import document, measured

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.join import identity
-from launcher.join.identity import machine_id, own_name
+from launcher.join import node_name as identity
+from launcher.join.node_name import machine_id, own_name
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.core.join_messages import NODES_PATH, Joined, NodeReport
 from elastic_driver.rights import job_access
 from elastic_driver.runtime.endpoint import first_documents
-from launcher.join.membership import Membership
+from launcher.join.node import Membership
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 

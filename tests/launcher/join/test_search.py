@@ -20,9 +20,8 @@ from elastic_driver.errors import ClusterError, ElasticError, UsageError
 from elastic_driver.rights import job_access
 from elastic_driver.runtime.joined import JoinedNodes, NodeRules
 from elastic_driver.settings import Settings
-from launcher.join.identity import derive
-from launcher.join.plan import JoinPlan
-from launcher.join.search import FoundServer, find_server
+from launcher.join.node_name import derive
+from launcher.join.search import FoundServer, JoinPlan, find_server
 from launcher.launch.hosts import Join
 from launcher.options.table import LaunchOptions
 from rendezvous.auth import write_token_file

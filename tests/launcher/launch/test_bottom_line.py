@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from launcher.launch import submit
-from launcher.launch.bottom_line import BottomLine, has_room_for_line
+from launcher.launch.status_line import BottomLine, has_room_for_line
 from launcher.options.table import LaunchOptions
 from tests.support.job import eventually
 from tests.support.terminal import Terminal

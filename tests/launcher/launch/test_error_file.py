@@ -10,7 +10,7 @@ import pytest
 
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.words.findings import Failure
-from launcher.launch.error_file import ERROR_FILE, write_error_file
+from launcher.launch.submit import ERROR_FILE, write_error_file
 
 TRACE = 'Traceback (most recent call last):\n  File "t.py", line 3\nValueError: boom'
 FAILED = JobResult(

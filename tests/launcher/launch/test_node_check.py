@@ -16,7 +16,7 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.checks import CheckSettings
 from elastic_driver.runtime.discovery import FixedDiscovery
 from launcher import cli, ctl
-from launcher.launch import node_check
+from launcher.launch import submit as node_check
 from launcher.launch.hosts import Facts, MachineFacts
 from launcher.launch.plan import LaunchPlan, make_plan
 from launcher.options.values import resolve

@@ -10,7 +10,7 @@ from elastic_driver.policies.story import Story
 from elastic_driver.runtime.driver import JobNow
 from elastic_driver.runtime.reporter import Change
 from elastic_driver.words.log_lines import line_of
-from launcher.launch.progress import status_line, summary
+from launcher.launch.status_line import status_line, summary
 
 NOON = time.mktime((2026, 1, 2, 12, 0, 0, 0, 0, -1))
 TRAINING = Measured(

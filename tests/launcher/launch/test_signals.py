@@ -12,7 +12,7 @@ import pytest
 
 from elastic_driver.core.driver_events import JobLeaving
 from elastic_driver.runtime.driver import ElasticDriver
-from launcher.launch.signals import announce_end, stop_on_signals
+from launcher.launch.submit import announce_end, stop_on_signals
 from tests.support.job import elasticrun
 
 

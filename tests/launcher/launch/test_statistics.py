@@ -10,8 +10,8 @@ pytest.importorskip("sqlalchemy")
 
 from elastic_driver.brain.store.address import Address, read_address
 from elastic_driver.errors import UsageError
-from launcher.launch import statistics
-from launcher.launch.statistics import check_database, check_installed
+from launcher.launch import checks as statistics
+from launcher.launch.checks import check_database, check_installed
 from tests.support.postgres import postgres, why_not
 
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.launch.workers import (
-    driver_timeout,
-    forwarded,
-    is_forwarded,
-    split_variables,
-)
+from launcher.launch.plan import driver_timeout, forwarded, is_forwarded, split_variables
 from launcher.options.values import resolve
 
 

@@ -10,9 +10,8 @@ from elastic_driver.core.job_spec import JobSpec
 from elastic_driver.errors import UsageError
 from launcher import job
 from launcher.agent.environment import HOROVOD_ALIAS, common_environment
-from launcher.options import horovod
-from launcher.options.horovod import worker_variables
-from launcher.options.table import OPTIONS
+from launcher.options import table as horovod
+from launcher.options.table import OPTIONS, worker_variables
 from launcher.options.values import CommandLine, resolve, resolve_again
 from tests.docs.test_migration import HOROVODRUNS
 
@@ -190,9 +189,9 @@ def test_a_mistake_in_a_section_names_file_and_line(tmp_path: Path, text: str, s
 def test_no_spelling_has_two_meanings() -> None:
     ours = {s for option in OPTIONS for s in (option.long, *option.aliases)}
     ignored = {option.long for option in horovod.IGNORED}
-    assert not ours & (ignored | set(horovod.OPPOSITES))
-    assert not ignored & set(horovod.OPPOSITES)
-    assert set(horovod.OPPOSITES.values()) <= ours
+    assert not ours & (ignored | set(horovod.HOROVOD_OPPOSITES))
+    assert not ignored & set(horovod.HOROVOD_OPPOSITES)
+    assert set(horovod.HOROVOD_OPPOSITES.values()) <= ours
 
 
 def test_the_alias_comes_first_on_the_path_of_workers_that_ask_for_it() -> None:

@@ -19,8 +19,8 @@ from elastic_driver.core.documents import decode
 from elastic_driver.core.job_spec import JobSpec
 from launcher.agent.environment import common_environment
 from launcher.agent.processes import become_subreaper
-from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WorkerStarter, inherit
+from launcher.agent.warm.warm_plan import plan_for
 from tests.launcher.agent.warm.harness import Agent
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.agent.processes import ProcessSpec, become_subreaper, start_fresh
-from launcher.agent.warm.plan import WarmPlan, plan
 from launcher.agent.warm.starter import WorkerStarter
+from launcher.agent.warm.warm_plan import WarmPlan, plan
 
 DEADLINE_S = 60.0
 _alive: list[Agent] = []

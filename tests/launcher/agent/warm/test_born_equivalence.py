@@ -17,8 +17,8 @@ import pytest
 
 from elastic_driver.core.documents import encode
 from launcher.agent.processes import ProcessSpec, reap
-from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WorkerStarter
+from launcher.agent.warm.warm_plan import plan_for
 from tests.launcher.agent.harness import ROOT, Driver, eventually
 from tests.launcher.agent.warm.harness import DEADLINE_S, Outcome, agent
 from tests.launcher.agent.warm.test_equivalence import (

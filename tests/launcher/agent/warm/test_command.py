@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from launcher.agent.processes import ProcessSpec
-from launcher.agent.warm.command import (
+from launcher.agent.warm.warm_plan import (
     NotWarmable,
     PythonCommand,
+    WarmPlan,
     first_path,
     imports,
     only_standard_library,
     parse,
+    plan,
 )
-from launcher.agent.warm.plan import WarmPlan, plan
 
 ENV = {"PATH": os.pathsep.join([os.path.dirname(sys.executable), "/usr/bin", "/bin"])}
 

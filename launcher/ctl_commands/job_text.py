@@ -21,8 +21,8 @@ from elastic_driver.words import counted
 from elastic_driver.words.findings import Failure, StackGroup
 from elastic_driver.words.log_sentences import sentence
 from elastic_driver.words.worker_log_events import StacksCollected
-from launcher import figures
-from launcher.figures import UNKNOWN, GoodputFigures, duration
+from launcher import readable as figures
+from launcher.readable import UNKNOWN, GoodputFigures, duration
 
 
 class JobDocument(JobStatus, frozen=True, kw_only=True):
@@ -369,7 +369,6 @@ def cleaned(line: str) -> str:
 
 def _limit(limit: int | None) -> str:
     return "" if limit is None else f" of {limit}"
-
 
 
 def clock(unix: float) -> str:

@@ -23,8 +23,7 @@ from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
 from elastic_driver.runtime.speed import kind_of
 from launcher.launch.plan import LaunchPlan
-from launcher.launch.signals import ended_by_signals
-from launcher.launch.submit import submit
+from launcher.launch.submit import ended_by_signals, submit
 from rendezvous.auth import job_token, read_credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.client_connections import is_loopback
