@@ -159,9 +159,9 @@ def run_job(
     with contextlib.ExitStack() as stack:
         stack.callback(run_dir.leave)
         if etcd is None and options.in_etcd:
-            from launcher.launch.etcd_run import EtcdRun, check  # noqa: PLC0415 - not for --help
+            from launcher.launch.etcd_run import EtcdRun, check_journal  # noqa: PLC0415 - not for --help
 
-            check(plan, os.environ)
+            check_journal(plan, os.environ)
         if etcd is None and options.in_etcd and not options.dry_run:
             named = EtcdRun(
                 options, os.environ, run_dir, sayer(options), insecure=plan.driver.insecure

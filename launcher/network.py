@@ -1,10 +1,8 @@
-"""The address at which other hosts reach this machine, and its interface.
+"""Addresses and names of this machine, and the address at which other hosts reach it.
 
 The kernel's routing table tells it: a UDP socket that is connected towards a host (no packet is
 sent) has the address that the host will see. The launcher finds the address of the rendezvous in
 this way, and each agent finds the address and the interface of its workers.
-
-Names of this machine, and the address at which each host finds the rendezvous.
 
 A name server that does not answer would delay the job. So a name is compared only with what the
 machine itself knows: loopback, its own name, the addresses of its interfaces, and its hosts file.
@@ -22,6 +20,9 @@ import psutil
 
 from elastic_driver.errors import ClusterError
 from rendezvous.client_connections import is_loopback
+
+# ---- addresses and interfaces -------------------------------------------------------------
+
 
 _ANY_PORT = 9  # of the discard service; nothing is sent there
 SOMEWHERE = "192.0.2.1"  # RFC 5737: an address of no host, to ask for the default route
@@ -104,6 +105,9 @@ def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None
         return ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
+
+
+# ---- names of this machine ----------------------------------------------------------------
 
 
 _HOSTS_FILE = Path("/etc/hosts")

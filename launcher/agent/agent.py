@@ -31,7 +31,7 @@ from launcher.agent.driver_link import DriverLink, term_in
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import remove_orphans, scratch_folder
 from launcher.agent.host import (
-    LOOK_S,
+    CONNECTIONS_LOOK_S,
     Unanswered,
     UsageThread,
     first_free,
@@ -45,7 +45,7 @@ from launcher.agent.liveness import Heartbeats, ProbePort, Promise
 from launcher.agent.posted_output import Consoles, RecordedOutput
 from launcher.agent.processes import become_subreaper
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
-from launcher.agent.warm.warm_plan import NotWarmable, plan_for
+from launcher.agent.warm.warm_plan import NotWarmable, warm_plan_for
 from launcher.agent.workers import Workers
 from launcher.network import (
     address_of,
@@ -225,7 +225,7 @@ class Agent:
         """Report connections of workers that nobody answers."""
         unanswered = Unanswered()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CONNECTIONS_LOOK_S)
             if not (pids := workers.pids()):
                 continue
             for found in await asyncio.to_thread(unanswered.look, pids):
@@ -270,7 +270,7 @@ class Agent:
 
     def _warm_up(self, spec: JobSpec) -> None:
         try:
-            self._starter.launch(plan_for(spec, os.environ))
+            self._starter.launch(warm_plan_for(spec, os.environ))
         except NotWarmable as reason:
             self._starter.close()
             if spec.warm:  # the user wants it

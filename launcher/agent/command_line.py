@@ -1,9 +1,8 @@
 """The agent's command line, which backends write (`launcher.backends.base`).
 
-An agent that is started before its host is known, and receives its arguments later.
-
-It has imported everything and its warm parent is ready, so a host that appears in discovery begins
-at once. The driver's process writes the arguments to the agent's stdin: one line, a JSON list.
+An agent may be started before its host is known (`SPARE_FLAG`). It has imported everything and its
+warm parent is ready, so a host that appears in discovery begins at once. Its arguments come later:
+the driver's process writes them to the agent's stdin as one line, a JSON list.
 """
 
 import argparse
@@ -52,6 +51,9 @@ def parse(argv: Sequence[str]) -> AgentConfig:
     parser.add_argument("--resumable", action="store_true")
     parser.add_argument("--driver-file")
     return AgentConfig(**vars(parser.parse_args(argv)))
+
+
+# ---- arguments that come later ------------------------------------------------------------
 
 
 SPARE_FLAG = "--when-told"  # in place of all other arguments

@@ -1,31 +1,27 @@
-"""The usage of a host and of the workers of its agent, sampled each second.
+"""The host under an agent: its identity, memory, usage, free ports and unanswered connections.
 
-A thread of its own samples, so a device that does not answer holds no heartbeat up and does not
-keep the agent from ending. The agent's heartbeats carry the newest sample. GPUs are sampled where
-the package `nvidia-ml-py` (module `pynvml`) and NVIDIA's driver are installed. What is not known is
-left out. Times are seconds, sizes bytes.
+*Identity*: a driver notices two names of one machine. Containers on one machine are machines of
+their own: they have another network, other processes, another name or another disk. Copies of a
+virtual machine have another boot or another address.
 
-Which machine this is, so that a driver notices two names of one machine.
+*Memory*: of the host, of the containers around a process, and of processes; also whether a worker
+ran out of memory or was killed for another reason. A container is a control group of Linux, of
+version 1 or 2 of its interface, with a limit of memory.
 
-Containers on one machine are machines of their own: they have another network, other processes,
-another name or another disk. Copies of a virtual machine have another boot or another address.
+*Usage*: a thread of its own takes a sample each second, so a device that does not answer holds no
+heartbeat up and does not keep the agent from ending. The agent's heartbeats carry the newest
+sample. GPUs are sampled where the package `nvidia-ml-py` (module `pynvml`) and NVIDIA's driver are
+installed. What is not known is left out.
 
-The memory of this host, of the containers around a process, and of processes.
+*Ports* for torch's stores and for servers that workers start lie outside the range from which the
+kernel takes ports for outgoing connections. So the kernel gives none of them away between the test
+here and the moment when a worker listens on it.
 
-Also tells the workers that ran out of memory from those that were killed for another reason. A
-container is a control group of Linux, of version 1 or 2 of its interface, with a limit of
-memory. Sizes are bytes.
+*Connections that nobody answers*: a process that connects to a port behind a firewall waits for two
+minutes and learns nothing. In the kernel's tables such a connection is in the state SYN_SENT. This
+works for every library, and sends nothing.
 
-Free TCP ports on this host, for torch's stores and for servers that workers start.
-
-They lie outside the range from which the kernel takes ports for outgoing connections. So the kernel
-gives none of them away between the test here and the moment when a worker listens on it.
-
-Connections of this host's workers that nobody answers, as the kernel lists them.
-
-A process that connects to a port behind a firewall waits for two minutes and learns nothing. In the
-kernel's tables such a connection is in the state SYN_SENT. This works for every library, and sends
-nothing. Times are monotonic seconds.
+Times are seconds (of connections: monotonic), sizes bytes.
 """
 
 import contextlib
@@ -61,6 +57,9 @@ from elastic_driver.core.measured import (
 from elastic_driver.out_of_memory import lacks_memory, lost_a_loader
 from launcher.network import default_address
 
+# ---- which machine this is ----------------------------------------------------------------
+
+
 _BOOT_ID, _MACHINE_ID = Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id")
 _SPACES = ("net", "pid", "uts")
 _THIS = ("127.0.0.1", "::1")
@@ -92,7 +91,10 @@ def machine_id(host: str) -> str:
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:_CHARS]
 
 
-OWN = Path("/proc/self/cgroup")
+# ---- memory -------------------------------------------------------------------------------
+
+
+OWN_CGROUP = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 _NUMBERS = re.compile(rb"^(\w+):?[ \t]+(\d+)", re.MULTILINE)
 _NO_LIMIT = 2**60  # version 1 writes a huge number where there is no limit
@@ -120,7 +122,7 @@ class MemoryLimit:
     `of` is the file that names the control groups of the process.
     """
 
-    def __init__(self, cgroups: Path = CGROUPS, of: Path = OWN) -> None:
+    def __init__(self, cgroups: Path = CGROUPS, of: Path = OWN_CGROUP) -> None:
         self._folder: Path | None = None
         self._limit = _NO_LIMIT
         for folder in memory_groups(cgroups, of):
@@ -179,7 +181,7 @@ class KillCount:
     kills and no others; without one, the counter of the whole system has to do.
     """
 
-    def __init__(self, cgroups: Path = CGROUPS, of: Path = OWN) -> None:
+    def __init__(self, cgroups: Path = CGROUPS, of: Path = OWN_CGROUP) -> None:
         self._files = (*_counters(cgroups, of), Path("/proc/vmstat"))
         self._explained = 0  # the part of the count that was taken
 
@@ -234,7 +236,10 @@ class MemoryJudge:
         return OutOfMemory(peak, max(total - used, 0))
 
 
-INTERVAL_S = 1.0
+# ---- usage --------------------------------------------------------------------------------
+
+
+SAMPLE_S = 1.0
 DISK = "/"
 _LOOPBACK = "lo"
 
@@ -348,7 +353,7 @@ class UsageThread:
     """Samples until it is closed; `workers` returns names and pids, and is called by its thread."""
 
     def __init__(
-        self, workers: Callable[[], Mapping[str, int]], interval: float = INTERVAL_S
+        self, workers: Callable[[], Mapping[str, int]], interval: float = SAMPLE_S
     ) -> None:
         self._workers, self._interval = workers, interval
         self._newest: bytes | None = None  # replaced as a whole
@@ -402,6 +407,9 @@ def _flows_of_host() -> _Flows:
     return _Flows(time.monotonic(), counts)
 
 
+# ---- free ports ---------------------------------------------------------------------------
+
+
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_RANGE = (32768, 60999)  # Linux's own default
 _USABLE = range(10240, 65536)  # below it many services have their registered ports
@@ -438,9 +446,12 @@ def _can_bind(port: int) -> bool:
     return True
 
 
-LOOK_S = 2.0  # between two looks
-PATIENCE_S = 4.0  # more than three attempts of the kernel
-AGAIN_S = 10.0  # between two reports of one connection
+# ---- connections that nobody answers ------------------------------------------------------
+
+
+CONNECTIONS_LOOK_S = 2.0  # between two looks
+CONNECT_PATIENCE_S = 4.0  # more than three attempts of the kernel
+REPORT_AGAIN_S = 10.0  # between two reports of one connection
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _SYN_SENT = "02"
 _WORD = struct.Struct("=I")  # addresses stand there as words of this machine, in hexadecimal
@@ -470,7 +481,8 @@ class Unanswered:
         late = {
             inode
             for inode, since in self._since.items()
-            if now - since >= PATIENCE_S and now - self._told.get(inode, -AGAIN_S) >= AGAIN_S
+            if now - since >= CONNECT_PATIENCE_S
+            and now - self._told.get(inode, -REPORT_AGAIN_S) >= REPORT_AGAIN_S
         }
         found = []
         for worker, pid in workers.items() if late else ():
@@ -488,10 +500,10 @@ def _connecting() -> Iterator[tuple[int, tuple[str, int]]]:
             for line in lines:
                 fields = line.split()
                 if len(fields) > 9 and fields[3] == _SYN_SENT:
-                    yield int(fields[9]), _end(fields[2])
+                    yield int(fields[9]), _address_in(fields[2])
 
 
-def _end(text: str) -> tuple[str, int]:
+def _address_in(text: str) -> tuple[str, int]:
     """Return the address and the port that the kernel writes as `0100007F:1F90`."""
     address, _, port = text.partition(":")
     words = (int(address[at : at + 8], 16) for at in range(0, len(address), 8))

@@ -1,4 +1,4 @@
-"""Signs of life of an agent: it answers probes and sends heartbeats.
+"""Signs of life of an agent: it sends heartbeats and answers probes.
 
 Each heartbeat promises the next one within a time, the length of its lease. This time follows from
 how late the agent's recent heartbeats were, with everything that can delay them: scheduling on this
@@ -6,13 +6,12 @@ machine, the network, the driver. So it is short on a quiet network and grows un
 An agent that gets no answer for that time, and cannot connect to the driver's machine at all, asks
 the other hosts of its round. If it reaches more than half of them, itself counted, the driver's
 machine is lost or cut off, and the world goes on without it. Otherwise this host is cut off: the
-driver takes it for lost after the same time. Times are seconds.
+driver takes it for lost after the same time.
 
-The port where an agent answers probes, and where a driver that has taken over calls.
-
+Probes come to a port of the agent, to which a driver that has taken over announces itself too.
 Everybody may connect: what is answered tells nothing (`elastic_driver.presence`), and what is
 believed is signed (`elastic_driver.announcement`). Connections that say nothing keep nobody out,
-however many they are: each peer (`rendezvous.peers`) has a share of the places.
+however many they are: each peer (`rendezvous.peers`) has a share of the places. Times are seconds.
 """
 
 import asyncio
@@ -30,6 +29,9 @@ from rendezvous.client_connections import parse_url
 from rendezvous.errors import RefusedError, RendezvousError, UnreachableError
 from rendezvous.peers import THIS_MACHINE, Peers, of_user
 from rendezvous.wire import Set, Written, expect
+
+# ---- heartbeats ---------------------------------------------------------------------------
+
 
 CONNECT_S = 0.6  # for a machine to accept one of several connections
 HEAD_START_S = 0.1  # for the driver's machine to answer, before other hosts are asked
@@ -132,6 +134,9 @@ class Heartbeats:
 async def _reaches(address: str, port: int) -> bool:
     """Return whether a machine accepts or refuses connections, and so can be reached."""
     return await probe(address, port, CONNECT_S) != "silent"
+
+
+# ---- probes -------------------------------------------------------------------------------
 
 
 LINE_S = 2.0  # for the lines of a connection to arrive

@@ -1,13 +1,13 @@
-"""Output of an agent and its workers: to our console, or to the next driver once that is gone.
+"""Lines of an agent and its workers on their way to a driver.
 
-Lines for the next driver wait in their order, `MAX_BYTES` at most: the oldest ones are dropped, and
-the driver is told how many. They are numbered, so that a request that is repeated shows none twice.
+`RecordedOutput` sends the workers' lines to the driver, which keeps them for `elasticctl logs`.
+`Consoles` writes the output to our console or, once that is gone, sends it to the next driver
+(`PostedOutput`), whose console shows it.
 
-The lines of our workers on their way to the driver, which keeps them for `elasticctl logs`.
-
-Lines wait in their order, `MAX_BYTES` at most; the oldest are left out beyond that, and the driver
-is told how many. The driver says how long to wait between two requests. Nothing here holds a worker
-up or ends the agent: while there is no driver, lines wait for the next one.
+In both, lines wait in their order up to a number of bytes; the oldest are dropped beyond that, and
+the driver is told how many. Nothing here holds a worker up or ends the agent: while there is no
+driver, lines wait for the next one. Lines for a console are numbered, so that a request that is
+repeated shows none twice. The driver says how long to wait between two requests for its logs.
 """
 
 import asyncio
@@ -32,6 +32,9 @@ from elastic_driver.core.output_lines import (
 from elastic_driver.words import counted
 from rendezvous.errors import RendezvousError, RequestError
 from rendezvous.wire import UNREADABLE
+
+# ---- to our console, or to that of the next driver ----------------------------------------
+
 
 MAX_BYTES = 8 * 1024 * 1024  # of lines that wait
 BATCH_BYTES = 256 * 1024  # in one request, about
@@ -190,6 +193,9 @@ class Consoles:
     def _flow(self, go_on: bool) -> None:
         for console in (self.stdout, self.stderr):
             console.hold(not go_on and self._present())
+
+
+# ---- to the driver's logs -----------------------------------------------------------------
 
 
 MOST_RECORDED_BYTES = 4 * 1024 * 1024  # of lines that wait

@@ -9,22 +9,19 @@ A worker leads a session and process group of its own. When it has ended, the ag
 processes it left behind, and then reports the end: the rest of the group, and descendants that left
 the group, whose parent is now the agent.
 
+The workers on the machine of `elasticrun` read its stdin, as torchrun's do. The agent's own stdin
+is a pipe to its parent, so it inherits the workers' stdin as another descriptor, whose number is in
+a variable (`STDIN_VARIABLE`). A terminal does not control the workers, as they lead sessions of
+their own, and no read of it stops them. Agents on other machines get none, and their workers read
+nothing.
+
+`stack_of` returns the stack of a worker that cannot report it itself: a plain script, a stopped
+process, a process that holds the interpreter lock. With py-spy on the path (or beside our Python)
+it is that of the main thread, and the process is not stopped; otherwise it is the state that the
+kernel reports for the process.
+
 Linux only. `prctl` is called through ctypes, whose library is loaded at import so that the call is
 safe between fork and exec. Times are seconds.
-
-The stdin of workers: on the machine of `elasticrun` they read its stdin, as torchrun's do.
-
-The agent's own stdin is a pipe to its parent (`processes`), so it inherits the workers' as another
-descriptor, whose number is in a variable. Workers lead sessions of their own: a terminal does not
-control them, and no read of it stops them. Agents on other machines get none, and their workers
-read nothing.
-
-The stack of a worker, as its agent sees it from outside.
-
-It serves processes that cannot report their stack themselves: a plain script, a stopped process, a
-process that holds the interpreter lock. With py-spy on the path (or beside our Python) it returns
-the stack of the main thread, without stopping the process. Otherwise it returns the state that the
-kernel reports for the process. Times are seconds.
 """
 
 import asyncio
@@ -54,57 +51,6 @@ from elastic_driver.core.stack_location import (
     waits_for_peers,
 )
 from rendezvous.wire import UNREADABLE
-
-VARIABLE = "ELASTIC_WORKER_STDIN"  # of an agent: the number of the descriptor
-_READ = {"x86_64": "0", "ppc64le": "3", "s390x": "3"}  # numbers of system calls; elsewhere 63
-
-
-@contextlib.contextmanager
-def of_this_process() -> Iterator[int | None]:
-    """Lend a copy of our stdin, for an agent; None if its workers are to read nothing.
-
-    So it is where a shell has started us in the background (`&`): it reads the terminal itself, and
-    workers would take its lines.
-    """
-    copy = None
-    with contextlib.suppress(OSError):
-        if not (os.isatty(0) and _in_background()):
-            copy = os.dup(0)
-    try:
-        yield copy
-    finally:
-        if copy is not None:
-            os.close(copy)
-
-
-def _in_background() -> bool:
-    with contextlib.suppress(OSError):  # this terminal does not control us
-        return os.tcgetpgrp(0) != os.getpgrp()
-    return False
-
-
-def inherit(environ: MutableMapping[str, str]) -> int | None:
-    """Return the descriptor that this agent has for its workers; None: they read nothing."""
-    number = environ.pop(VARIABLE, None)
-    if number is None:
-        return None
-    os.set_inheritable(int(number), False)
-    return int(number)
-
-
-def is_terminal(fd: int | None) -> bool:
-    """Return whether a person may answer there; False for None."""
-    return fd is not None and os.isatty(fd)
-
-
-def waits_for_line(pid: int) -> bool:
-    """Return whether the main thread of a process waits for its stdin; True if nobody can tell."""
-    with contextlib.suppress(OSError):
-        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
-            call = file.read().split()
-        return call[:2] == [_READ.get(platform.machine(), "63"), "0x0"]
-    return True
-
 
 EXIT_NOT_EXECUTABLE = 126  # as the shells say it
 EXIT_NOT_FOUND = 127
@@ -303,7 +249,7 @@ def start_fresh(spec: ProcessSpec) -> int:
     parent, worker, env = os.getpid(), spec.lifeline is None, spec.env
     own = spec.stdin_fd if worker else spec.lifeline
     if not worker and spec.stdin_fd is not None:
-        env = {**env, VARIABLE: str(spec.stdin_fd)}
+        env = {**env, STDIN_VARIABLE: str(spec.stdin_fd)}
 
     def bind_to_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -450,7 +396,64 @@ def is_of_this_user(process: psutil.Process) -> bool:
     return bool(process.uids().real == os.getuid())
 
 
-LOOK_S = 5.0  # for py-spy; a big process takes about one
+# ---- the stdin of workers -----------------------------------------------------------------
+
+
+STDIN_VARIABLE = "ELASTIC_WORKER_STDIN"  # of an agent: the number of the descriptor
+_READ = {"x86_64": "0", "ppc64le": "3", "s390x": "3"}  # numbers of system calls; elsewhere 63
+
+
+@contextlib.contextmanager
+def stdin_for_workers() -> Iterator[int | None]:
+    """Lend a copy of our stdin, for an agent; None if its workers are to read nothing.
+
+    So it is where a shell has started us in the background (`&`): it reads the terminal itself, and
+    workers would take its lines.
+    """
+    copy = None
+    with contextlib.suppress(OSError):
+        if not (os.isatty(0) and _in_background()):
+            copy = os.dup(0)
+    try:
+        yield copy
+    finally:
+        if copy is not None:
+            os.close(copy)
+
+
+def _in_background() -> bool:
+    with contextlib.suppress(OSError):  # this terminal does not control us
+        return os.tcgetpgrp(0) != os.getpgrp()
+    return False
+
+
+def inherit_stdin(environ: MutableMapping[str, str]) -> int | None:
+    """Return the descriptor that this agent has for its workers; None: they read nothing."""
+    number = environ.pop(STDIN_VARIABLE, None)
+    if number is None:
+        return None
+    os.set_inheritable(int(number), False)
+    return int(number)
+
+
+def is_terminal(fd: int | None) -> bool:
+    """Return whether a person may answer there; False for None."""
+    return fd is not None and os.isatty(fd)
+
+
+def waits_for_line(pid: int) -> bool:
+    """Return whether the main thread of a process waits for its stdin; True if nobody can tell."""
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
+            call = file.read().split()
+        return call[:2] == [_READ.get(platform.machine(), "63"), "0x0"]
+    return True
+
+
+# ---- the stack of a worker ----------------------------------------------------------------
+
+
+PY_SPY_S = 5.0  # for py-spy; a big process takes about one
 
 
 class Seen(Struct, frozen=True):
@@ -472,7 +475,7 @@ class _ThreadStack(Struct, frozen=True):
     os_thread_id: int | None = None
 
 
-async def look(pid: int) -> Seen:
+async def stack_of(pid: int) -> Seen:
     """Look at a process of ours."""
     program = find_py_spy()
     if program is not None and state_of(pid) not in ("stopped", "gone"):
@@ -480,7 +483,11 @@ async def look(pid: int) -> Seen:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             # The agent may reap py-spy first; its output is complete anyway.
             done = await asyncio.to_thread(
-                subprocess.run, argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=LOOK_S
+                subprocess.run,
+                argv,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=PY_SPY_S,
             )
             if (seen := seen_in(done.stdout, pid)) is not None:
                 return seen

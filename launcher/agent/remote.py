@@ -7,20 +7,17 @@
     python -m launcher.agent.remote look FOLDER       print facts about this host
 
 `keep` reads the agent's token and, in a second line, the fingerprint of the driver's certificate
-from stdin, which is the only way that the token ever travels, and writes them to a 0600 file in a
-private folder that is removed with the agent. The driver sends them once the user's login files are
-over (`launcher.agent.remote`); empty lines before them are what it sent to login files. `keep` does
-not depend on the session that started it: it is a session of its own, and its closed streams are
-not read. It is the agent's parent and the reaper of everything below it, as the local backend is
-for agents on its machine, so that no process outlives the agent; when *it* dies, the agent sees its
-stdin close and ends. Times are seconds.
-
-The marks by which a driver knows our own words in what comes over ssh, srun or mpirun.
+from stdin, which is the only way that the token ever travels. It writes them to a 0600 file in a
+private folder that is removed with the agent. `keep` does not depend on the session that started
+it: it has its own session, and does not read its closed streams. It is the agent's parent and reaps
+everything below the agent, as the local backend does on its machine, so that no process outlives
+the agent. If `keep` dies, the agent's stdin closes and the agent ends. Times are seconds.
 
 A login shell runs the user's login files before our command, with the same streams. They may print
-anything, with or without a newline at its end, and may leave processes that go on printing. So a
-mark counts wherever it stands in the stream. None of them stands in the command line, which a shell
-may be told to show.
+anything, with or without a newline at its end, and may leave processes that go on printing. So the
+driver knows our own words by *marks* (`BEGIN` and others), which count wherever they stand in the
+stream. None of them stands in the command line, which a shell may be told to show. The driver sends
+the token once the login files are over; empty lines before it are what it sent to login files.
 """
 
 import asyncio
@@ -46,7 +43,7 @@ import psutil
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode
 from launcher import version
-from launcher.agent import processes as stdin
+from launcher.agent import processes
 from launcher.agent.folders import (
     held_folder,
     holder_of,
@@ -58,6 +55,9 @@ from launcher.agent.folders import (
 from launcher.agent.processes import become_subreaper, children, end_all, send_signal, state_of
 from launcher.edge import keep_memory_private
 from rendezvous.auth import MAX_FILE_BYTES, write_token_file
+
+# ---- marks --------------------------------------------------------------------------------
+
 
 REACHED = b"elastic-login-over"  # /bin/sh says it first: the login files are done
 SAY_REACHED = "printf '%s-%s\\n' elastic login-over"
@@ -104,6 +104,9 @@ def say_done(name: str, status: int) -> None:
     """Print the mark of our command's end; nobody may be there to read it."""
     with contextlib.suppress(OSError):
         say(DONE, name, status)
+
+
+# ---- commands -----------------------------------------------------------------------------
 
 
 FOLDER_PREFIX = "elastic-agent-"
@@ -201,10 +204,10 @@ def start_agent(
     argv += ["--token-file", str(token_file), "--orphan-file", str(token_file)]
     argv += ["--lifeline", "--kept"]
     env = {**os.environ, contract.JOB_MARK: str(token_file)}
-    with stdin.of_this_process() as given:
+    with processes.stdin_for_workers() as given:
         fds = () if given is None else (given,)
         if given is not None:
-            env[stdin.VARIABLE] = str(given)
+            env[processes.STDIN_VARIABLE] = str(given)
         return subprocess.Popen(
             argv, cwd=cwd, env=env, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True
         )

@@ -32,7 +32,7 @@ from launcher.agent.processes import (
     StartError,
     WorkerProcess,
     is_terminal,
-    look,
+    stack_of,
 )
 from launcher.agent.warm.starter import WorkerStarter
 from rendezvous.auth import Credentials, worker_token, write_token_file
@@ -163,7 +163,7 @@ class Workers:
     async def _look(self, number: int) -> None:
         for worker, running in tuple(self._running.items()):
             if self._running.get(worker) is running:
-                seen = await look(running[0].pid)
+                seen = await stack_of(running[0].pid)
                 self._report(WorkerStack(worker, number, seen.where, seen.stack, own=False))
 
     async def all_ended(self) -> None:

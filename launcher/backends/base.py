@@ -1,9 +1,8 @@
-"""Shared by the backends: the agent's command line, and the description of an agent's end.
+"""What the backends share, and how they are found by name.
 
-Loads what entry points name: backends, sources of hosts, algorithms and monitors of the Brain.
-
-Other packages may have more of each. Ours are registered in setup.cfg. In a checkout this module
-reads that file, because the metadata of an editable installation may be older.
+Entry points name backends, sources of hosts, algorithms and monitors of the Brain; other packages
+may have more of each. Ours are registered in setup.cfg. In a checkout this module reads that file,
+because the metadata of an editable installation may be older.
 """
 
 import configparser
@@ -22,6 +21,11 @@ from elastic_driver.runtime.backend import Backend, BackendJob
 from launcher import DISTRIBUTION
 
 log = logging.getLogger(__name__)
+
+
+# ---- an agent's command line and its end --------------------------------------------------
+
+
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -56,6 +60,9 @@ def describe_end(host: str, code: int) -> str:
     if code == 0:
         return f"the agent on {host} has ended"
     return f"the agent on {host} ended with exit status {code}; its last lines are above"
+
+
+# ---- entry points -------------------------------------------------------------------------
 
 
 BACKENDS = "elastic_driver.backends"

@@ -3,29 +3,22 @@
 Several names of this machine (localhost, 127.0.0.2, its own name) are separate hosts, each with an
 agent of its own. An agent's stdin is a pipe whose other end only this process holds: when the
 driver dies, even by SIGKILL, the agents see it close. This process is a child subreaper: processes
-that a killed agent leaves behind become its children and are ended here. An agent that an earlier
-driver has started is no child; `launcher.backends.local` watches and ends it.
-
-One asyncio loop on one thread, started with the first agent, runs them all (`local_agents`). Times
-are seconds.
-
-The agents that the local backend runs: their starts, their lives and their ends.
+that a killed agent leaves behind become its children and are ended here.
 
 The agent of a single host is executed. With several hosts, agents are forked from a warm parent
-that has imported for all of them, and each has a warm parent of its own from the start. A driver
-that goes on with an earlier one's agents imports soon after it has found them. If hosts may come at
-any time, one more agent is kept ready, a *spare*, which becomes the agent of the next host
-(`launcher.agent.command_line`). If agents cannot be forked, they are executed.
+that has imported for all of them, and each has a warm parent of its own from the start (docs/adr/
+0011). A driver that goes on with an earlier one's agents imports soon after it has found them. If
+hosts may come at any time, one more agent is kept ready, a *spare*, which becomes the agent of the
+next host (docs/adr/0012). If agents cannot be forked, they are executed.
 
-Everything here runs on the loop of `LocalBackend`, but for `abort` and `of_earlier`. The kernel
-ends the warm parent with the loop's thread. Times are seconds.
+An agent that an earlier driver has started is not our child, and the kernel does not hand us what
+it leaves behind. `AdoptedProcess` and `end_marked` look at all processes of this user, and take one
+for the job's only if it was started with the job's variables (`contract.JOB_MARK` is no other
+job's). An agent is this user's, though root can read all users' variables, and anybody may have
+these.
 
-Processes of this machine that are not our children: agents that an earlier driver has started.
-
-The kernel does not hand us what such an agent leaves behind, as it does for our own agents. So
-these functions look at all processes of this user, and take one for the job's only if it was
-started with the job's variables (`contract.JOB_MARK` is no other job's). Times are seconds. An
-agent is this user's, though root can read all users' variables, and anybody may have these.
+One asyncio loop on one thread, started with the first agent, runs `LocalAgents`, but for its
+`abort` and `of_earlier`. The kernel ends the warm parent with the loop's thread. Times are seconds.
 """
 
 import asyncio
@@ -53,16 +46,18 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import Backend, BackendJob, OnLost
 from elastic_driver.runtime.host_lists import Hosts
 from launcher.agent import processes
-from launcher.agent import processes as stdin
 from launcher.agent.command_line import SPARE_FLAG, send_arguments
 from launcher.agent.folders import sweep_scratch
 from launcher.agent.processes import ProcessSpec, StartError, is_of_this_user, readable
 from launcher.agent.warm.starter import WorkerStarter
-from launcher.agent.warm.warm_plan import NotWarmable, plan_for
+from launcher.agent.warm.warm_plan import NotWarmable, warm_plan_for
 from launcher.backends.base import AgentPlan, agent_arguments, describe_end, unfollowed
 from launcher.network import is_this_machine, meeting_address, own_address
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
+
+# ---- agents of an earlier driver ----------------------------------------------------------
+
 
 _LOOK_AGAIN_S = 0.02
 _LOOKS = 10  # at the parents of a process; more only where some are hidden from us
@@ -158,6 +153,9 @@ async def end_marked(
         if time.monotonic() > deadline:
             return
         await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+# ---- all agents of this machine -----------------------------------------------------------
 
 
 CALM_S = 2.0  # without a new agent, before a spare is started that would slow the others down
@@ -338,7 +336,7 @@ class LocalAgents:
         if not self._launched:
             self._launched = True
             try:
-                self._starter.launch(plan_for(self._read_spec(incarnation), os.environ))
+                self._starter.launch(warm_plan_for(self._read_spec(incarnation), os.environ))
             except NotWarmable:
                 pass
             except Exception as error:  # any: without a warm parent, agents still start
@@ -351,7 +349,7 @@ class LocalAgents:
         plan = agent.plan
         env = {**os.environ, **plan.env}
         try:
-            with stdin.of_this_process() as given:
+            with processes.stdin_for_workers() as given:
                 spec = ProcessSpec(plan.argv, env, str(plan.cwd), 1, 2, own, given)
                 agent.pid = self._starter.start(spec)
         finally:
@@ -424,6 +422,9 @@ class LocalAgents:
 
 def _say(sentence: str) -> None:
     say(f"elasticrun: {sentence}")
+
+
+# ---- the backend --------------------------------------------------------------------------
 
 
 SPEC_S = 5.0  # for the rendezvous to return the job's specification, which is there already

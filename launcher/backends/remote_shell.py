@@ -1,21 +1,19 @@
-"""A program that runs our commands on other hosts (ssh, srun, mpirun), and the pre-check with it.
+"""A program that runs our commands on other hosts: ssh, srun, mpirun.
 
 A `RemoteShell` says which command line to run and what its failures mean. The backend in
 `launcher.backends.remote` runs it to start and end agents. `precheck` runs it before the job, to
 find hosts where no agent can run: a host needs our Python, our package in the same version, and the
 job's folder.
 
-A running ssh, srun or mpirun: it gets its input once, its output arrives as whole lines.
-
-A login shell on the host runs the user's login files first, with the same streams. So nothing is
+A `Client` is the running program: it gets its input once, its output arrives as whole lines. A
+login shell on the host runs the user's login files first, with the same streams. So nothing is
 given before our command runs there, and what was printed before is kept apart (`Login`). A login
 file that reads stdin gets an empty line after some seconds, and the end of stdin after more of
 them. Our command says when it is done: a process that a login file has left may hold the
 connection open.
 
-`launcher.backends.remote` starts clients on its asyncio loop. Times are seconds.
-
-Failures of programs and logins in one line: their own words, and what we make of them.
+A failure is told in one line: the program's and the login's own words, and what we make of them.
+Times are seconds.
 """
 
 import asyncio
@@ -44,6 +42,10 @@ from rendezvous.wire import UNREADABLE
 
 # Called with the stream (1 stdout, 2 stderr) and lines without their newline.
 OnLines = Callable[[int, list[bytes]], None]
+
+
+# ---- a running program --------------------------------------------------------------------
+
 
 DRAIN_S = 1.0  # for output to end after the program: a helper of its own may hold the pipe
 EMPTY_AFTER_S = 3.0  # without our command, until an empty line is sent; then one each second
@@ -213,6 +215,11 @@ class Client(asyncio.SubprocessProtocol):
 
 
 _MAX_LINES, _MAX_CHARS = 3, 300
+
+
+# ---- failures in words --------------------------------------------------------------------
+
+
 _FRAME = " @*=-#"  # lines of nothing else frame a message
 # What ssh says beside the point, and what a login file says when it takes us for a terminal.
 _ASIDE = (
@@ -263,6 +270,9 @@ def describe_login(host: str, exit_code: int, said: str, login: Login) -> str:
     if "account is currently not available" in words:
         hint = "this account has no login shell there (nologin)"
     return f"{host}: its login shell {ended}; {hint}"
+
+
+# ---- the program --------------------------------------------------------------------------
 
 
 NO_PYTHON = 127

@@ -1,16 +1,8 @@
 """The Slurm allocation we run in: its nodes at the start, and those that it still has later.
 
-`sbatch` and `salloc` name the job in SLURM_* variables (sbatch(1), OUTPUT ENVIRONMENT VARIABLES);
-`scontrol` is asked once what the job has of each node (`slurm_shares`). Later `squeue` is asked for
-the nodes: Slurm takes a node that failed out of a job that goes on without it (`--no-kill`) and
-does not give it back, and `scontrol update job` takes nodes away and adds others. `salloc` does not
-tell its command that the allocation is over; squeue does. It is asked rarely, because slurmctld
-serves the whole cluster.
-
-What a Slurm job has of each of its nodes, from the text of `scontrol show job -d`. Pure.
-
-Which SLURM_* variables describe GPUs depends on the options of sbatch and salloc, and none does for
-some of them. `scontrol` shows what Slurm has allocated, in lines such as
+`sbatch` and `salloc` name the job in SLURM_* variables (sbatch(1), OUTPUT ENVIRONMENT VARIABLES).
+Which of them describe GPUs depends on the options of sbatch and salloc, and none does for some of
+them. So `scontrol show job -d` is asked once what the job has of each node, in lines such as
 
     NumNodes=2 NumCPUs=2 NumTasks=2 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
       Nodes=n1 CPU_IDs=0-1 Mem=500 GRES=gpu:a100:3(IDX:0-2)
@@ -19,6 +11,11 @@ some of them. `scontrol` shows what Slurm has allocated, in lines such as
 
 A heterogeneous job has such a text for each of its components, and if the job is one task of an
 array there may be those of other tasks.
+
+Later `squeue` is asked for the nodes: Slurm takes a node that failed out of a job that goes on
+without it (`--no-kill`) and does not give it back, and `scontrol update job` takes nodes away and
+adds others. `salloc` does not tell its command that the allocation is over; squeue does. It is
+asked rarely, because slurmctld serves the whole cluster.
 """
 
 import re
@@ -34,6 +31,9 @@ from elastic_driver.runtime.discovery import MAX_TEXT_BYTES, DiscoveryError
 from elastic_driver.runtime.host_lists import Hosts, parse_hosts
 from elastic_driver.runtime.probe import ProbeError, ScriptProbe
 from elastic_driver.words import counted
+
+# ---- what the job has of each node; pure --------------------------------------------------
+
 
 _NODES = re.compile(r"\s+Nodes=(\S+) CPU_IDs=(\S*) Mem=\S+ GRES=(\S*)\s*\Z")
 _TASKS = re.compile(r"\s+NumNodes=\S+ .*\bNumTasks=([0-9]{1,9}) CPUs/Task=([0-9]{1,6})\b")
@@ -224,6 +224,9 @@ def _of_variable(
     if counts is None:
         raise UsageError(f"{name} says {text!r}, and does not fit the {len(nodes)} nodes")
     return counts
+
+
+# ---- the allocation -----------------------------------------------------------------------
 
 
 EVERY_S = 10.0  # between two questions

@@ -1,12 +1,8 @@
-"""All commands and options as data, for shell completion and man pages.
+"""All commands and options as data, and what is made of them: shell completion and man pages.
 
-They come from the same tables and parsers that read the command line.
-
-`elasticctl completion bash|zsh`: the script by which a shell completes our commands.
-
-It is made from the tables of options, has all names in it, and starts no Python when it is used.
-
-`elasticctl man`: the man pages of our commands, made from the tables of options.
+The data come from the same tables and parsers that read the command line. `elasticctl completion
+bash|zsh` prints the script by which a shell completes our commands: it has all names in it, and
+starts no Python when it is used. `elasticctl man` prints a man page.
 """
 
 import importlib
@@ -22,6 +18,9 @@ from launcher.ctl_commands import check, running
 from launcher.ctl_commands.running import CommandParser
 from launcher.options import help as run_help
 from launcher.options.table import OPTIONS, Option
+
+# ---- the data -----------------------------------------------------------------------------
+
 
 # The modules of the commands with a parser of their own: `<command>_parser` there returns it.
 _PARSERS = {
@@ -103,6 +102,9 @@ def _of_action(action: Action) -> Argument:
     choices = "|".join(map(str, action.choices or ()))
     metavar = "" if action.nargs == 0 else str(choices or action.metavar or action.dest.upper())
     return Argument(tuple(action.option_strings), metavar, action.help or "")
+
+
+# ---- completion ---------------------------------------------------------------------------
 
 
 _COMPLETION = (
@@ -304,6 +306,9 @@ def _quoted(name: str, text: str) -> str:
 def _short(text: str) -> str:
     """Return the first sentence, without its full stop."""
     return " ".join(text.split()).partition(". ")[0].rstrip(".")
+
+
+# ---- man pages ----------------------------------------------------------------------------
 
 
 _MAN = (

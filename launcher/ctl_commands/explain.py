@@ -1,9 +1,8 @@
-"""Says in sentences what events mean, and what followed from them for a rank or a host. Pure.
+"""The subcommands that read a run's journal: `elasticctl replay` and `elasticctl explain`.
 
-The subcommands that read a run's journal: `elasticctl replay` and `elasticctl explain`.
-
-The run may be going on, or be over. Each function takes the words after its name and returns an
-exit status; errors are raised.
+The run may be going on, or be over. The first part is pure: it says in sentences what events and
+decisions mean, and what followed from them for a rank or a host. Each subcommand takes the words
+after its name and returns an exit status; errors are raised.
 """
 
 import contextlib
@@ -29,10 +28,13 @@ from elastic_driver.runtime.run_dir import JOURNAL_FILE
 from elastic_driver.words import counted
 from elastic_driver.words.log_events import RoundCompleted
 from elastic_driver.words.log_sentences import sentence
-from launcher.ctl_commands import job_text as show
+from launcher.ctl_commands import job_text
 from launcher.ctl_commands.find import file_of_run
 from launcher.ctl_commands.job_text import clock, printable
 from launcher.ctl_commands.running import CommandParser
+
+# ---- sentences ----------------------------------------------------------------------------
+
 
 MAX_CHARS = 300  # of a sentence
 _EVENTS: dict[type, str] = {
@@ -232,6 +234,9 @@ def _short(sentence: str) -> str:
     return one_line if len(one_line) <= MAX_CHARS else f"{one_line[:MAX_CHARS]} …"
 
 
+# ---- the subcommands ----------------------------------------------------------------------
+
+
 _REPLAY = (
     "Replay a journal through the machines of the driver: every event, what was decided upon it "
     "and why, and the job as it was at the end."
@@ -268,8 +273,8 @@ def replay(words: Sequence[str]) -> int:
         if given.json:
             print(msgspec.json.encode({"status": status}).decode())
         else:
-            document = show.read_job(msgspec.json.encode(status))
-            print(f"\n{show.job(document, found.unix(found.now))}")
+            document = job_text.read_job(msgspec.json.encode(status))
+            print(f"\n{job_text.job(document, found.unix(found.now))}")
     return 0
 
 
@@ -315,7 +320,7 @@ def _file(given: Any) -> Path:
 
 
 def _text(step: Step, found: Replay) -> str:
-    when = show.clock(found.unix(step.at))
+    when = job_text.clock(found.unix(step.at))
     head = f"{when} event {step.n} ({step.machine}): {of_event(step.event)}"
     return "\n".join([head, *(f"    {of_decision(d)}" for d in step.decisions)])
 

@@ -21,7 +21,7 @@ from elastic_driver.words import counted
 from elastic_driver.words.findings import Failure, StackGroup
 from elastic_driver.words.log_sentences import sentence
 from elastic_driver.words.worker_log_events import StacksCollected
-from launcher import readable as figures
+from launcher import readable
 from launcher.readable import UNKNOWN, GoodputFigures, duration
 
 
@@ -163,9 +163,9 @@ def progress(measured: Measured) -> list[str]:
     of_all = "" if measured.total is None else f" of {measured.total:,}"
     parts = [f"step {measured.step:,}{of_all}"]
     if measured.steps_per_s is not None:
-        parts.append(f"{figures.rate(measured.steps_per_s)} steps/s")
+        parts.append(f"{readable.rate(measured.steps_per_s)} steps/s")
     if measured.samples_per_s is not None:
-        parts.append(f"{figures.rate(measured.samples_per_s)} samples/s")
+        parts.append(f"{readable.rate(measured.samples_per_s)} samples/s")
     if measured.samples:
         parts.append(counted(measured.samples, "sample"))
     parts += [f"{printable(name)} {value:.4g}" for name, value in measured.numbers.items()]
@@ -230,9 +230,9 @@ def _hosts(document: JobDocument, chosen: Sequence[HostStatus]) -> str:
         left = f"{duration(h.cooldown_left)} left: " if h.cooldown_left > 0 else ""
         doubt = f"may be lost, for {h.suspected_for:.1f} s: {', '.join(h.evidence)}"
         why = doubt if h.evidence else left + h.reason
-        known = figures.of_host(measured.get(h.host))[:columns]
+        known = readable.of_host(measured.get(h.host))[:columns]
         rows.append((h.host, h.state, str(h.slots), str(h.workers), h.agent, *known, why))
-    names = figures.HOST_NUMBERS[:columns]
+    names = readable.HOST_NUMBERS[:columns]
     return table(("HOST", "STATE", "SLOTS", "WORKERS", "AGENT", *names, "WHY"), rows)
 
 
@@ -243,8 +243,8 @@ def hosts_by_state(document: JobDocument) -> str:
     for state, number in states.most_common():
         there = [h for h in document.hosts if h.state == state]
         found = [measured[h.host] for h in there if h.host in measured]
-        cpu = figures.percent(figures.over((h.cpu for h in found), figures.mean))
-        used = figures.size(figures.over((h.memory_used for h in found), sum))
+        cpu = readable.percent(readable.over((h.cpu for h in found), readable.mean))
+        used = readable.size(readable.over((h.memory_used for h in found), sum))
         slots, busy = sum(h.slots for h in there), sum(h.workers for h in there)
         rows.append((state, str(number), str(slots), str(busy), cpu, used))
     text = table(("STATE", "HOSTS", "SLOTS", "WORKERS", "CPU", "MEMORY"), rows)
@@ -272,10 +272,10 @@ def _workers(document: JobDocument, chosen: Sequence[MemberStatus]) -> str:
     rows = []
     for w in chosen:
         rank = "-" if w.rank < 0 else str(w.rank)
-        known = figures.of_worker(measured.get(w.worker))[:columns]
+        known = readable.of_worker(measured.get(w.worker))[:columns]
         place = (rank, w.state, w.host, str(w.slot), str(w.pid or UNKNOWN), w.worker)
         rows.append((*place, *known, said.get(w.worker, "")))
-    names = figures.WORKER_NUMBERS[:columns]
+    names = readable.WORKER_NUMBERS[:columns]
     return table(("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", *names, ""), rows)
 
 
@@ -291,7 +291,7 @@ def workers_by_host(document: JobDocument) -> str:
         "WORKERS",
         "RANKS",
         "STATES",
-        *figures.WORKER_NUMBERS[:4],
+        *readable.WORKER_NUMBERS[:4],
     )
     said = notes(document)
     odd = [w for w in document.members if w.state != "running" or w.worker in said]
@@ -309,15 +309,15 @@ def _summary(document: JobDocument, group: Sequence[MemberStatus]) -> tuple[str,
     span = UNKNOWN if not ranks else f"{min(ranks)}-{max(ranks)}"
     span = str(ranks[0]) if len(ranks) == 1 else span
     states = Counter(w.state for w in group).most_common()
-    step = figures.over((w.step for w in found), max)
+    step = readable.over((w.step for w in found), max)
     return (
         str(len(group)),
         span,
         ", ".join(f"{number} {state}" for state, number in states),
-        figures.count(None if step is None else int(step)),
-        figures.rate(figures.over((w.steps_per_s for w in found), figures.mean)),
-        figures.rate(figures.over((w.samples_per_s for w in found), sum)),
-        figures.size(figures.over((w.memory for w in found), sum)),
+        readable.count(None if step is None else int(step)),
+        readable.rate(readable.over((w.steps_per_s for w in found), readable.mean)),
+        readable.rate(readable.over((w.samples_per_s for w in found), sum)),
+        readable.size(readable.over((w.memory for w in found), sum)),
     )
 
 

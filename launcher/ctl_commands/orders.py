@@ -1,8 +1,8 @@
-"""Reads the file of `elasticctl apply`: a plan for a running job, in YAML.
+"""Orders of a user to a running job: what they would cost, and what they say.
 
-Says what an order would cost the job before `elasticctl` gives it. Pure but for `confirm`.
-
-What several subcommands ask a driver for.
+`of_drain` and `of_scale` say what an order would cost the job, and `confirm` asks the user. The
+file of `elasticctl apply` is a plan in YAML, which `read_plan` reads. `ask_stacks` and
+`stacks_after` get the stacks of all workers.
 """
 
 import re
@@ -18,12 +18,14 @@ from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.events import PlanApplied
 from elastic_driver.errors import UsageError
 from elastic_driver.words import counted
-from launcher.ctl_commands import job_text as show
+from launcher.ctl_commands import job_text
 from launcher.ctl_commands.job_text import JobDocument
 from rendezvous.client import RendezvousClient
 
+# ---- what an order costs ------------------------------------------------------------------
 
-def of_drain(job: JobDocument, host: str) -> str | None:
+
+def cost_of_drain(job: JobDocument, host: str) -> str | None:
     """Return what draining a host means if the others cannot carry the job; None: they can."""
     others = [h for h in job.hosts if h.host != host and h.state == "usable"]
     left = sum(h.slots for h in others)
@@ -41,7 +43,7 @@ def of_drain(job: JobDocument, host: str) -> str | None:
     )
 
 
-def of_scale(job: JobDocument, workers: int) -> str | None:
+def cost_of_scale(job: JobDocument, workers: int) -> str | None:
     """Return what asking for workers means if there are not enough slots; None: there are."""
     slots = sum(h.slots for h in job.hosts if h.state == "usable")
     if workers <= slots:
@@ -65,6 +67,9 @@ def confirm(warning: str | None, *, yes: bool) -> None:
     print("Go on? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UsageError("nothing was changed")
+
+
+# ---- plan files ---------------------------------------------------------------------------
 
 
 MAX_BYTES = 65536
@@ -138,6 +143,9 @@ def parse_bytes(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.lower()])
 
 
+# ---- stacks -------------------------------------------------------------------------------
+
+
 class _EventPage(msgspec.Struct):
     events: list[msgspec.Raw]
 
@@ -153,13 +161,13 @@ def ask_stacks(job: RendezvousClient, who: str) -> int:
     known = read_events(job)
     body = msgspec.json.encode({"reason": f"asked for by {who}"})
     job.post_json(contract.STACKS_PATH, body)
-    return show.read_event(known[-1]).n if known else 0
+    return job_text.read_event(known[-1]).n if known else 0
 
 
 def stacks_after(job: RendezvousClient, number: int) -> str | None:
     """Return the stacks that were collected after this event; None: not yet."""
     for line in read_events(job, number):
-        event = show.read_event(line)
-        if event.event == show.STACKS_COLLECTED:
-            return show.stacks(event)
+        event = job_text.read_event(line)
+        if event.event == job_text.STACKS_COLLECTED:
+            return job_text.stacks(event)
     return None

@@ -16,7 +16,7 @@ from elastic_driver.policies.story import Story, picture, read_story
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE
 from elastic_driver.words import counted
-from launcher.ctl_commands import job_text as show
+from launcher.ctl_commands import job_text
 from launcher.ctl_commands.find import PROBE_S, Where, file_of_run, find
 from launcher.ctl_commands.running import CommandParser
 from launcher.readable import GoodputFigures, count, duration
@@ -121,11 +121,11 @@ def text(story: Story, path: Path, now: float, silent: str = "") -> str:
     ledger, end = story.ledger, story.end
     wall, began = ledger.wall(now), ledger.began or now
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
-    state = f"no end in the log: {show.printable(silent)}" if silent else "not over yet"
+    state = f"no end in the log: {job_text.printable(silent)}" if silent else "not over yet"
     if end is not None:
         result = read_result(path)
-        state = show.how_it_ended(story.exit_code, None if result is None else result.failure)
-    why = "" if end is None else f": {show.printable(end.reason)}"
+        state = job_text.how_it_ended(story.exit_code, None if result is None else result.failure)
+    why = "" if end is None else f": {job_text.printable(end.reason)}"
     most = max((world.size for world in story.worlds), default=0)
     redone = f", {count(ledger.steps_redone)} of them trained again" * bool(ledger.steps_redone)
     drivers = f"; another driver went on {counted(story.resumed, 'time')}" * bool(story.resumed)
@@ -138,7 +138,7 @@ def text(story: Story, path: Path, now: float, silent: str = "") -> str:
         f"began {since}, {duration(wall)}, {state}{why}",
         f"{steps}{redone}; {failures}, {counted(story.rounds, 'round')}{drivers}",
         *([drawn] if most else []),
-        *show.goodput(figures),
+        *job_text.goodput(figures),
         f"slots on average: {shares['slots']:.4g}; events: {path}",
     ]
     return "\n".join(lines)

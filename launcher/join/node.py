@@ -7,17 +7,13 @@ parent and adopts what they leave behind, so that no process outlives it; worker
 its terminal.
 
 A first signal goes on to the agent as a notice, so that its workers leave at a step boundary.
-Ctrl-C after that ends everything at once; other signals are about the same leaving. When the
-driver has died, the node keeps its agent and its place for the next driver
-(`launcher.join.node`). When its place is lost, it ends its agent, and waits for the server to
-come back. One thread. Times are seconds.
-
-A node's place in a job: it renews its lease, reads its orders, and reports to the driver.
+Ctrl-C after that ends everything at once; other signals are about the same leaving.
 
 The drivers of a job follow one another, and each has a *term* (`job/driver`). When one dies, the
-node keeps its place for `driver_timeout`: to a driver with a higher term it says who it is, and
-delivers the reports that nobody has taken. A driver with a lower term was replaced; it is ignored.
-Times are seconds.
+node keeps its agent and its place (`Membership`) for `driver_timeout`: to a driver with a higher
+term it says who it is, and delivers the reports that nobody has taken. A driver with a lower term
+was replaced; it is ignored. When its place is lost, the node ends its agent, and waits for the
+server to come back. One thread. Times are seconds.
 """
 
 import asyncio
@@ -58,6 +54,9 @@ from rendezvous import errors
 from rendezvous.auth import Credentials, write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.wire import MAX_WAIT_S, Entries, Entry, Get, Result, Set, Watch, Written, expect
+
+# ---- its place in the job -----------------------------------------------------------------
+
 
 SPEC_S = 2.0  # for the job's specification, which is there already
 REPORT_S = 3.0  # for one attempt to deliver a report, if another driver may come
@@ -189,6 +188,9 @@ class Membership:
             raise errors.RendezvousError(f"this node has another name there, {answer.name}")
         self._term, self._seen, self._seen_driver = term, 0, 0
         self._deliver()
+
+
+# ---- the node -----------------------------------------------------------------------------
 
 
 FOLDER_PREFIX = "elastic-join-"

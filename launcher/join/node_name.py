@@ -1,15 +1,12 @@
-"""Names that one process of this user has on this machine until it ends, however it ends.
+"""The name of a node that joins, the names that this machine's nodes have taken, and the secret.
 
-A name is a locked file in a folder that nobody but this user can write to. (Names of the kernel's
-own, as of abstract sockets, are for all users of the machine: whoever takes one first keeps it from
-its owner.) Where no such folder can be had, the user is told so, and everything goes on as if no
-other process had the name.
+The first node of a machine has the machine's name, a second one at the same server `name-2`. The
+next process that holds a name is the successor of the one before, and the node keeps its name.
 
-The name of a node that joins, and the secret.
-
-The first node of a machine has the machine's name, a second one at the same server `name-2`
-(`claims`). The next process that holds a name is the successor of the one before, and
-the node keeps its name.
+A process holds a name until it ends, however it ends: a locked file in a folder that nobody but
+this user can write to. (Names of the kernel's own, as of abstract sockets, are for all users of the
+machine: whoever takes one first keeps it from its owner.) Where no such folder can be had, the user
+is told so, and everything goes on as if no other process had the name.
 
 Server and node both have the secret, and it is in no argument. It is one of three, in this order:
 a key derived from the text of --token-file; the run's own token, if node and server share a state
@@ -35,6 +32,9 @@ from elastic_driver.runtime.run_dir import default_state_dir, read_endpoint
 from rendezvous.auth import read_token_file
 from rendezvous.errors import TokenError
 from rendezvous.own_files import own_folder
+
+# ---- names --------------------------------------------------------------------------------
+
 
 LEAST_CHARS = 16
 _SALT = b"elastic-driver: nodes that join"
@@ -110,6 +110,9 @@ def of_node(
             if run is not None and (run_id is not None or urlsplit(run.url).port == port):
                 tokens.append(read_token_file(folder / "token"))
     return (*tokens, *(() if run_id is None else (derive(run_id),)))
+
+
+# ---- names that are taken on this machine -------------------------------------------------
 
 
 FOLDER = ".names"  # in the default folder of all runs; no run has such a name

@@ -2,9 +2,8 @@
 
 Anyone may listen at the server's port. So a node says nothing of itself, and believes nothing,
 before the program there has proved that it knows the secret (`rendezvous.proof`). Whatever another
-program answers, the node goes on waiting for the right one. Times are seconds.
-
-The command line of a node that joins.
+program answers, the node goes on waiting for the right one. `JoinPlan` is what the node's command
+line says. Times are seconds.
 """
 
 import socket

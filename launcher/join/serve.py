@@ -1,12 +1,10 @@
-"""The server of a job whose nodes join by themselves, with or without workers on its own node.
+"""Servers that begin without hosts: nodes that others start come to them.
 
-`launcher.job` calls `serve`. To the driver the nodes are hosts like any other. The local backend
-starts the agents of the server's own node.
-
-A standing service for TensorFlow nodes that others start: the driver's server without a job.
-
-`launcher.job` calls `serve` for --tf-orchestrator. The routes and the machine that answers them
-are those of every driver (`policies.tf_cluster`, docs/tensorflow.md).
+`launcher.job` calls `serve` for a job whose nodes join by themselves, with or without workers on
+its own node, whose agents the local backend starts. To the driver the nodes are hosts like any
+other. It calls `serve_tensorflow` for --tf-orchestrator: a standing service for TensorFlow nodes,
+which is the driver's server without a job. Its routes and the machine that answers them are those
+of every driver (`policies.tf_cluster`, docs/tensorflow.md).
 """
 
 from dataclasses import replace

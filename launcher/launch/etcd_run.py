@@ -1,13 +1,12 @@
 """A run whose journal is in etcd, as one process of `elasticrun` has it: a driver, or a standby.
 
 A driver copies what etcd has into the run's folder and goes on from there as any driver does. So
-etcd decides whether the run goes on, and the folder is only a copy (docs/standby.md).
+etcd decides whether the run goes on, and the folder is only a copy.
 
-`elasticrun --standby`: waits beside a driver on another host, and goes on with its job.
-
-A standby copies the journal from etcd a few times a second. When the key of the driver is gone,
-because its host has lost power or network for longer than the lease, one standby takes the key and
-becomes the driver (docs/standby.md).
+`elasticrun --standby` waits beside a driver on another host, and goes on with its job. It copies
+the journal from etcd a few times a second. When the key of the driver is gone, because its host has
+lost power or network for longer than the lease, one standby takes the key and becomes the driver
+(docs/standby.md).
 """
 
 import contextlib
@@ -43,7 +42,7 @@ LOOK_S = 0.1  # between two looks at the key of the driver
 _LATE_S = 3.0  # for etcd to delete a key whose lease is over
 
 
-def check(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+def check_journal(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     """Raise UsageError if the journal of this job cannot be kept in etcd."""
     if plan.options.run_id is None:
         raise UsageError(f"--journal {plan.options.journal} needs --run-id: the job's name in etcd")
@@ -164,6 +163,9 @@ def result_of(end: Ended) -> JobResult:
     return JobResult(exit_code=end.exit_code, reason=end.reason, ended=end.at)
 
 
+# ---- a standby ----------------------------------------------------------------------------
+
+
 # Options of the standby itself; all others are those of the job.
 _OWN = (
     *("run_id", "state_dir", "journal", "standby", "driver_lease", "rdzv_endpoint"),
@@ -193,7 +195,7 @@ def stand_by(
     `go_on` runs the driver; `say` shows a line to the user. Raises UsageError for options that have
     no meaning here, or a job that no other host can go on with.
     """
-    _check(given)
+    _check_options(given)
     import_module("launcher.launch.submit")  # takes a second, which a dead driver must not cost
     try:
         run_dir.take()
@@ -203,7 +205,7 @@ def stand_by(
     try:
         with EtcdRun(given.options, environ, run_dir, say) as etcd:
             with handled(_SIGNALS, _stop):
-                found = _wait(etcd, run_dir, given, environ, say)
+                found = _wait_for_job(etcd, run_dir, given, environ, say)
             if isinstance(found, JobResult):
                 say(f"run {run_dir.run_id} is over: {found.reason}")
                 return found
@@ -212,7 +214,7 @@ def stand_by(
         run_dir.close()  # the copy of the token is no use without this process
 
 
-def _check(given: CommandLine) -> None:
+def _check_options(given: CommandLine) -> None:
     options = given.options
     if options.run_id is None or not options.in_etcd:
         raise UsageError("--standby needs --run-id ID and --journal etcd://…, those of the job")
@@ -233,7 +235,7 @@ def _stop(number: int) -> None:
     raise error
 
 
-def _wait(
+def _wait_for_job(
     etcd: EtcdRun,
     run_dir: RunDir,
     given: CommandLine,
@@ -251,8 +253,8 @@ def _wait(
                 began = state.about.began
                 _check_job(state.about, environ)
             if state is not None and state.driver is None and state.is_copied:
-                return _take(etcd, run_dir, given, environ)
-            now = _describe(state)
+                return _take_run(etcd, run_dir, given, environ)
+            now = _describe_wait(state)
         except TakenOverError as error:
             now = str(error)  # another standby was faster
         except EtcdError as error:
@@ -263,7 +265,7 @@ def _wait(
         time.sleep(LOOK_S)
 
 
-def _describe(state: RunState | None) -> str:
+def _describe_wait(state: RunState | None) -> str:
     if state is None:
         return "waits for the job to begin"
     if state.driver is None:
@@ -286,7 +288,9 @@ def _check_job(about: About, environ: Mapping[str, str]) -> None:
         )
 
 
-def _take(etcd: EtcdRun, run_dir: RunDir, given: CommandLine, environ: Mapping[str, str]) -> _Taken:
+def _take_run(
+    etcd: EtcdRun, run_dir: RunDir, given: CommandLine, environ: Mapping[str, str]
+) -> _Taken:
     """Become the driver; raises `TakenOverError` if another standby does so."""
     run = replace(load_run(run_dir.journal_file), url="")  # its address is not of this host
     etcd.take(run)

@@ -12,8 +12,6 @@ The rules for the number of workers follow horovodrun (-np, --min-np, --max-np) 
 * Without -np: all slots of a fixed list, at most --max-np; with a discovery script --min-np.
 * The most: --max-np, else N for a fixed list, else no limit.
 
-The workers' command, environment and TensorFlow roles. Pure.
-
 A login over ssh has almost none of this shell's variables. Passing on all of them would be wrong:
 some belong to this machine alone, some are secrets. So only variables that configure Python,
 numerics and communication are passed on to other hosts, by name; `-x NAME` adds others.
@@ -46,6 +44,9 @@ from launcher.launch.hosts import Facts, MachineFacts
 from launcher.options.table import LaunchOptions, worker_variables
 from launcher.options.values import CommandLine
 from rendezvous.client_connections import is_loopback
+
+# ---- the workers' command and specification -----------------------------------------------
+
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 HEARTBEAT_S = 0.4  # between two heartbeats of an agent
@@ -200,6 +201,9 @@ def check_tf_roles(settings: Settings) -> None:
             f"--tf-roles: {named}{more} are {need} processes, but the job may go on with "
             f"{settings.min_np}; say --min-np {need}"
         )
+
+
+# ---- the plan -----------------------------------------------------------------------------
 
 
 SSH_PORT = 22

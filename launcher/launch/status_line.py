@@ -1,15 +1,14 @@
-"""A line that stays at the bottom of a terminal while many processes write above it.
+"""A job in one line at the bottom of the terminal while it trains, and in some lines afterwards.
 
-Driver, agents and workers' output share the terminal, and none of them waits for another. So the
-terminal itself keeps the line in its place: everybody else scrolls in a region that ends one row
+`status_line` and `summary` are pure. `BottomLine` keeps a line in its place while many processes
+write above it: driver, agents and workers' output share the terminal, and none of them waits for
+another. So the terminal itself keeps the line: everybody else scrolls in a region that ends one row
 above (DECSTBM, as apt does it), and the line is drawn by one short write that saves and restores
 the cursor. The live display of `rich` would have to pass on every byte of every process.
 
 A thread of its own draws the line, and only while our process group is in the foreground. If the
 terminal takes nothing at the moment, the line is not drawn. If the thread fails, the terminal is
 given back and the job goes on without a line.
-
-A job in one line while it trains, and in some lines when it is over. Pure.
 """
 
 import contextlib
@@ -28,6 +27,101 @@ from elastic_driver.runtime.reporter import Change
 from elastic_driver.words import counted
 from elastic_driver.words.log_events import JobSucceeded
 from launcher.readable import count, duration, rate
+
+# ---- the text; pure -----------------------------------------------------------------------
+
+
+APART = " | "
+LEAST_CHANGE = 20  # columns, for a change to be shown
+SHORT_S = 5.0  # a shorter run in which nothing failed is not summed up
+PICTURE = 40  # columns
+
+
+def status_line(now: JobNow | None, columns: int) -> str:
+    """Return the line for a terminal of this width; what does not fit is left out."""
+    if now is None:
+        return ""
+    line, *parts = [_cleaned(part)[:columns] for part in _parts(now)]
+    for part in parts:
+        if len(line) + len(APART) + len(part) <= columns:
+            line += APART + part
+    room = columns - len(line) - len(APART)
+    if now.change is not None and room >= LEAST_CHANGE:
+        line += APART + _shortened(_change(now.change), room)
+    return line
+
+
+def _parts(now: JobNow) -> list[str]:
+    """Return the parts of the line, the most important one first."""
+    measured, aim = now.measured, max(now.aim, now.workers)
+    workers = counted(aim, "worker")
+    if not now.workers and now.processes:
+        return [f"{counted(now.processes, 'worker')} started"]
+    if not now.workers:
+        return [f"no world {'now' if now.measured.step else 'yet'}, {workers} wanted"]
+    parts = [workers if aim == now.workers else f"{now.workers} of {workers}"]
+    speed, left = measured.steps_per_s, None
+    if measured.step:
+        total = "" if measured.total is None else f" of {count(measured.total)}"
+        parts.append(f"step {count(measured.step)}{total}")
+        if measured.total is not None and speed:
+            left = max(0, measured.total - measured.step) / speed
+    if measured.samples_per_s is not None:
+        parts.append(f"{rate(measured.samples_per_s)} samples/s")
+    elif speed is not None:
+        parts.append(f"{rate(speed)} steps/s")
+    parts += [f"{name} {value:.4g}" for name, value in measured.numbers.items()]
+    if left is not None:
+        parts.insert(2, f"about {duration(left)} left")
+    return parts
+
+
+def _change(change: Change) -> str:
+    when = time.strftime("%H:%M:%S", time.localtime(change.t))
+    return _cleaned(f"{when} {change.text}")
+
+
+def _cleaned(text: str) -> str:
+    """Return a text of hosts or scripts in which each character takes one column."""
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text)
+
+
+def _shortened(text: str, columns: int) -> str:
+    return text if len(text) <= columns else f"{text[: columns - 3]}..."
+
+
+def summary(story: Story, now: float, more: str) -> list[str]:
+    """Return sentences about a job that is over; none if it was short and nothing failed.
+
+    Args:
+        now: unix seconds.
+        more: where to read more.
+    """
+    ledger, failed = story.ledger, story.ledger.failures
+    wall, most = ledger.wall(now), max((world.size for world in story.worlds), default=0)
+    if not most or (wall < SHORT_S and not (failed and ledger.step)):
+        return []
+    steps = f", {counted(ledger.step, 'step')}" if ledger.step else ""
+    lines = [f"ran {duration(wall)}{steps}, goodput {ledger.document(now)['goodput']:.1%}"]
+    began = now if ledger.began is None else ledger.began
+    drawn = picture(story.worlds, began, began + wall, PICTURE)
+    lines.append(f"workers, 0 to {most}: {drawn}".rstrip())
+    told = []
+    if failed:
+        survived = story.end is not None and isinstance(story.end.what, JobSucceeded)
+        workers = counted(failed, "worker failure")
+        told.append(f"survived {workers}" if survived else workers)
+    if story.resumed:
+        told.append(f"another driver went on {counted(story.resumed, 'time')}")
+    if redone := ledger.steps_redone:
+        told.append(f"{counted(redone, 'step')} trained again")
+    if told:
+        lines.append(", ".join(told))
+    return [*lines, f"more: {more}"]
+
+
+# ---- the terminal -------------------------------------------------------------------------
+
 
 LOOK_S = 0.5  # between two looks at the job and at the terminal
 FIRST_S = 2.0  # a job that is over sooner gets no line
@@ -171,92 +265,3 @@ def _line(text: str, size: os.terminal_size, *, plain: bool) -> str:
     shown = text if plain else f"{_REVERSE}{text.ljust(size.columns)}{_PLAIN}"
     go = f"\x1b[{size.lines};1H{_PLAIN}\x1b[2K"
     return f"{_SAVE}\x1b[?7l{go}{shown}\x1b[?7h{_RESTORE}"
-
-
-APART = " | "
-LEAST_CHANGE = 20  # columns, for a change to be shown
-SHORT_S = 5.0  # a shorter run in which nothing failed is not summed up
-PICTURE = 40  # columns
-
-
-def status_line(now: JobNow | None, columns: int) -> str:
-    """Return the line for a terminal of this width; what does not fit is left out."""
-    if now is None:
-        return ""
-    line, *parts = [_cleaned(part)[:columns] for part in _parts(now)]
-    for part in parts:
-        if len(line) + len(APART) + len(part) <= columns:
-            line += APART + part
-    room = columns - len(line) - len(APART)
-    if now.change is not None and room >= LEAST_CHANGE:
-        line += APART + _shortened(_change(now.change), room)
-    return line
-
-
-def _parts(now: JobNow) -> list[str]:
-    """Return the parts of the line, the most important one first."""
-    measured, aim = now.measured, max(now.aim, now.workers)
-    workers = counted(aim, "worker")
-    if not now.workers and now.processes:
-        return [f"{counted(now.processes, 'worker')} started"]
-    if not now.workers:
-        return [f"no world {'now' if now.measured.step else 'yet'}, {workers} wanted"]
-    parts = [workers if aim == now.workers else f"{now.workers} of {workers}"]
-    speed, left = measured.steps_per_s, None
-    if measured.step:
-        total = "" if measured.total is None else f" of {count(measured.total)}"
-        parts.append(f"step {count(measured.step)}{total}")
-        if measured.total is not None and speed:
-            left = max(0, measured.total - measured.step) / speed
-    if measured.samples_per_s is not None:
-        parts.append(f"{rate(measured.samples_per_s)} samples/s")
-    elif speed is not None:
-        parts.append(f"{rate(speed)} steps/s")
-    parts += [f"{name} {value:.4g}" for name, value in measured.numbers.items()]
-    if left is not None:
-        parts.insert(2, f"about {duration(left)} left")
-    return parts
-
-
-def _change(change: Change) -> str:
-    when = time.strftime("%H:%M:%S", time.localtime(change.t))
-    return _cleaned(f"{when} {change.text}")
-
-
-def _cleaned(text: str) -> str:
-    """Return a text of hosts or scripts in which each character takes one column."""
-    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text)
-
-
-def _shortened(text: str, columns: int) -> str:
-    return text if len(text) <= columns else f"{text[: columns - 3]}..."
-
-
-def summary(story: Story, now: float, more: str) -> list[str]:
-    """Return sentences about a job that is over; none if it was short and nothing failed.
-
-    Args:
-        now: unix seconds.
-        more: where to read more.
-    """
-    ledger, failed = story.ledger, story.ledger.failures
-    wall, most = ledger.wall(now), max((world.size for world in story.worlds), default=0)
-    if not most or (wall < SHORT_S and not (failed and ledger.step)):
-        return []
-    steps = f", {counted(ledger.step, 'step')}" if ledger.step else ""
-    lines = [f"ran {duration(wall)}{steps}, goodput {ledger.document(now)['goodput']:.1%}"]
-    began = now if ledger.began is None else ledger.began
-    drawn = picture(story.worlds, began, began + wall, PICTURE)
-    lines.append(f"workers, 0 to {most}: {drawn}".rstrip())
-    told = []
-    if failed:
-        survived = story.end is not None and isinstance(story.end.what, JobSucceeded)
-        workers = counted(failed, "worker failure")
-        told.append(f"survived {workers}" if survived else workers)
-    if story.resumed:
-        told.append(f"another driver went on {counted(story.resumed, 'time')}")
-    if redone := ledger.steps_redone:
-        told.append(f"{counted(redone, 'step')} trained again")
-    if told:
-        lines.append(", ".join(told))
-    return [*lines, f"more: {more}"]

@@ -1,22 +1,17 @@
 """Carries out a launch plan: makes the driver and its parts, and runs the job to its end.
 
-`launcher.job` calls `submit` last. Signals become requests to the driver (`signals`), which cleans
-up in all cases. With a node check, the driver checks the hosts first (`node_check`).
+`launcher.job` calls `submit` last.
 
-The node check of a job: its settings, its report, and the hosts that it leaves out.
+*Signals* become requests to the driver, which cleans up in all cases. Batch systems and service
+managers send SIGTERM, SIGUSR1 or SIGUSR2, often to every process of a job and more than once: the
+job leaves at a step boundary, and later ones of these signals are about the same leaving. Ctrl-C
+(SIGINT) and a closed terminal (SIGHUP) stop the job without that. Only SIGINT says "at once", when
+the job is being stopped already: a person sends it.
 
-The driver checks the hosts before the job, and those that come later; `elasticctl check` does the
-same without a job.
+*The node check*: the driver checks the hosts before the job, and those that come later; `elasticctl
+check` does the same without a job.
 
-Signals to `elasticrun`: they end a job in good order, or what comes before it.
-
-Batch systems and service managers send SIGTERM, SIGUSR1 or SIGUSR2, often to every process of a job
-and more than once: the job leaves at a step boundary, and later ones of these signals are about the
-same leaving. Ctrl-C (SIGINT) and a closed terminal (SIGHUP) stop the job without that. Only SIGINT
-says "at once", when the job is being stopped already: a person sends it.
-
-The first failure of a job as torchrun leaves it: in the file of TORCHELASTIC_ERROR_FILE.
-
+*The first failure* of a job goes into the file of TORCHELASTIC_ERROR_FILE, as with torchrun.
 Schedulers that start torchrun set this variable and read the file; its form is that of torch's
 `@record` (torch.distributed.elastic.multiprocessing.errors).
 """
@@ -66,179 +61,6 @@ from launcher.options.table import LaunchOptions
 from rendezvous.own_files import open_named
 from rendezvous.wire import UNREADABLE
 
-_SIGNALS = {
-    signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
-    signal.SIGTERM: ("told to stop by SIGTERM", ExitCode.TERMINATED),
-    signal.SIGUSR1: ("told by SIGUSR1 that its time is over", ExitCode.TERMINATED),
-    signal.SIGUSR2: ("told by SIGUSR2 that its time is over", ExitCode.TERMINATED),
-    signal.SIGHUP: ("its terminal was closed (SIGHUP)", ExitCode.TERMINATED),
-}
-
-
-def announce_end(driver: ElasticDriver, reason: str, notice: float) -> None:
-    """Let the job leave at a step boundary, within `notice` seconds; stop it at once if that is 0.
-
-    Any thread may call it, and more than once. A driver that takes no notice (any more) stops at
-    once, too.
-    """
-    if driver.stop_asked:
-        return
-    if not notice or not driver.post(JobLeaving(reason, notice)):
-        driver.request_stop(reason, int(ExitCode.TERMINATED))
-
-
-@contextlib.contextmanager
-def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
-    """Let signals end the job, and not this process, while the context is open.
-
-    A signal of a batch system or a service manager gives the job `notice` seconds to leave; if that
-    is 0, the job stops at once. It counts once.
-    """
-    told = False
-
-    def ask(number: int) -> None:
-        nonlocal told
-        reason, exit_code = _SIGNALS[signal.Signals(number)]
-        if number in TO_LEAVE:
-            if not told:
-                announce_end(driver, reason, notice)
-            told = True
-        elif number == signal.SIGINT or not driver.stop_asked:
-            driver.request_stop(reason, int(exit_code))
-
-    with handled(_SIGNALS, ask):
-        yield
-
-
-@contextlib.contextmanager
-def ended_by_signals(what: str) -> Iterator[None]:
-    """Let the first signal end something by an error; later signals change nothing."""
-    stopped = False
-
-    def stop(number: int) -> None:
-        nonlocal stopped
-        if stopped:
-            return
-        stopped = True
-        name = signal.Signals(number).name
-        error = ClusterError(f"{what} was stopped by {name}; nothing was started")
-        interrupted = number == signal.SIGINT
-        error.exit_code = ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED
-        raise error
-
-    with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop):
-        yield
-
-
-REPORT_FILE = "node_check.json"
-_CHECK_FOLDER = "node-check"  # in the run's folder; for the token and address of the check
-
-
-def sayer(plan: LaunchPlan) -> Callable[[str], None]:
-    """Return a function that shows a sentence to the user."""
-    return partial(say_note, as_json=plan.options.log_format == "json")
-
-
-def check_before_training(
-    driver: ElasticDriver, checks: NodeChecks, plan: LaunchPlan, hosts: Hosts, run_dir: RunDir
-) -> dict[str, str]:
-    """Check the hosts before the job begins; return the hosts to leave out, with the reasons.
-
-    The report is shown, and kept in the run's folder. Raises ClusterError if no host is left or a
-    signal ends the check.
-    """
-    checks.report = report = run_check(driver, hosts, plan, sayer(plan))
-    (run_dir.path / REPORT_FILE).write_bytes(msgspec.json.encode(report) + b"\n")
-    bad = excluded(report, checks.settings)
-    if plan.verbosity >= 0 or bad:
-        say(show(report, plan))
-    if len(bad) == len(report.nodes):
-        raise ClusterError(
-            f"each node failed the check ({len(bad)}); the first: {report.nodes[0].node} "
-            f"{next(iter(bad.values()))}; repair them, or start without --network-check"
-        )
-    return bad
-
-
-def excluded(report: CheckReport | None, settings: CheckSettings) -> dict[str, str]:
-    """Return the hosts that the job does not use after this check, with the reasons."""
-    return {} if report is None else report.excluded(stragglers=settings.exclude_stragglers)
-
-
-def read_report(run_dir: RunDir) -> CheckReport | None:
-    """Return the report of the check with which the run began; None if there is no usable one."""
-    try:
-        return msgspec.json.decode((run_dir.path / REPORT_FILE).read_bytes(), type=CheckReport)
-    except (OSError, *UNREADABLE):
-        return None
-
-
-def check_settings(plan: LaunchPlan) -> CheckSettings:
-    """Return the settings of the plan's node checks."""
-    options = plan.options
-    timeout, model = options.check_timeout, options.trains_for_check
-    return CheckSettings(
-        exclude_stragglers=options.exclude_straggler,
-        every_slot=plan.gpus,
-        start_timeout=min(plan.settings.start_timeout, timeout),
-        task_timeout=timeout,
-        heartbeat_timeout=plan.settings.heartbeat_timeout,
-        task=TaskSettings(timeout=timeout, performance=options.comm_perf_test, model=model),
-        ports=plan.spec.ports,
-        env=plan.spec.env,
-    )
-
-
-def make_checks(
-    plan: LaunchPlan,
-    starter: MakeBackend,
-    run_dir: RunDir,
-    say: Callable[[str], None] | None = None,
-) -> NodeChecks:
-    """Return the node checks of a run; `say` shows a line to the user, if not `sayer`."""
-    say = sayer(plan) if say is None else say
-    return NodeChecks(
-        check_settings(plan),
-        make_backend=starter,
-        folder=RunDir(run_dir.path, _CHECK_FOLDER),
-        file=run_dir.path / REPORT_FILE,
-        keep=CheckHistoryFile(Path(plan.state_dir), say).add,
-        say=say if plan.verbosity >= 0 else (lambda _line: None),
-    )
-
-
-def run_check(
-    driver: ElasticDriver, hosts: Hosts, plan: LaunchPlan, say: Callable[[str], None]
-) -> CheckReport:
-    """Check hosts and keep the report beyond this run; return it with earlier findings.
-
-    Raises ElasticError if the check cannot begin, or a signal ends it.
-    """
-    with ended_by_signals("the node check"):
-        report = driver.check(hosts)
-    kept = CheckHistoryFile(Path(plan.state_dir), say)
-    before = kept.read().remarks(report)
-    kept.add(report)
-    return msgspec.structs.replace(report, before=before)
-
-
-def show(report: CheckReport, plan: LaunchPlan) -> str:
-    """Return the report as a table, or as one line of JSON."""
-    as_json = plan.options.log_format == "json"
-    return msgspec.json.encode(report).decode() if as_json else report.render()
-
-
-class WithoutHosts:
-    """A discovery without the hosts that failed the check (a `HostDiscovery`)."""
-
-    def __init__(self, source: HostDiscovery, excluded: dict[str, str]) -> None:
-        self._source, self._excluded = source, excluded
-        self.cancel = source.cancel
-
-    def find(self) -> Hosts:
-        """Return the other hosts of the source."""
-        return tuple(entry for entry in self._source.find() if entry[0] not in self._excluded)
-
 
 def submit(
     plan: LaunchPlan,
@@ -274,7 +96,7 @@ def submit(
     )
     if checks is not None and run is not None:
         checks.report = report = read_report(run_dir)
-        discovery = WithoutHosts(discovery, excluded(report, checks.settings))
+        discovery = WithoutHosts(discovery, excluded_hosts(report, checks.settings))
     elif checks is not None:
         hosts = discovery.find()
         plan, bad = _checked(plan, driver, checks, hosts, run_dir)
@@ -444,6 +266,189 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
         f"{len(problems)} of {counted(len(hosts), 'host')} failed the check, see above; "
         f"{left} left and {least} needed: repair the hosts, or lower --min-np"
     )
+
+
+# ---- the node check -----------------------------------------------------------------------
+
+
+REPORT_FILE = "node_check.json"
+_CHECK_FOLDER = "node-check"  # in the run's folder; for the token and address of the check
+
+
+def sayer(plan: LaunchPlan) -> Callable[[str], None]:
+    """Return a function that shows a sentence to the user."""
+    return partial(say_note, as_json=plan.options.log_format == "json")
+
+
+def check_before_training(
+    driver: ElasticDriver, checks: NodeChecks, plan: LaunchPlan, hosts: Hosts, run_dir: RunDir
+) -> dict[str, str]:
+    """Check the hosts before the job begins; return the hosts to leave out, with the reasons.
+
+    The report is shown, and kept in the run's folder. Raises ClusterError if no host is left or a
+    signal ends the check.
+    """
+    checks.report = report = run_check(driver, hosts, plan, sayer(plan))
+    (run_dir.path / REPORT_FILE).write_bytes(msgspec.json.encode(report) + b"\n")
+    bad = excluded_hosts(report, checks.settings)
+    if plan.verbosity >= 0 or bad:
+        say(render_report(report, plan))
+    if len(bad) == len(report.nodes):
+        raise ClusterError(
+            f"each node failed the check ({len(bad)}); the first: {report.nodes[0].node} "
+            f"{next(iter(bad.values()))}; repair them, or start without --network-check"
+        )
+    return bad
+
+
+def excluded_hosts(report: CheckReport | None, settings: CheckSettings) -> dict[str, str]:
+    """Return the hosts that the job does not use after this check, with the reasons."""
+    return {} if report is None else report.excluded(stragglers=settings.exclude_stragglers)
+
+
+def read_report(run_dir: RunDir) -> CheckReport | None:
+    """Return the report of the check with which the run began; None if there is no usable one."""
+    try:
+        return msgspec.json.decode((run_dir.path / REPORT_FILE).read_bytes(), type=CheckReport)
+    except (OSError, *UNREADABLE):
+        return None
+
+
+def check_settings(plan: LaunchPlan) -> CheckSettings:
+    """Return the settings of the plan's node checks."""
+    options = plan.options
+    timeout, model = options.check_timeout, options.trains_for_check
+    return CheckSettings(
+        exclude_stragglers=options.exclude_straggler,
+        every_slot=plan.gpus,
+        start_timeout=min(plan.settings.start_timeout, timeout),
+        task_timeout=timeout,
+        heartbeat_timeout=plan.settings.heartbeat_timeout,
+        task=TaskSettings(timeout=timeout, performance=options.comm_perf_test, model=model),
+        ports=plan.spec.ports,
+        env=plan.spec.env,
+    )
+
+
+def make_checks(
+    plan: LaunchPlan,
+    starter: MakeBackend,
+    run_dir: RunDir,
+    say: Callable[[str], None] | None = None,
+) -> NodeChecks:
+    """Return the node checks of a run; `say` shows a line to the user, if not `sayer`."""
+    say = sayer(plan) if say is None else say
+    return NodeChecks(
+        check_settings(plan),
+        make_backend=starter,
+        folder=RunDir(run_dir.path, _CHECK_FOLDER),
+        file=run_dir.path / REPORT_FILE,
+        keep=CheckHistoryFile(Path(plan.state_dir), say).add,
+        say=say if plan.verbosity >= 0 else (lambda _line: None),
+    )
+
+
+def run_check(
+    driver: ElasticDriver, hosts: Hosts, plan: LaunchPlan, say: Callable[[str], None]
+) -> CheckReport:
+    """Check hosts and keep the report beyond this run; return it with earlier findings.
+
+    Raises ElasticError if the check cannot begin, or a signal ends it.
+    """
+    with ended_by_signals("the node check"):
+        report = driver.check(hosts)
+    kept = CheckHistoryFile(Path(plan.state_dir), say)
+    before = kept.read().remarks(report)
+    kept.add(report)
+    return msgspec.structs.replace(report, before=before)
+
+
+def render_report(report: CheckReport, plan: LaunchPlan) -> str:
+    """Return the report as a table, or as one line of JSON."""
+    as_json = plan.options.log_format == "json"
+    return msgspec.json.encode(report).decode() if as_json else report.render()
+
+
+class WithoutHosts:
+    """A discovery without the hosts that failed the check (a `HostDiscovery`)."""
+
+    def __init__(self, source: HostDiscovery, excluded: dict[str, str]) -> None:
+        self._source, self._excluded = source, excluded
+        self.cancel = source.cancel
+
+    def find(self) -> Hosts:
+        """Return the other hosts of the source."""
+        return tuple(entry for entry in self._source.find() if entry[0] not in self._excluded)
+
+
+# ---- signals ------------------------------------------------------------------------------
+
+
+_SIGNALS = {
+    signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
+    signal.SIGTERM: ("told to stop by SIGTERM", ExitCode.TERMINATED),
+    signal.SIGUSR1: ("told by SIGUSR1 that its time is over", ExitCode.TERMINATED),
+    signal.SIGUSR2: ("told by SIGUSR2 that its time is over", ExitCode.TERMINATED),
+    signal.SIGHUP: ("its terminal was closed (SIGHUP)", ExitCode.TERMINATED),
+}
+
+
+def announce_end(driver: ElasticDriver, reason: str, notice: float) -> None:
+    """Let the job leave at a step boundary, within `notice` seconds; stop it at once if that is 0.
+
+    Any thread may call it, and more than once. A driver that takes no notice (any more) stops at
+    once, too.
+    """
+    if driver.stop_asked:
+        return
+    if not notice or not driver.post(JobLeaving(reason, notice)):
+        driver.request_stop(reason, int(ExitCode.TERMINATED))
+
+
+@contextlib.contextmanager
+def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
+    """Let signals end the job, and not this process, while the context is open.
+
+    A signal of a batch system or a service manager gives the job `notice` seconds to leave; if that
+    is 0, the job stops at once. It counts once.
+    """
+    told = False
+
+    def ask(number: int) -> None:
+        nonlocal told
+        reason, exit_code = _SIGNALS[signal.Signals(number)]
+        if number in TO_LEAVE:
+            if not told:
+                announce_end(driver, reason, notice)
+            told = True
+        elif number == signal.SIGINT or not driver.stop_asked:
+            driver.request_stop(reason, int(exit_code))
+
+    with handled(_SIGNALS, ask):
+        yield
+
+
+@contextlib.contextmanager
+def ended_by_signals(what: str) -> Iterator[None]:
+    """Let the first signal end something by an error; later signals change nothing."""
+    stopped = False
+
+    def stop(number: int) -> None:
+        nonlocal stopped
+        if stopped:
+            return
+        stopped = True
+        name = signal.Signals(number).name
+        error = ClusterError(f"{what} was stopped by {name}; nothing was started")
+        interrupted = number == signal.SIGINT
+        error.exit_code = ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED
+        raise error
+
+    with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop):
+        yield
+
+
+# ---- the first failure --------------------------------------------------------------------
 
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

@@ -5,10 +5,9 @@ or a worker reads is a field of the struct that this part receives (`STRUCTS`). 
 the environment (`ELASTICRUN_MIN_NP`) and configuration files (`min-np: 2`) are read with `OPTIONS`,
 and `--help` is printed from it.
 
-Spellings of horovodrun 0.28.1 beside our options: opposites, what is ignored, variables, YAML.
-
-The options of horovodrun that have an effect are in the table (`launcher.options.table`). Names and
-meanings are those of its parser and of its configuration file.
+The options of horovodrun 0.28.1 that have an effect are among them. Its other spellings (opposites,
+what is ignored, variables, YAML) follow at the end, with the names and meanings of its parser and
+of its configuration file.
 """
 
 from collections.abc import Mapping
@@ -339,6 +338,9 @@ PET_OPTIONS = (
 )
 
 
+# ---- other spellings of horovodrun --------------------------------------------------------
+
+
 # A switch → the one whose opposite it is.
 HOROVOD_OPPOSITES = {
     "--stall-check": "--no-stall-check",
@@ -347,7 +349,7 @@ HOROVOD_OPPOSITES = {
     "--log-hide-timestamp": "--log-with-timestamp",
 }
 
-_OPPOSITES = {**HOROVOD_OPPOSITES, **HOROVOD_OPPOSITES}
+_ALL_OPPOSITES = {**OPPOSITES, **HOROVOD_OPPOSITES}
 
 # Another spelling → the option and its value.
 _MEANS = {"--mpi": ("--backend", "mpi"), "--use-mpi": ("--backend", "mpi")}
@@ -423,8 +425,8 @@ class Spelled(NamedTuple):
 
 def translated(spelling: str, value: str | None) -> Spelled:
     """Return the option that another spelling means, such as one of horovodrun."""
-    if spelling in _OPPOSITES:
-        return Spelled(_OPPOSITES[spelling], _opposite(value or "true"))
+    if spelling in _ALL_OPPOSITES:
+        return Spelled(_ALL_OPPOSITES[spelling], _opposite(value or "true"))
     if spelling in _MEANS and (value is None or _is_on(value)):
         return Spelled(*_MEANS[spelling])
     return Spelled(spelling, value)

@@ -1,13 +1,10 @@
-"""Decides whether a command can run in forks of a warm parent, and which modules it imports.
-
-These are pure functions of a command line and the source files it names; `plan` calls them once
-when the agent starts. Source is read and parsed here, never imported or run.
-
-The plan of a job's warm parent: its command, its variables, the modules to import.
+"""The plan of a job's warm parent: its command, its variables, the modules to import.
 
 The agent makes the plan once, when it has read the job's specification, and `starter` carries it
-out. The plan also checks each request: a worker can be forked only if it has the command, the
-folder and the variables (those that imports may read) that its warm parent was started with.
+out. First the job's command is taken apart: can it run in forks of a warm parent, and which modules
+does it import? Source is read and parsed for that, never imported or run. Later the plan checks
+each request: a worker can be forked only if it has the command, the folder and the variables (those
+that imports may read) that its warm parent was started with.
 """
 
 import ast
@@ -27,6 +24,9 @@ from elastic_driver.contract import TORCHRUN_NAMES, VISIBLE_DEVICES
 from elastic_driver.core.job_spec import JobSpec
 from launcher.agent.environment import common_environment
 from launcher.agent.processes import ProcessSpec
+
+# ---- the command --------------------------------------------------------------------------
+
 
 _HARMLESS = "ObBqRsuP"  # the warm parent starts with these flags, and forks inherit them
 _WITH_VALUE = "WX"
@@ -50,7 +50,7 @@ class PythonCommand:
     target: str  # the script's path, the module's name, or the code
 
 
-def parse(argv: Sequence[str], env: Mapping[str, str]) -> PythonCommand:
+def parse_command(argv: Sequence[str], env: Mapping[str, str]) -> PythonCommand:
     """Take `argv` apart; raises `NotWarmable` unless this interpreter runs a program with it.
 
     Flags that only configure the interpreter are allowed. Flags that make it ignore PYTHONPATH or
@@ -105,7 +105,7 @@ def first_path(command: PythonCommand, cwd: str) -> str | None:
 # ---- the program's imports ---------------------------------------------------------------
 
 
-def imports(command: PythonCommand, cwd: str) -> frozenset[str] | None:
+def imported_modules(command: PythonCommand, cwd: str) -> frozenset[str] | None:
     """Return the top-level modules the program imports, itself or through files beside it.
 
     None if that is unknown: source that is not found or cannot be read, imports by computed name,
@@ -173,6 +173,9 @@ def _imports_of(file: str) -> set[str] | None:
     return {name.partition(".")[0] for name in names}
 
 
+# ---- the plan -----------------------------------------------------------------------------
+
+
 DEFAULT_PRELOAD = ("torch",)
 
 _THREADS = "OMP_NUM_THREADS"
@@ -224,7 +227,7 @@ def early_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if not _is_late(name) or name == _THREADS}
 
 
-def plan(
+def make_warm_plan(
     argv: Sequence[str],
     env: Mapping[str, str],
     cwd: str,
@@ -246,8 +249,8 @@ def plan(
     """
     if warm == 0:
         raise NotWarmable("warm workers are switched off (--warm 0)")
-    command = parse(argv, env)
-    used = imports(command, cwd)
+    command = parse_command(argv, env)
+    used = imported_modules(command, cwd)
     if warm is None and tuple(preload) == DEFAULT_PRELOAD and only_standard_library(used):
         raise NotWarmable("the program imports nothing but the standard library")
     path0 = first_path(command, cwd)
@@ -261,13 +264,13 @@ def plan(
     return WarmPlan(tuple(argv), early, cwd, unique, path0, spares, rehearse=rehearse)
 
 
-def plan_for(spec: JobSpec, inherited: Mapping[str, str]) -> WarmPlan:
+def warm_plan_for(spec: JobSpec, inherited: Mapping[str, str]) -> WarmPlan:
     """Return the warm parent of a job's workers; raises `NotWarmable` if there should be none.
 
     `inherited` is the environment of the agent.
     """
     env = common_environment(inherited, spec)
-    return plan(
+    return make_warm_plan(
         spec.command, env, spec.cwd, warm=spec.warm, preload=spec.preload, rehearse=spec.rehearse
     )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launcher.agent import processes as stacks
-from launcher.agent.processes import Seen, look, seen_in
+from launcher.agent.processes import Seen, seen_in, stack_of
 from tests.support.job import eventually
 
 FRAMES = [
@@ -41,7 +41,7 @@ def py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def at(process: subprocess.Popen[bytes]) -> Seen:
-    return asyncio.run(look(process.pid))
+    return asyncio.run(stack_of(process.pid))
 
 
 def test_py_spy_s_main_thread_is_shown_as_a_traceback_would() -> None:
@@ -79,7 +79,7 @@ def test_a_py_spy_that_may_not_look_or_hangs_leaves_the_kernel_s_word(
 ) -> None:
     py_spy(tmp_path, monkeypatch, "echo denied >&2; exit 1")
     assert at(process).where.startswith("no answer; its process is ")
-    monkeypatch.setattr(stacks, "LOOK_S", 0.2)
+    monkeypatch.setattr(stacks, "PY_SPY_S", 0.2)
     py_spy(tmp_path, monkeypatch, "exec sleep 60")
     assert at(process).where.startswith("no answer; its process is ")
 

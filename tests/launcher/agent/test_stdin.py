@@ -44,11 +44,11 @@ def test_a_terminal_is_lent_in_the_foreground_and_where_it_is_not_ours(tmp_path:
 def test_an_agent_takes_the_descriptor_out_of_its_variables() -> None:
     read, write = os.pipe()
     os.set_inheritable(read, True)
-    environ = {stdin.VARIABLE: str(read), "A": "b"}
-    assert stdin.inherit(environ) == read
+    environ = {stdin.STDIN_VARIABLE: str(read), "A": "b"}
+    assert stdin.inherit_stdin(environ) == read
     assert environ == {"A": "b"}
     assert not os.get_inheritable(read)
-    assert stdin.inherit(environ) is None
+    assert stdin.inherit_stdin(environ) is None
     os.close(read)
     os.close(write)
 

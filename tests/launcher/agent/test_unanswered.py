@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from launcher.agent import host as unanswered
-from launcher.agent.host import AGAIN_S, PATIENCE_S, Unanswered
+from launcher.agent.host import CONNECT_PATIENCE_S, REPORT_AGAIN_S, Unanswered
 
 
 @pytest.fixture
@@ -35,17 +35,19 @@ def test_a_connection_that_waits_is_reported_again_and_again(
         late.setblocking(False)
         late.connect_ex(silent)
         assert watch.look(me) == []
-        clock[0] += PATIENCE_S
-        assert watch.look(me) == [("a.0.1", *silent, PATIENCE_S)]
+        clock[0] += CONNECT_PATIENCE_S
+        assert watch.look(me) == [("a.0.1", *silent, CONNECT_PATIENCE_S)]
         clock[0] += 1.0
         assert watch.look(me) == []
-        clock[0] += AGAIN_S
-        assert [found.seconds for found in watch.look(me)] == [PATIENCE_S + 1.0 + AGAIN_S]
-    clock[0] += AGAIN_S
+        clock[0] += REPORT_AGAIN_S
+        assert [found.seconds for found in watch.look(me)] == [
+            CONNECT_PATIENCE_S + 1.0 + REPORT_AGAIN_S
+        ]
+    clock[0] += REPORT_AGAIN_S
     assert watch.look(me) == []
 
 
 def test_addresses_are_read_as_the_kernel_writes_them() -> None:
-    assert unanswered._end("0100007F:1F90") == ("127.0.0.1", 8080)
-    assert unanswered._end("0000000000000000FFFF00000100007F:0016") == ("127.0.0.1", 22)
-    assert unanswered._end("000080FE00000000000000000100000A:0001")[0].startswith("fe80::")
+    assert unanswered._address_in("0100007F:1F90") == ("127.0.0.1", 8080)
+    assert unanswered._address_in("0000000000000000FFFF00000100007F:0016") == ("127.0.0.1", 22)
+    assert unanswered._address_in("000080FE00000000000000000100000A:0001")[0].startswith("fe80::")

@@ -20,16 +20,16 @@ HOSTS = {"a": 2, "b": 1}
 
 def test_a_host_that_the_job_can_do_without_is_drained_without_a_word() -> None:
     job = document(Scenario(start_np=3, min_np=2).training(**HOSTS))
-    assert caution.of_drain(job, "b") is None
-    assert caution.of_drain(job, "unknown") is None, "the driver refuses it"
-    told = caution.of_drain(job, "a")
+    assert caution.cost_of_drain(job, "b") is None
+    assert caution.cost_of_drain(job, "unknown") is None, "the driver refuses it"
+    told = caution.cost_of_drain(job, "a")
     assert told is not None
     assert told.startswith("without a 1 slot is left, fewer than the 2 of --min-np: it will wait")
 
 
 def test_the_last_host_is_called_so() -> None:
     job = document(Scenario(start_np=2, min_np=1).training(a=2))
-    told = caution.of_drain(job, "a")
+    told = caution.cost_of_drain(job, "a")
     assert told is not None
     assert told.startswith("a is the last usable host of the job")
     assert "its state is lost" in told
@@ -37,8 +37,8 @@ def test_the_last_host_is_called_so() -> None:
 
 def test_more_workers_than_slots_are_told() -> None:
     job = document(Scenario(start_np=3, min_np=1).training(**HOSTS))
-    assert caution.of_scale(job, 3) is None
-    assert "have 3 slots now, fewer than 4" in (caution.of_scale(job, 4) or "")
+    assert caution.cost_of_scale(job, 3) is None
+    assert "have 3 slots now, fewer than 4" in (caution.cost_of_scale(job, 4) or "")
 
 
 @contextlib.contextmanager

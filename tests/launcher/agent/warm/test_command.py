@@ -15,10 +15,10 @@ from launcher.agent.warm.warm_plan import (
     PythonCommand,
     WarmPlan,
     first_path,
-    imports,
+    imported_modules,
+    make_warm_plan,
     only_standard_library,
-    parse,
-    plan,
+    parse_command,
 )
 
 ENV = {"PATH": os.pathsep.join([os.path.dirname(sys.executable), "/usr/bin", "/bin"])}
@@ -40,7 +40,7 @@ ENV = {"PATH": os.pathsep.join([os.path.dirname(sys.executable), "/usr/bin", "/b
 def test_a_python_command_is_taken_apart_as_python_does(
     arguments: list[str], expected: PythonCommand
 ) -> None:
-    assert parse([sys.executable, *arguments], ENV) == expected
+    assert parse_command([sys.executable, *arguments], ENV) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,24 +60,24 @@ def test_a_python_command_is_taken_apart_as_python_does(
 )
 def test_flags_that_need_an_interpreter_of_their_own_are_named(arguments: Sequence[str]) -> None:
     with pytest.raises(NotWarmable, match="python"):
-        parse([sys.executable, *arguments], ENV)
+        parse_command([sys.executable, *arguments], ENV)
 
 
 def test_python_is_looked_up_as_the_worker_would(tmp_path: Path) -> None:
     name = os.path.basename(sys.executable)
-    assert parse([name, "t.py"], ENV).kind == "script"
+    assert parse_command([name, "t.py"], ENV).kind == "script"
     with pytest.raises(NotWarmable, match="not found"):
-        parse([name, "t.py"], {"PATH": str(tmp_path)})
+        parse_command([name, "t.py"], {"PATH": str(tmp_path)})
     (tmp_path / name).symlink_to(sys.executable)  # another environment, perhaps
     with pytest.raises(NotWarmable, match="not the Python that runs the agent"):
-        parse([name, "t.py"], {"PATH": str(tmp_path)})
+        parse_command([name, "t.py"], {"PATH": str(tmp_path)})
 
 
 @pytest.mark.parametrize("program", ["sh", "true", "no-such-program"])
 def test_other_programs_are_started_afresh(program: str) -> None:
     assert program == "no-such-program" or shutil.which(program)
     with pytest.raises(NotWarmable, match=program):
-        parse([program, "x.py"], ENV)
+        parse_command([program, "x.py"], ENV)
 
 
 def test_the_first_place_for_modules_is_the_folder_of_the_real_script(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_first_place_for_modules_is_the_folder_of_the_real_script(tmp_path: 
 
 
 def found(folder: Path, target: str = "t.py", kind: str = "script") -> frozenset[str] | None:
-    return imports(PythonCommand(kind, target), str(folder))
+    return imported_modules(PythonCommand(kind, target), str(folder))
 
 
 def test_imports_are_followed_through_files_beside_the_script(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_plain_script_uses_the_standard_library_only(tmp_path: Path) -> None:
 
 def planned(folder: Path, **options: object) -> WarmPlan:
     command = (sys.executable, "t.py")
-    return plan(command, {**ENV, "RANK": "0", "A": "1"}, str(folder), **options)  # type: ignore[arg-type]
+    return make_warm_plan(command, {**ENV, "RANK": "0", "A": "1"}, str(folder), **options)  # type: ignore[arg-type]
 
 
 def test_nothing_is_kept_warm_for_a_script_that_gains_nothing(tmp_path: Path) -> None:
