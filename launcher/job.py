@@ -146,7 +146,8 @@ def run_job(
         return join_job(line, role)
     facts = replace(collect_facts(line, os.environ), role=role)
     if former is not None:
-        state_dir, run_id = str(former[0].path.parent), former[0].run_id
+        state_dir = str(former[0].path.parent)
+        run_id = former[0].run_id
         facts = replace(facts, state_dir=state_dir, run_id=run_id)
     if options.backend == "mpi" and started_ranks(os.environ) > 1:
         if (ranks := meet_ranks()) is None:  # rank 0 runs the job
@@ -192,7 +193,9 @@ def drive(
     from elastic_driver.runtime.results import JobResult  # noqa: PLC0415 - not for --help
     from launcher.launch import resume  # noqa: PLC0415
 
-    line, options, cwd = plan.line, plan.options, plan.spec.cwd
+    line = plan.line
+    options = plan.options
+    cwd = plan.spec.cwd
     if etcd is not None:
         run = etcd.find(line, cwd, former)
     else:
@@ -201,7 +204,8 @@ def drive(
         return show_result(run, run_dir, options)
     notes = plan.notes if run is None else (*plan.notes, resume.describe(run_dir, run))
     if options.dry_run:
-        agents, binding = describe_agents(plan), describe_binding(plan)
+        agents = describe_agents(plan)
+        binding = describe_binding(plan)
         print(replace(plan, notes=notes).render(agents, binding), flush=True)
         return int(ExitCode.OK)
     for note in notes:
@@ -236,7 +240,8 @@ def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
     """Return (host, its agent's command line) for --dry-run; `HOST`: any host found later."""
     if isinstance(plan.hosts, JoinedHosts):
         return []
-    backend, described = make_backend(plan.backend, plan.agents), []
+    backend = make_backend(plan.backend, plan.agents)
+    described = []
     for host in [host for host, slots in plan.agents.hosts if slots] or ["HOST"]:
         try:
             described.append((host, backend.describe(host)))
@@ -252,7 +257,8 @@ def describe_binding(plan: LaunchPlan) -> list[tuple[int, str]]:
         return []
     from launcher.agent import binding  # noqa: PLC0415 - not for --help
 
-    cores, nodes = binding.usable_cores(), binding.gpu_nodes({**plan.agents.environ})
+    cores = binding.usable_cores()
+    nodes = binding.gpu_nodes({**plan.agents.environ})
     chosen = (binding.choose(plan.spec.bind, s, slots, cores, nodes) for s in range(slots))
     return list(enumerate(map(binding.in_words, chosen)))
 
@@ -294,7 +300,8 @@ def join_job(line: CommandLine, role: where.Join) -> int:
     from launcher.join.node import join  # noqa: PLC0415 - see `run`
     from launcher.join.search import JoinPlan  # noqa: PLC0415
 
-    options, facts = line.options, collect_facts(line, os.environ)
+    options = line.options
+    facts = collect_facts(line, os.environ)
     RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that is not usable
     if options.token_file is not None:
         read_secret(options.token_file)  # raises now, before a server is found

@@ -116,7 +116,8 @@ LOOPBACK = "127.0.0.1"
 
 def is_this_machine(host: str, hosts_file: Path = _HOSTS_FILE) -> bool:
     """Return whether a host name or address means this machine."""
-    name, own = host.lower().rstrip("."), socket.gethostname().lower()
+    name = host.lower().rstrip(".")
+    own = socket.gethostname().lower()
     addresses = (name, *_addresses_in(hosts_file, name))
     return name in (own, own.partition(".")[0]) or any(
         is_loopback(a) or interface_of(a) is not None for a in addresses

@@ -40,7 +40,8 @@ def size(number: float | None) -> str:
         return UNKNOWN
     unit = 0
     while abs(number) >= 1024 and unit + 1 < len(_UNITS):
-        number, unit = number / 1024, unit + 1
+        number = number / 1024
+        unit = unit + 1
     return f"{number:.1f} {_UNITS[unit]}" if unit else f"{number:.0f} B"
 
 
@@ -49,7 +50,9 @@ def duration(seconds: float) -> str:
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole} s"
-    minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
+    minutes = whole // 60 % 60
+    hours = whole // 3600 % 24
+    days = whole // 86400
     if days:
         return f"{days} d {hours} h"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"
@@ -73,7 +76,8 @@ def _gpus(gpus: tuple[GpuUsage, ...]) -> str:
     """Return how busy the GPUs of a host are on average, and their memory."""
     if not gpus:
         return UNKNOWN
-    used, total = sum(g.memory_used for g in gpus), sum(g.memory_total for g in gpus)
+    used = sum(g.memory_used for g in gpus)
+    total = sum(g.memory_total for g in gpus)
     return f"{percent(mean([g.used for g in gpus]))}, {size(used)} of {size(total)}"
 
 

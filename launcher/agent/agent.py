@@ -74,8 +74,11 @@ class Agent:
         inherited: WarmParent | None = None,
         stdin: int | None = None,
     ) -> None:
-        token, known_by = own_token(given.token, config.host), given.fingerprint
-        self._config, self._token, self._known_by = config, token, known_by
+        token = own_token(given.token, config.host)
+        known_by = given.fingerprint
+        self._config = config
+        self._token = token
+        self._known_by = known_by
         self._stdin = stdin
         self._client = RendezvousClient(config.endpoint, token, fingerprint=known_by)
         marks = {contract.JOB_MARK: os.environ.get(contract.JOB_MARK, config.token_file)}
@@ -334,7 +337,8 @@ class Agent:
 
     def _on_announced(self, line: bytes) -> None:
         """Follow a driver that has taken over at another address."""
-        link, driver = self._life.link, verified(line, self._run_id, self._token)
+        link = self._life.link
+        driver = verified(line, self._run_id, self._token)
         if link is None or driver is None or driver.term <= max(link.term, self._announced):
             return
         self._announced = driver.term

@@ -60,7 +60,8 @@ from launcher.network import default_address
 # ---- which machine this is ----------------------------------------------------------------
 
 
-_BOOT_ID, _MACHINE_ID = Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MACHINE_ID = Path("/etc/machine-id")
 _SPACES = ("net", "pid", "uts")
 _THIS = ("127.0.0.1", "::1")
 _CHARS = 32
@@ -212,7 +213,8 @@ class MemoryJudge:
     """Finds out which workers of an agent ran out of memory."""
 
     def __init__(self, kills: KillCount | None = None) -> None:
-        self._kills, self._limit = kills or KillCount(), MemoryLimit()
+        self._kills = kills or KillCount()
+        self._limit = MemoryLimit()
 
     def begin(self) -> int:
         """Return what `judge` has to know of the time before a worker."""
@@ -294,7 +296,8 @@ class HostSampler:
     """Samples this host, and processes on it; all methods belong to one thread."""
 
     def __init__(self) -> None:
-        self._limit, self._gpus = MemoryLimit(), Gpus()
+        self._limit = MemoryLimit()
+        self._gpus = Gpus()
         self._processes: dict[str, _Sampled] = {}
         self._flows = _flows_of_host()
         psutil.cpu_percent()  # the first one begins to count
@@ -304,7 +307,9 @@ class HostSampler:
         return Usage(self._host(), self._of_workers(workers))
 
     def _host(self) -> HostUsage:
-        (used, total), disk, before = host_memory(self._limit), psutil.disk_usage(DISK), self._flows
+        used, total = host_memory(self._limit)
+        disk = psutil.disk_usage(DISK)
+        before = self._flows
         now = self._flows = _flows_of_host()
         return HostUsage(
             cpu=round(psutil.cpu_percent() / 100, 4),
@@ -321,7 +326,9 @@ class HostSampler:
         )
 
     def _of_workers(self, workers: Mapping[str, int]) -> dict[str, WorkerUsage]:
-        before, self._processes, found = self._processes, {}, {}
+        before = self._processes
+        self._processes = {}
+        found = {}
         for worker, pid in list(workers.items())[:MAX_WORKERS]:
             with contextlib.suppress(psutil.Error, OSError):  # it has ended
                 sampled = before.get(worker) or _Sampled(pid)
@@ -345,7 +352,8 @@ class _Sampled:
             cpu = _since_its_start(process) if before is None else since_last
         memory, peak = memory_of(process.pid)
         self._flows = now = _Flows(time.monotonic(), numbers_in(Path(f"/proc/{process.pid}/io")))
-        read, written = now.since(before, "read_bytes"), now.since(before, "write_bytes")
+        read = now.since(before, "read_bytes")
+        written = now.since(before, "write_bytes")
         return WorkerUsage(round(cpu, 4), memory, peak, read, written)
 
 
@@ -475,7 +483,8 @@ class Unanswered:
 
     def look(self, workers: Mapping[str, int]) -> list[Waiting]:
         """Return what waits too long now; `workers`: their names and pids."""
-        now, open_now = time.monotonic(), dict(_connecting())
+        now = time.monotonic()
+        open_now = dict(_connecting())
         self._since = {inode: self._since.get(inode, now) for inode in open_now}
         self._told = {inode: at for inode, at in self._told.items() if inode in open_now}
         late = {

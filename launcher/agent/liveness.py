@@ -244,7 +244,9 @@ class ProbePort:
 
 class _Connection(asyncio.Protocol):
     def __init__(self, port: ProbePort) -> None:
-        self._port, self._data, self._questions = port, b"", 0
+        self._port = port
+        self._data = b""
+        self._questions = 0
         self._transport: asyncio.Transport | None = None
         self._patience: asyncio.TimerHandle | None = None
         self._is_over = False

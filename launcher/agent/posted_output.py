@@ -56,13 +56,17 @@ class PostedOutput:
         post: Callable[[str, bytes], Awaitable[object]],
         flow: Callable[[bool], None],
     ) -> None:
-        self._host, self._incarnation, self._post, self._flow = host, incarnation, post, flow
+        self._host = host
+        self._incarnation = incarnation
+        self._post = post
+        self._flow = flow
         self._waiting: deque[tuple[int, list[bytes]]] = deque()  # stream, lines
         self._bytes = 0
         self._sending: list[OutputLine] = []  # taken from `_waiting`, and not known to have arrived
         self._next = 1  # the number of the next line that is sent
         self._dropped = 0
-        self._some, self._none = asyncio.Event(), asyncio.Event()
+        self._some = asyncio.Event()
+        self._none = asyncio.Event()
         self._none.set()
 
     def take(self, stream: int, text: bytes) -> None:
@@ -102,14 +106,18 @@ class PostedOutput:
 
     def give_back(self) -> list[tuple[int, bytes]]:
         """Return all lines, by stream, and forget them: no driver will take them."""
-        lines, self._sending = [*self._sending, *self._told()], []
-        waiting, self._waiting, self._bytes = self._waiting, deque(), 0
+        lines = [*self._sending, *self._told()]
+        self._sending = []
+        waiting = self._waiting
+        self._waiting = deque()
+        self._bytes = 0
         found = [(line.stream, [line.text.encode()]) for line in lines]
         return [(stream, b"\n".join(text) + b"\n") for stream, text in (*found, *waiting)]
 
     def _batch(self) -> list[OutputLine]:
         """Take out the next lines for one request; at least one."""
-        found, size = self._told(), 0
+        found = self._told()
+        size = 0
         while self._waiting and size < BATCH_BYTES and len(found) < MAX_OUTPUT_LINES:
             stream, lines = self._waiting.popleft()
             room = MAX_OUTPUT_LINES - len(found)
@@ -217,11 +225,14 @@ class RecordedOutput:
     def __init__(
         self, host: str, incarnation: int, post: Callable[[str, bytes], Awaitable[bytes]]
     ) -> None:
-        self._host, self._incarnation, self._post = host, incarnation, post
+        self._host = host
+        self._incarnation = incarnation
+        self._post = post
         self._waiting: deque[tuple[WorkerLine, int]] = deque()  # with its bytes
         self._bytes = self._dropped = 0
         self._next = 1  # the number of the next line that is sent
-        self._some, self._none = asyncio.Event(), asyncio.Event()
+        self._some = asyncio.Event()
+        self._none = asyncio.Event()
         self._none.set()
         self._hurry = asyncio.Event()  # send at once: the agent ends
 
@@ -254,7 +265,8 @@ class RecordedOutput:
             await self._some.wait()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), wait)
-            lines, dropped = self._batch(), self._dropped
+            lines = self._batch()
+            dropped = self._dropped
             body = WorkerLines(self._host, self._incarnation, self._next, lines, dropped)
             self._next += len(lines)
             try:

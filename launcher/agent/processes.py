@@ -246,7 +246,9 @@ def start_fresh(spec: ProcessSpec) -> int:
     it.
     """
     _check_folder(spec.cwd)
-    parent, worker, env = os.getpid(), spec.lifeline is None, spec.env
+    parent = os.getpid()
+    worker = spec.lifeline is None
+    env = spec.env
     own = spec.stdin_fd if worker else spec.lifeline
     if not worker and spec.stdin_fd is not None:
         env = {**env, STDIN_VARIABLE: str(spec.stdin_fd)}

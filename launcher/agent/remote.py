@@ -130,7 +130,8 @@ def keep(name: str, arguments: Sequence[str]) -> int:
     empty = 0
     while (line := _line_of_stdin()) == "\n":
         empty += 1
-    token, fingerprint = line.strip(), _line_of_stdin().strip()
+    token = line.strip()
+    fingerprint = _line_of_stdin().strip()
     if not token:
         print("elasticrun: no token came over stdin", file=sys.stderr)
         return int(ExitCode.BUG)

@@ -69,10 +69,17 @@ class Workers:
         record: Record | None = None,
         stdin: int | None = None,
     ) -> None:
-        self._spec, self._meeting, self._starter = spec, meeting, starter
-        self._own, self._record, self._stdin = own, record, stdin
-        self._consoles, self._report, self._say = consoles, report, say
-        self._inherited, self._memory = dict(os.environ), MemoryJudge()
+        self._spec = spec
+        self._meeting = meeting
+        self._starter = starter
+        self._own = own
+        self._record = record
+        self._stdin = stdin
+        self._consoles = consoles
+        self._report = report
+        self._say = say
+        self._inherited = dict(os.environ)
+        self._memory = MemoryJudge()
         self._log_dir = None if spec.log_dir is None else Path(spec.cwd, spec.log_dir)
         self._bound: dict[str, frozenset[int]] = {}  # workers whose start is to be reported
         self._leaders: set[int] = set()  # pids of workers that are not reaped yet

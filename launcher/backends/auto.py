@@ -15,7 +15,8 @@ class AutoBackend(Backend):
     """The backend that is registered as `auto`."""
 
     def __init__(self, job: BackendJob) -> None:
-        self._here, self._elsewhere = make_local(job), ssh.make_backend(job)
+        self._here = make_local(job)
+        self._elsewhere = ssh.make_backend(job)
         self._chosen: dict[tuple[str, int], LocalBackend | RemoteBackend] = {}
 
     def _for(self, host: str) -> LocalBackend | RemoteBackend:

@@ -200,7 +200,8 @@ class LocalAgents:
         several: bool,
         grows: bool,
     ) -> None:
-        self._env, self._read_spec = dict(env), read_spec
+        self._env = dict(env)
+        self._read_spec = read_spec
         self._several, self._grows = several or grows, grows
         self._agents: dict[tuple[str, int], LocalAgent] = {}
         self._lives = set[asyncio.Task[None]]()  # also of agents that are no longer wanted

@@ -79,9 +79,12 @@ class Client(asyncio.SubprocessProtocol):
 
     def __init__(self, on_lines: OnLines, name: str, given: bytes | None) -> None:
         self.login = Login()
-        self._on_lines, self._name, self._given = on_lines, name, given
+        self._on_lines = on_lines
+        self._name = name
+        self._given = given
         self._splitters = {1: LineSplitter(), 2: LineSplitter()}
-        self._exited, self._drained = asyncio.Event(), asyncio.Event()
+        self._exited = asyncio.Event()
+        self._drained = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._status: int | None = None  # of our command on the host, as it has said
 
@@ -113,7 +116,8 @@ class Client(asyncio.SubprocessProtocol):
 
     def _answer(self, until: float | None) -> None:
         """Answer a login file that may read stdin: an empty line, or the end at `until`."""
-        loop, stdin = asyncio.get_running_loop(), self._pipe(0)
+        loop = asyncio.get_running_loop()
+        stdin = self._pipe(0)
         if self.login.reached or self._exited.is_set() or stdin is None or stdin.is_closing():
             return
         if until is not None and loop.time() >= until:
@@ -484,7 +488,8 @@ def judge(host: str, found: Found, cwd: str, ours: str) -> str | None:
 
 async def _look(host: str, shell: RemoteShell, cwd: str) -> str | None:
     patience = shell.connect_timeout + LOOK_S
-    answers, said = list[bytes](), b""
+    answers = list[bytes]()
+    said = b""
 
     def heard(stream: int, lines: list[bytes]) -> None:
         nonlocal said

@@ -90,7 +90,8 @@ class SrunShell(RemoteShell):
         """See `RemoteShell.look_up`: Slurm's NodeAddr, where a node's name has no address here."""
         if addresses_of(host):
             return host
-        variables, ask = self.environ(), ("--oneliner", "show", "node", host)
+        variables = self.environ()
+        ask = ("--oneliner", "show", "node", host)
         program = shutil.which("scontrol", path=variables.get("PATH"))
         try:
             asked = run_briefly((program or "", *ask), IMMEDIATE_S, variables) if program else None

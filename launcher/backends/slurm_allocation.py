@@ -100,9 +100,11 @@ def _read_component(
     nodes: list[tuple[str, int, int]] = []  # (name, CPUs, GPUs)
     for line in lines:
         if match := _TASKS.match(line):
-            tasks, cpus_of_a_task = int(match[1]), max(1, int(match[2]))
+            tasks = int(match[1])
+            cpus_of_a_task = max(1, int(match[2]))
         elif match := _NODES.match(line):
-            cpus, gpus = _count(match[2]), count_gpus(match[3]) or 0
+            cpus = _count(match[2])
+            gpus = count_gpus(match[3]) or 0
             named = parse_hosts(match[1], source="scontrol show job")
             nodes += [(name, cpus, gpus) for name, _ in named]
         elif (match := _ASKED.match(line)) and (count := count_gpus(match[2])) is not None:
@@ -155,7 +157,9 @@ def _asked_for(
     if "Task" in asked:
         gpus = [min(has, asked["Task"] * n) for has, n in zip(gpus, tasks, strict=True)]
     if "Job" in asked and sum(gpus) > asked["Job"]:  # the first nodes get most, the others one
-        left, later, taken = asked["Job"], sum(1 for has in gpus if has), []
+        left = asked["Job"]
+        later = sum(1 for has in gpus if has)
+        taken = []
         for has in gpus:
             later -= bool(has)
             taken.append(min(has, max(0, left - later)))
@@ -314,7 +318,8 @@ class SlurmAllocation(Struct, frozen=True, kw_only=True):
         """Return what a user may not expect of these hosts, which `hosts` has returned."""
         if not self.gpus:
             return []
-        workers, gpus = sum(slots for _, slots in hosts), counted(self.gpus, "GPU")
+        workers = sum(slots for _, slots in hosts)
+        gpus = counted(self.gpus, "GPU")
         without = [share.node for share in self.shares if not share.gpus]
         tasks = sum(share.tasks for share in self.shares)
         found = []
@@ -418,7 +423,8 @@ class AllocationDiscovery:
         self, job_id: str, hosts: Hosts, environ: Mapping[str, str], *, every: float = EVERY_S
     ) -> None:
         self._job_id, self._every = job_id, every
-        self._slots, self._hosts = dict(hosts), hosts
+        self._slots = dict(hosts)
+        self._hosts = hosts
         self.on_over: Callable[[str], None] = lambda _reason: None
         self._over = False
         self._asked = time.monotonic()  # `hosts` was read from fresh variables

@@ -185,7 +185,8 @@ complete -o default -F _elasticrun elasticrun
 
 
 def _bash() -> str:
-    options, commands = elasticrun(), elasticctl()
+    options = elasticrun()
+    commands = elasticctl()
     arguments = [*options, *(a for command in commands for a in command.arguments)]
     listed = {"|".join(a.names): " ".join(a.values) for a in arguments if a.names and a.values}
     values = "\n".join(f"    {names}) echo {words} ;;" for names, words in listed.items())

@@ -209,7 +209,8 @@ def of_event(event: Any) -> str:
 def of_decision(decision: Any) -> str:
     """Return a sentence that says what was decided, with the reason."""
     if isinstance(decision, do.Announce):
-        facts, reason = decision.facts(), decision.reason
+        facts = decision.facts()
+        reason = decision.reason
         if isinstance(decision.what, RoundCompleted):  # its size is in the sentence already
             reason = reason.partition(": ")[2] or reason
         return _short(sentence(decision.event, reason, facts))

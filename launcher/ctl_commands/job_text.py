@@ -196,7 +196,8 @@ def how_it_ended(exit_code: int | None, failure: Failure | None) -> str:
 
 def ended(result: JobResult, now: float) -> str:
     """Return the end of a job and of each of its workers; `now`: unix seconds."""
-    word, when = how_it_ended(result.exit_code, result.failure), duration(now - result.ended)
+    word = how_it_ended(result.exit_code, result.failure)
+    when = duration(now - result.ended)
     head = f"{word} {when} ago (status {result.exit_code})"
     rows = []
     for w in result.workers:
@@ -238,14 +239,16 @@ def _hosts(document: JobDocument, chosen: Sequence[HostStatus]) -> str:
 
 def hosts_by_state(document: JobDocument) -> str:
     """Return a line for each state of hosts, then those that are in trouble."""
-    measured, states = document.measured.hosts, Counter(h.state for h in document.hosts)
+    measured = document.measured.hosts
+    states = Counter(h.state for h in document.hosts)
     rows = []
     for state, number in states.most_common():
         there = [h for h in document.hosts if h.state == state]
         found = [measured[h.host] for h in there if h.host in measured]
         cpu = readable.percent(readable.over((h.cpu for h in found), readable.mean))
         used = readable.size(readable.over((h.memory_used for h in found), sum))
-        slots, busy = sum(h.slots for h in there), sum(h.workers for h in there)
+        slots = sum(h.slots for h in there)
+        busy = sum(h.workers for h in there)
         rows.append((state, str(number), str(slots), str(busy), cpu, used))
     text = table(("STATE", "HOSTS", "SLOTS", "WORKERS", "CPU", "MEMORY"), rows)
     odd = [h for h in document.hosts if h.state != "usable" or h.evidence]
@@ -267,7 +270,8 @@ def notes(document: JobDocument) -> dict[str, str]:
 
 
 def _workers(document: JobDocument, chosen: Sequence[MemberStatus]) -> str:
-    measured, said = document.measured.workers, notes(document)
+    measured = document.measured.workers
+    said = notes(document)
     columns = 4 if measured else 0
     rows = []
     for w in chosen:

@@ -119,7 +119,8 @@ def text(story: Story, path: Path, now: float, silent: str = "") -> str:
     `silent`: why the driver of a job that has no end in the log does not answer.
     """
     ledger, end = story.ledger, story.end
-    wall, began = ledger.wall(now), ledger.began or now
+    wall = ledger.wall(now)
+    began = ledger.began or now
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
     state = f"no end in the log: {job_text.printable(silent)}" if silent else "not over yet"
     if end is not None:

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode, urlsplit
@@ -71,7 +72,8 @@ def _reader(kind: ValueKind[Any]) -> Callable[[str], Any]:
     return read
 
 
-_SECONDS, _COUNT = _reader(SECONDS_OR_0), _reader(whole())
+_SECONDS = _reader(SECONDS_OR_0)
+_COUNT = _reader(whole())
 _COUNT_OR_AUTO = _reader(whole_or("auto", 1))
 # The arguments of argparse's add_argument: names, and the rest.
 _FLAG = {"action": "store_true"}
@@ -243,7 +245,9 @@ def top(given: Given, job: Job) -> None:
 
     Where stdout or stdin is no terminal, it is the same as `status --watch`.
     """
-    given.json, given.all, given.watch = False, False, True
+    given.json = False
+    given.all = False
+    given.watch = True
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         status(given, job)
         return
@@ -391,7 +395,8 @@ def _lines(given: argparse.Namespace, fetch: Fetch, folder: Path) -> Iterator[Lo
         except (RequestError, UnreachableError):
             if query.at is None:  # it has never answered
                 raise
-            given.follow, fetch = False, lambda query: read_page(folder, query)
+            given.follow = False
+            fetch = partial(read_page, folder)
             continue
         yield from page.lines
         query = msgspec.structs.replace(query, at=page.next)

@@ -165,7 +165,8 @@ def _hosts(job: JobDocument, view: View, numbers: range, columns: int) -> Table:
 
 
 def _workers(job: JobDocument, view: View, chosen: Sequence[MemberStatus], columns: int) -> Table:
-    rows, notes = [], job_text.notes(job)
+    rows = []
+    notes = job_text.notes(job)
     for w in chosen:
         cells = (
             "-" if w.rank < 0 else str(w.rank),
@@ -197,7 +198,8 @@ def _table(
     cells = [tuple(map(job_text.printable, row)) for row in rows]
     widths = [max(map(len, each)) for each in zip(names, *cells, strict=True)]
     last = len(names) - 1
-    shown, reason = list(range(last)), min(widths[last], _LEAST_REASON)
+    shown = list(range(last))
+    reason = min(widths[last], _LEAST_REASON)
     unknown = [n for n in drop if all(row[n] == readable.UNKNOWN for row in cells)]
     for number in dict.fromkeys((*unknown, *drop)):
         if sum(widths[n] + _GAP for n in shown) + reason <= columns:
@@ -279,8 +281,10 @@ class Remote:
 
 def watch(remote: Remote, interval: float) -> None:
     """Show the job until q is pressed; look at it every `interval` seconds."""
-    view, job = View(), remote.status()
-    console, due = Console(), time.monotonic() + interval
+    view = View()
+    job = remote.status()
+    console = Console()
+    due = time.monotonic() + interval
     with keys() as read, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(draw(job, view, time.time(), console.height, console.width), refresh=True)
@@ -291,7 +295,8 @@ def watch(remote: Remote, interval: float) -> None:
                 if action is not None:
                     view = replace(view, message=remote.act(action))
             if time.monotonic() >= due:
-                job, due = remote.status(), time.monotonic() + interval
+                job = remote.status()
+                due = time.monotonic() + interval
                 if (found := remote.stacks()) is not None:
                     view = replace(view, text=found, top=0, message="")
 

@@ -93,9 +93,12 @@ class Membership:
         offer: NodeReport,
         say: Callable[[str], None],
     ) -> None:
-        self._client, self.joined, self._offer = client, joined, offer
+        self._client = client
+        self.joined = joined
+        self._offer = offer
         self.order = NodeOrder()  # the newest
-        spec, driver = Get((contract.JOB_SPEC,), wait=SPEC_S), Get((contract.JOB_DRIVER,))
+        spec = Get((contract.JOB_SPEC,), wait=SPEC_S)
+        driver = Get((contract.JOB_DRIVER,))
         found, drivers = (expect(result, Entries) for result in client.batch(spec, driver))
         self._reader = Reader(say)
         value = found.entries.get(contract.JOB_SPEC, _NOTHING).value
@@ -135,7 +138,8 @@ class Membership:
     def _take_in(self, results: Sequence[Result], key: str, wake: int) -> None:
         """Take the newest order under a key, or the same place with a driver of a higher term."""
         expect(results[0], Written)
-        driver, found = expect(results[2], Entries), expect(results[3], Entries)
+        driver = expect(results[2], Entries)
+        found = expect(results[3], Entries)
         term = term_in(driver, self._reader, self._term)
         if term < self._term:
             time.sleep(STRANGER_PAUSE_S)
@@ -186,7 +190,9 @@ class Membership:
         answer = send_report(self._client, back, self._deadline, wake)
         if answer.name != self.joined.name:
             raise errors.RendezvousError(f"this node has another name there, {answer.name}")
-        self._term, self._seen, self._seen_driver = term, 0, 0
+        self._term = term
+        self._seen = 0
+        self._seen_driver = 0
         self._deliver()
 
 
@@ -234,7 +240,8 @@ class Node:
         self._wake, waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self._leaving = 0  # the signal for which we leave
-        self._job, self._checks = _Agents(), _Agents()
+        self._job = _Agents()
+        self._checks = _Agents()
 
     def on_signal(self, number: int) -> None:
         """End this process while it searches for the server; later `_run_agents` sees signals."""
@@ -272,9 +279,12 @@ class Node:
 
         Return the exit status, or None if the server was lost.
         """
-        plan, reason, place = self._plan, "this host cannot run the job", None
+        plan = self._plan
+        reason = "this host cannot run the job"
+        place = None
         joined = found.joined
-        self._job, self._checks = _Agents(), _Agents()
+        self._job = _Agents()
+        self._checks = _Agents()
         sweep(FOLDER_PREFIX)
         name = FOLDER_PREFIX + offer.session
         with (
@@ -318,7 +328,9 @@ class Node:
                     status = f"exit status {order.over.exit_code}"
                     self._plan.say(f"the job has ended with {status}: {order.over.reason}")
                 return order.over.exit_code
-            signals, job, checks = self._signals(), self._job, self._checks
+            signals = self._signals()
+            job = self._job
+            checks = self._checks
             for agents, killed in ((job, order.killed), (checks, order.check_killed)):
                 if agents.agent is not None and killed >= agents.incarnation:
                     agents.agent.kill()

@@ -76,7 +76,9 @@ class FoundServer:
 
     def client(self, url_file: Path | None = None) -> RendezvousClient:
         """Return a client with the token of this node; `url_file`: see `RendezvousClient`."""
-        token, patience, known = self.joined.token, self.joined.heartbeat_timeout, self.fingerprint
+        token = self.joined.token
+        patience = self.joined.heartbeat_timeout
+        known = self.fingerprint
         return RendezvousClient(self.url, token, patience, url_file=url_file, fingerprint=known)
 
 
@@ -101,7 +103,8 @@ def find_server(plan: JoinPlan, offer: NodeReport, patience: float, option: str)
     sets them), or the server refuses it for good; CertificateError for a wrong --tls-ca.
     """
     until = time.monotonic() + patience
-    pause, told = FIRST_PAUSE_S, set[str]()
+    pause = FIRST_PAUSE_S
+    told = set[str]()
     ca, host = plan.tls_ca, plan.server.host
     known_by = FIRST_SEEN if ca is None else known_by_ca(Path(ca), host)
 

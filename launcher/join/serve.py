@@ -61,7 +61,8 @@ def serve(
             )
         return nodes
 
-    plan, checks = replace(plan, driver=replace(plan.driver, bind_host=bound)), None
+    plan = replace(plan, driver=replace(plan.driver, bind_host=bound))
+    checks = None
     if plan.options.checks_nodes:  # by the job: no node is known before it joins
         plan = replace(plan, settings=replace(plan.settings, checked_hosts=()))
         checks = make_checks(plan, lambda _endpoint, _token_file: CheckOfNodes(nodes), run_dir)

@@ -59,7 +59,8 @@ def bind_again(chosen: str, url: str) -> str:
         chosen: the address that a new job would have, with the hosts of now.
         url: the address of the last driver, with loopback in place of a wildcard; "": unknown.
     """
-    before, now = urlsplit(url).hostname, ipaddress.ip_address(chosen)
+    before = urlsplit(url).hostname
+    now = ipaddress.ip_address(chosen)
     if before is None or now.is_unspecified:
         return chosen
     if not ipaddress.ip_address(before).is_loopback:

@@ -47,7 +47,8 @@ def submit_to_brain(
     """
     if plan.fallback is not None and run is not None and run.settings.auto_scale:
         return submit(plan.fallback, run_dir, run, store)
-    brain, granted = _reports(plan, run_dir, run, say), None
+    brain = _reports(plan, run_dir, run, say)
+    granted = None
     try:
         if run is not None:
             if _may_have_lost_its_slots(run, run_dir, brain):
@@ -124,7 +125,9 @@ def _reports(
     plan: LaunchPlan, run_dir: RunDir, run: ResumedRun | None, say: Callable[[str], None]
 ) -> BrainReports:
     """Return what reports the job to the Brain; raises UsageError if that cannot work."""
-    settings, spec, options = plan.settings, plan.spec, plan.options
+    settings = plan.settings
+    spec = plan.spec
+    options = plan.options
     client = brain_client(str(options.brain), options.brain_token_file, spec.run_id)
     began = time.time() if run is None else run.job.limits.began
     silence = max(spec.driver_timeout, settings.heartbeat_timeout)
@@ -134,7 +137,8 @@ def _reports(
             f"with --brain, workers live on without a driver for {MOST_LIVES_ON_S / 86400:g} days "
             "at most; lower --driver-timeout, --heartbeat-timeout or --grace-period"
         )
-    alive, ports = run_dir.path / ALIVE_FILE, plan.driver.any_port
+    alive = run_dir.path / ALIVE_FILE
+    ports = plan.driver.any_port
     return BrainReports(
         link=BrainLink(client, spec.run_id, say, alive, ports),
         began=began,

@@ -75,7 +75,9 @@ class EtcdRun(contextlib.AbstractContextManager["EtcdRun"]):
                 f"{PLAIN_VARIABLE}=1 if nobody else logs in here"
             )
         self._client = EtcdClient(access)
-        self._run_dir, self._lease_s, self._say = run_dir, options.driver_lease, say
+        self._run_dir = run_dir
+        self._lease_s = options.driver_lease
+        self._say = say
         files = run_dir.journal_file, run_dir.token_file
         self._follower = Follower(self._client.clone(), run_dir.run_id, *files)
         self._store: EtcdStore | None = None  # as the driver of the run

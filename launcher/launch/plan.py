@@ -246,7 +246,9 @@ class LaunchPlan:
 
         `agents`: what would run on which host. `binding`: the processors of this machine's slots.
         """
-        s, spec, driver = self.settings, self.spec, self.driver
+        s = self.settings
+        spec = self.spec
+        driver = self.driver
         most = "any number" if s.max_np is None else str(s.max_np)
         free = ", any free port" + ("" if spec.ports is None else f" of {in_words(spec.ports)}")
         port = f":{driver.bind_port}" if driver.bind_port else free
@@ -286,7 +288,9 @@ def make_plan(line: CommandLine, facts: Facts) -> LaunchPlan:
         UsageError: options contradict each other, or there is no command (exit 64).
         ClusterError: the hosts listed can never be enough (exit 75).
     """
-    options, role, machine = line.options, facts.role, facts.machine
+    options = line.options
+    role = facts.role
+    machine = facts.machine
     if options.quiet and options.verbose:
         raise UsageError("-q and -v contradict each other; keep one of them")
     where.check_brain_options(line)
@@ -454,7 +458,8 @@ def _read_wish(line: CommandLine, fewest: int | None, slots: int | None) -> _Wis
 
 def _nodes(line: CommandLine) -> tuple[int, int] | None:
     """Return --nnodes, if it sets the size; raises UsageError if another option does so too."""
-    nodes, level = line.options.nnodes, line.level("nnodes")
+    nodes = line.options.nnodes
+    level = line.level("nnodes")
     other = max(("num_proc", "min_np", "max_np"), key=line.level)
     if nodes is not None and level == line.level(other):
         raise UsageError(
@@ -471,7 +476,8 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
     # horovodrun uses all slots of the hosts listed once a job may change its size.
     grows = auto_scale or (line["horovod"] and wish.least is not None)
     start, most, note = _start_and_most(wish, hosts, described, auto_scale=auto_scale, grows=grows)
-    nodes, unit = _nodes(line), line["node_unit"]
+    nodes = _nodes(line)
+    unit = line["node_unit"]
     if nodes is not None and -(-nodes[0] // unit) * unit > nodes[1]:
         raise UsageError(
             f"--node-unit {unit}: no multiple of it lies between {nodes[0]} and {nodes[1]} hosts "
@@ -495,7 +501,8 @@ def _settings(line: CommandLine, wish: _Wish, hosts: where.HostSource) -> tuple[
         restart_from_scratch=line["restart_from_scratch"] or line["horovod"],
         failed_hosts=line["failed_hosts"] or ("leave" if line["horovod"] else "keep"),
     )
-    needed, there = units.width(settings), sum(1 for _, slots in hosts.hosts or () if slots)
+    needed = units.width(settings)
+    there = sum(1 for _, slots in hosts.hosts or () if slots)
     if settings.fixed_hosts and there < needed:
         raise ClusterError(
             f"need {counted(needed, 'host')} (--nnodes, --node-unit), found {there} ({described}); "
@@ -540,7 +547,8 @@ def _expects(line: CommandLine, settings: Settings) -> str:
         )
     asked = next((n for n in ("num_proc", "min_np") if level(n)), None)
     if asked is not None:
-        flag, given = "-np" if asked == "num_proc" else "--min-np", line.settings[asked]
+        flag = "-np" if asked == "num_proc" else "--min-np"
+        given = line.settings[asked]
         hint = "lower it" if asked == "min_np" else f"--min-np N begins with fewer after {timeout}"
         return f"{flag} {given.text} ({given.source}) asks for them; {hint}"
     return f"every slot of the hosts is waited for; --min-np N begins with fewer after {timeout}"

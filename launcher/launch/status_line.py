@@ -53,7 +53,8 @@ def status_line(now: JobNow | None, columns: int) -> str:
 
 def _parts(now: JobNow) -> list[str]:
     """Return the parts of the line, the most important one first."""
-    measured, aim = now.measured, max(now.aim, now.workers)
+    measured = now.measured
+    aim = max(now.aim, now.workers)
     workers = counted(aim, "worker")
     if not now.workers and now.processes:
         return [f"{counted(now.processes, 'worker')} started"]
@@ -98,7 +99,8 @@ def summary(story: Story, now: float, more: str) -> list[str]:
         more: where to read more.
     """
     ledger, failed = story.ledger, story.ledger.failures
-    wall, most = ledger.wall(now), max((world.size for world in story.worlds), default=0)
+    wall = ledger.wall(now)
+    most = max((world.size for world in story.worlds), default=0)
     if not most or (wall < SHORT_S and not (failed and ledger.step)):
         return []
     steps = f", {counted(ledger.step, 'step')}" if ledger.step else ""
@@ -129,7 +131,9 @@ LATE_S = 3.0  # without a look, we were stopped, and others may have changed the
 ROOM_S = 0.2  # for a terminal to take the line
 JOIN_S = 2.0  # for the thread to end
 LEAST_COLUMNS, LEAST_ROWS = 20, 4
-_SAVE, _RESTORE, _CLEAR_BELOW = "\x1b7", "\x1b8", "\x1b[J"
+_SAVE = "\x1b7"
+_RESTORE = "\x1b8"
+_CLEAR_BELOW = "\x1b[J"
 _REVERSE, _PLAIN = "\x1b[7m", "\x1b[0m"
 
 
@@ -162,7 +166,10 @@ class BottomLine:
         first: float = FIRST_S,
         look: float = LOOK_S,
     ) -> None:
-        self._text, self._plain, self._first, self._pause = text, plain, first, look
+        self._text = text
+        self._plain = plain
+        self._first = first
+        self._pause = look
         self._fd, self._on_failed = fd, on_failed
         self._outlet: Outlet | None = None
         self._over = threading.Event()
@@ -204,7 +211,8 @@ class BottomLine:
 
     def _look(self) -> None:
         """Draw the line if it has changed, or if the terminal has."""
-        now, before = time.monotonic(), self._looked
+        now = time.monotonic()
+        before = self._looked
         self._looked = now
         size = self._size()
         text = "" if size is None else self._text(size.columns)[: size.columns]
@@ -218,7 +226,8 @@ class BottomLine:
             return
         frame = _line(text, size, plain=self._plain)
         if known is None or known[0] != size:
-            frame, self._up = _region(size) + frame, True
+            frame = _region(size) + frame
+            self._up = True
         self._drawn = (size, text) if self._write(frame) else None
 
     def _size(self) -> os.terminal_size | None:
@@ -237,12 +246,14 @@ class BottomLine:
     def _leave(self) -> None:
         """Give the whole terminal back."""
         if self._up:
-            self._up, self._drawn = not self._write(f"{_SAVE}\x1b[r{_RESTORE}{_CLEAR_BELOW}"), None
+            self._up = not self._write(f"{_SAVE}\x1b[r{_RESTORE}{_CLEAR_BELOW}")
+            self._drawn = None
 
     def _write(self, frame: str) -> bool:
         """Write the whole text; return False if the terminal does not take it now."""
         assert self._outlet is not None  # noqa: S101 - `__enter__` has opened it
-        rest, room = frame.encode(), select.poll()
+        rest = frame.encode()
+        room = select.poll()
         room.register(self._outlet.fd, select.POLLOUT)
         with contextlib.suppress(OSError):  # it has gone
             while rest and room.poll(ROOM_S * 1000):

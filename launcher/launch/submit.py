@@ -146,7 +146,8 @@ def make_driver(
     brain: BrainReports | None = None,
 ) -> ElasticDriver:
     """Return a driver for this plan with these parts; `run`: the job that it goes on with."""
-    level, as_json = Level(plan.verbosity + 1), plan.options.log_format == "json"
+    level = Level(plan.verbosity + 1)
+    as_json = plan.options.log_format == "json"
     return ElasticDriver(
         DriverSetup(
             settings=plan.settings,

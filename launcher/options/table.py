@@ -22,8 +22,13 @@ from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 
 BRAIN = Heading.BRAIN
-HOSTS, JOIN, SIZE, START = Heading.HOSTS, Heading.JOIN, Heading.SIZE, Heading.START
-CHECK, HOROVOD, OTHER = Heading.CHECK, Heading.HOROVOD, Heading.OTHER
+HOSTS = Heading.HOSTS
+JOIN = Heading.JOIN
+SIZE = Heading.SIZE
+START = Heading.START
+CHECK = Heading.CHECK
+HOROVOD = Heading.HOROVOD
+OTHER = Heading.OTHER
 JOURNAL = o.matching(
     "sqlite|etcd://h1:2379,h2:2379", r"sqlite|etcd://.+", "is sqlite or etcd://HOST:PORT,…", str
 )

@@ -169,7 +169,8 @@ def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:
     """Return the words of each option given; the command and its arguments; remarks."""
     given: dict[Option, Words] = {}
     remarks: list[str] = []
-    rest, module = list(argv), []
+    rest = list(argv)
+    module = []
     while rest and not _begins_command(rest):
         spelling, attached = table.translated(*_split_argument(rest.pop(0)))
         if spelling in _MODULE:

@@ -230,7 +230,8 @@ class WorkerStarter:
         Waiting is quicker: the imports have begun already, and workers with imports of their own
         would compete with them for the cores.
         """
-        deadline, first = time.monotonic() + WARM_UP_S, self._parent
+        deadline = time.monotonic() + WARM_UP_S
+        first = self._parent
         async with self._waiting:  # one at a time may wait for a socket
             while (parent := self._parent) is not None and self._threads is None:
                 if parent is not first and not for_next:
@@ -275,7 +276,9 @@ class WorkerStarter:
 
     def close(self) -> None:
         """End the warm parent and its spares; started processes stay."""
-        parent, self._parent, self._threads = self._parent, None, None
+        parent = self._parent
+        self._parent = None
+        self._threads = None
         if parent is not None:
             parent.end()
 

@@ -260,7 +260,9 @@ def make_warm_plan(
         package = elastic_driver.worker
         found = pkgutil.iter_modules(package.__path__)
         modules += [f"{package.__name__}.{module.name}" for module in found]
-    early, unique, spares = early_variables(env), tuple(dict.fromkeys(modules)), warm or 1
+    early = early_variables(env)
+    unique = tuple(dict.fromkeys(modules))
+    spares = warm or 1
     return WarmPlan(tuple(argv), early, cwd, unique, path0, spares, rehearse=rehearse)
 
 
