@@ -52,7 +52,7 @@ def report_parser() -> CommandParser:
 def report(words: Sequence[str]) -> int:
     """Print the story of a job."""
     given = report_parser().parse_args(list(words))
-    path = _log_file(given)
+    path = file_of_run(given.log, EVENTS_FILE, "events", given.state_dir, given.run_id)
     try:
         with path.open("rb") as lines:
             story = read_story(lines)
@@ -143,8 +143,3 @@ def text(story: Story, path: Path, now: float, silent: str = "") -> str:
         f"slots on average: {shares['slots']:.4g}; events: {path}",
     ]
     return "\n".join(lines)
-
-
-def _log_file(given: Any) -> Path:
-    """Return the log to read; raises UsageError if there is none."""
-    return file_of_run(given.log, EVENTS_FILE, "events", given.state_dir, given.run_id)

@@ -13,7 +13,7 @@ import pytest
 from elastic_driver.errors import UsageError
 from launcher.ctl_commands import orders as caution
 from tests.core.scenario import Scenario
-from tests.launcher.ctl_commands.test_show import document
+from tests.launcher.ctl_commands.test_job_text import document
 
 HOSTS = {"a": 2, "b": 1}
 
