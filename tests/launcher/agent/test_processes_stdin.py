@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent import processes as stdin
+from launcher.agent import processes
 from tests.launcher.agent.warm.harness import eventually
 from tests.support.terminal import Terminal
 
 LEND = """
 import os
-from launcher.agent import stdin
-with stdin.of_this_process() as fd:
+from launcher.agent import processes
+with processes.stdin_for_workers() as fd:
     print(fd is not None and os.path.samestat(os.fstat(fd), os.fstat(0)), flush=True)
 """
 
@@ -44,11 +44,11 @@ def test_a_terminal_is_lent_in_the_foreground_and_where_it_is_not_ours(tmp_path:
 def test_an_agent_takes_the_descriptor_out_of_its_variables() -> None:
     read, write = os.pipe()
     os.set_inheritable(read, True)
-    environ = {stdin.STDIN_VARIABLE: str(read), "A": "b"}
-    assert stdin.inherit_stdin(environ) == read
+    environ = {processes.STDIN_VARIABLE: str(read), "A": "b"}
+    assert processes.inherit_stdin(environ) == read
     assert environ == {"A": "b"}
     assert not os.get_inheritable(read)
-    assert stdin.inherit_stdin(environ) is None
+    assert processes.inherit_stdin(environ) is None
     os.close(read)
     os.close(write)
 
@@ -62,14 +62,14 @@ def test_a_process_that_waits_for_its_stdin_is_known(script: str, waits: bool) -
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         try:
             if waits:
-                eventually(lambda: stdin.waits_for_line(process.pid))
+                eventually(lambda: processes.waits_for_line(process.pid))
             else:
                 for _ in range(50):
-                    assert not stdin.waits_for_line(process.pid)
+                    assert not processes.waits_for_line(process.pid)
         finally:
             process.kill()
-    assert stdin.waits_for_line(process.pid), "nobody can tell: it has ended"
+    assert processes.waits_for_line(process.pid), "nobody can tell: it has ended"
 
 
 def test_nothing_is_no_terminal() -> None:
-    assert not stdin.is_terminal(None)
+    assert not processes.is_terminal(None)

@@ -18,8 +18,8 @@ from elastic_driver import contract
 from elastic_driver.core.events import AgentReady, WorkerStarted
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import become_subreaper, children
+from launcher.backends import local
 from launcher.backends import local as adopted
-from launcher.backends import local as local_agents
 from launcher.backends.local import AdoptedProcess, LocalBackend, end_marked, find_agent
 from launcher.launch.traces import agents_here
 from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually
@@ -183,7 +183,7 @@ def test_close_ends_an_agent_that_never_reported_to_this_driver(driver: Orphans)
 def test_with_agents_of_several_hosts_it_imports_before_one_of_them_is_lost(
     driver: Orphans, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_agents, "CALM_S", 0.1)
+    monkeypatch.setattr(local, "CALM_S", 0.1)
     driver.python(WAIT, preload=("json",))
     for host in ("localhost", OTHER):
         backend.adopt(host, 1, driver.leave_agent(host), lambda _reason: None)

@@ -137,9 +137,9 @@ def test_closing_while_it_imports_ends_it_at_once_and_frees_everything(machine: 
 
 SCRIPT = """
 import sys, pathlib, time
-from launcher.backends import local_agents
+from launcher.backends import local
 from launcher.backends.local import LocalBackend
-local_agents.CALM_S = 0.1
+local.CALM_S = 0.1
 backend = LocalBackend(sys.argv[1], pathlib.Path(sys.argv[2]), grows=sys.argv[3] == "works")
 for host in "localhost", "127.0.0.2", "127.0.0.3":
     backend.start(host, 1, print)

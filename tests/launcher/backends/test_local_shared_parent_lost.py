@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from launcher.agent.warm import starter
-from launcher.backends import local as local_agents
+from launcher.backends import local
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine
 from tests.support.processes import is_running
 
@@ -77,7 +77,7 @@ def test_a_bug_of_ours_costs_nobody_an_agent(
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(local_agents, "plan_for", broken)
+    monkeypatch.setattr(local, "warm_plan_for", broken)
     machine.publish_job()
     machine.up(*HOSTS)
     said = capfd.readouterr().err

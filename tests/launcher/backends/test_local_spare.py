@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from elastic_driver.core.events import WorkerStarted
-from launcher.backends import local as local_agents
+from launcher.backends import local
 from tests.launcher.agent.harness import eventually
 from tests.launcher.backends.machine import HOSTS, LOOK, Machine, kinds_of_files, signals
 from tests.support.processes import is_running
@@ -17,7 +17,7 @@ from tests.support.processes import is_running
 def test_where_hosts_may_come_the_next_is_the_spare_and_another_is_forked(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_agents, "CALM_S", 0.1)
+    monkeypatch.setattr(local, "CALM_S", 0.1)
     machine.expect_more()
     machine.publish_job(LOOK)
     machine.up(HOSTS[0])
