@@ -46,12 +46,12 @@ wrong usage; 75 no such job is running, or it does not answer; 130/143 interrupt
 # The modules of the commands that need no running job; all other commands do.
 _WITHOUT_JOB = {
     "report": "report",
-    "replay": "journal",
-    "explain": "journal",
+    "replay": "explain",
+    "explain": "explain",
     "check": "check",
     "config": "check",
-    "completion": "completion",
-    "man": "man",
+    "completion": "catalog",
+    "man": "catalog",
 }
 COMMANDS = (
     "status",

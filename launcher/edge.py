@@ -24,7 +24,8 @@ from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parent.parent
 _PR_SET_DUMPABLE = 4
-_M_MMAP_THRESHOLD, _LARGE = -3, 1 << 20
+_M_MMAP_THRESHOLD = -3
+_LARGE = 1 << 20
 NAMES = ("elastic_driver", "rendezvous")
 TO_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # sent to all processes, and again
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -173,7 +174,8 @@ def handled(numbers: Iterable[signal.Signals], handler: Callable[[int], None]) -
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    over, heard = _Process.over, set[int]()
+    over = _Process.over
+    heard = set[int]()
     ours = [n for n in numbers if n in over or signal.getsignal(n) is not signal.SIG_IGN]
 
     def act(number: int, _frame: object) -> None:

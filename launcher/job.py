@@ -23,20 +23,23 @@ from elastic_driver.runtime.discovery import DiscoveryError
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir, new_run_id
 from elastic_driver.settings import Settings
 from launcher import version
-from launcher.backends.addresses import is_this_machine
+from launcher.backends.base import BACKENDS, entry_points, make_backend
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
-from launcher.backends.registry import BACKENDS, entry_points, make_backend
 from launcher.backends.slurm_allocation import describe_job, job_id_of
 from launcher.edge import give_memory_back, keep_memory_private, open_streams
-from launcher.join.claims import claim_port
-from launcher.join.identity import own_name, read_secret
+from launcher.join.node_name import claim_port, own_name, read_secret
 from launcher.launch import hosts as where
 from launcher.launch.bind_address import can_serve, names_this_machine
-from launcher.launch.checks import check_plan
+from launcher.launch.checks import check_database, check_plan
 from launcher.launch.hosts import Facts, JoinedHosts, MachineFacts
-from launcher.launch.plan import LaunchPlan, make_plan, slots_of_a_host
-from launcher.launch.statistics import check_database
-from launcher.launch.workers import split_variables, worker_command
+from launcher.launch.plan import (
+    LaunchPlan,
+    make_plan,
+    slots_of_a_host,
+    split_variables,
+    worker_command,
+)
+from launcher.network import is_this_machine
 from launcher.options.help import render_help
 from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine, resolve
@@ -68,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
         return int(error.exit_code)
     if isinstance(done, int):
         return done
-    from launcher.launch.error_file import write_error_file  # noqa: PLC0415 - see `run_job`
+    from launcher.launch.submit import write_error_file  # noqa: PLC0415 - see `run_job`
 
     if problem := write_error_file(done, os.environ):
         console.say_note(problem, as_json=_wants_json(argv))
@@ -100,7 +103,7 @@ def carry_out(argv: Sequence[str]) -> "JobResult | int":
     if options.tf_orchestrator:
         return serve_tensorflow(line)
     if options.standby:
-        from launcher.launch.standby import stand_by  # noqa: PLC0415 - see `run_job`
+        from launcher.launch.etcd_run import stand_by  # noqa: PLC0415 - see `run_job`
 
         run_dir = RunDir(state_dir_of(options, os.environ), options.run_id or "unnamed")
         return stand_by(line, run_dir, os.environ, go_on=run_job, say=sayer(options))
@@ -143,7 +146,8 @@ def run_job(
         return join_job(line, role)
     facts = replace(collect_facts(line, os.environ), role=role)
     if former is not None:
-        state_dir, run_id = str(former[0].path.parent), former[0].run_id
+        state_dir = str(former[0].path.parent)
+        run_id = former[0].run_id
         facts = replace(facts, state_dir=state_dir, run_id=run_id)
     if options.backend == "mpi" and started_ranks(os.environ) > 1:
         if (ranks := meet_ranks()) is None:  # rank 0 runs the job
@@ -156,9 +160,9 @@ def run_job(
     with contextlib.ExitStack() as stack:
         stack.callback(run_dir.leave)
         if etcd is None and options.in_etcd:
-            from launcher.launch.etcd_run import EtcdRun, check  # noqa: PLC0415 - not for --help
+            from launcher.launch.etcd_run import EtcdRun, check_journal  # noqa: PLC0415 - not for --help
 
-            check(plan, os.environ)
+            check_journal(plan, os.environ)
         if etcd is None and options.in_etcd and not options.dry_run:
             named = EtcdRun(
                 options, os.environ, run_dir, sayer(options), insecure=plan.driver.insecure
@@ -189,7 +193,9 @@ def drive(
     from elastic_driver.runtime.results import JobResult  # noqa: PLC0415 - not for --help
     from launcher.launch import resume  # noqa: PLC0415
 
-    line, options, cwd = plan.line, plan.options, plan.spec.cwd
+    line = plan.line
+    options = plan.options
+    cwd = plan.spec.cwd
     if etcd is not None:
         run = etcd.find(line, cwd, former)
     else:
@@ -198,7 +204,8 @@ def drive(
         return show_result(run, run_dir, options)
     notes = plan.notes if run is None else (*plan.notes, resume.describe(run_dir, run))
     if options.dry_run:
-        agents, binding = describe_agents(plan), describe_binding(plan)
+        agents = describe_agents(plan)
+        binding = describe_binding(plan)
         print(replace(plan, notes=notes).render(agents, binding), flush=True)
         return int(ExitCode.OK)
     for note in notes:
@@ -211,7 +218,7 @@ def drive(
 
     store = None if etcd is None else etcd.take(run)
     if options.brain is not None:
-        from launcher.launch.brain import submit_to_brain  # noqa: PLC0415
+        from launcher.launch.brain_job import submit_to_brain  # noqa: PLC0415
 
         return submit_to_brain(plan, run_dir, run, store, sayer(options))
     return submit(plan, run_dir, run, store)
@@ -233,7 +240,8 @@ def describe_agents(plan: LaunchPlan) -> list[tuple[str, str]]:
     """Return (host, its agent's command line) for --dry-run; `HOST`: any host found later."""
     if isinstance(plan.hosts, JoinedHosts):
         return []
-    backend, described = make_backend(plan.backend, plan.agents), []
+    backend = make_backend(plan.backend, plan.agents)
+    described = []
     for host in [host for host, slots in plan.agents.hosts if slots] or ["HOST"]:
         try:
             described.append((host, backend.describe(host)))
@@ -249,7 +257,8 @@ def describe_binding(plan: LaunchPlan) -> list[tuple[int, str]]:
         return []
     from launcher.agent import binding  # noqa: PLC0415 - not for --help
 
-    cores, nodes = binding.usable_cores(), binding.gpu_nodes({**plan.agents.environ})
+    cores = binding.usable_cores()
+    nodes = binding.gpu_nodes({**plan.agents.environ})
     chosen = (binding.choose(plan.spec.bind, s, slots, cores, nodes) for s in range(slots))
     return list(enumerate(map(binding.in_words, chosen)))
 
@@ -272,7 +281,7 @@ def serve_job(
 
 def serve_tensorflow(line: CommandLine) -> "JobResult | int":
     """Serve TensorFlow nodes, without a job."""
-    from launcher.launch.orchestrator import serve  # noqa: PLC0415 - see `run`
+    from launcher.join.serve import serve_tensorflow as serve  # noqa: PLC0415 - see `run`
 
     if line.command:
         raise UsageError("--tf-orchestrator runs no command; others start the TensorFlow nodes")
@@ -289,9 +298,10 @@ def serve_tensorflow(line: CommandLine) -> "JobResult | int":
 def join_job(line: CommandLine, role: where.Join) -> int:
     """Take part in a job that another node serves."""
     from launcher.join.node import join  # noqa: PLC0415 - see `run`
-    from launcher.join.plan import JoinPlan  # noqa: PLC0415
+    from launcher.join.search import JoinPlan  # noqa: PLC0415
 
-    options, facts = line.options, collect_facts(line, os.environ)
+    options = line.options
+    facts = collect_facts(line, os.environ)
     RunDir(Path(facts.state_dir), facts.run_id)  # raises for a name that is not usable
     if options.token_file is not None:
         read_secret(options.token_file)  # raises now, before a server is found

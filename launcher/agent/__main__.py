@@ -4,11 +4,10 @@ import asyncio
 import os
 import sys
 
-from launcher.agent import stdin
+from launcher.agent import processes
 from launcher.agent.agent import Agent
-from launcher.agent.command_line import parse
+from launcher.agent.command_line import SPARE_FLAG, parse, receive_arguments
 from launcher.agent.processes import forbid_core_dumps
-from launcher.agent.spare import SPARE_FLAG, receive_arguments
 from launcher.agent.warm.starter import inherit
 from rendezvous.auth import read_credentials
 from rendezvous.errors import TokenError
@@ -17,11 +16,14 @@ from rendezvous.errors import TokenError
 def main() -> int:
     """Run the agent; return its exit status."""
     arguments = sys.argv[1:]
-    if arguments == [SPARE_FLAG] and not (arguments := receive_arguments(0)):
-        return 0
+    if arguments == [SPARE_FLAG]:
+        arguments = receive_arguments(0)
+        if not arguments:
+            return 0
     config = parse(arguments)
     forbid_core_dumps()
-    inherited, given = inherit(os.environ), stdin.inherit(os.environ)
+    inherited = inherit(os.environ)
+    given = processes.inherit_stdin(os.environ)
     try:
         credentials = read_credentials(config.token_file)
     except TokenError as error:

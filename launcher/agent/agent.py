@@ -31,20 +31,22 @@ from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, term_in
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import remove_orphans, scratch_folder
+from launcher.agent.host import (
+    CONNECTIONS_LOOK_S,
+    Unanswered,
+    UsageThread,
+    first_free,
+    free_ports,
+    machine_id,
+    usable_cpus,
+    usable_memory,
+)
 from launcher.agent.lifetime import Lifetime
-from launcher.agent.liveness import Heartbeats, Promise
-from launcher.agent.machine_id import machine_id
-from launcher.agent.memory import usable_memory
-from launcher.agent.ports import first_free, free_ports
-from launcher.agent.posted_output import Consoles
-from launcher.agent.probe_port import ProbePort
+from launcher.agent.liveness import Heartbeats, ProbePort, Promise
+from launcher.agent.posted_output import Consoles, RecordedOutput
 from launcher.agent.processes import become_subreaper
-from launcher.agent.recorded_output import RecordedOutput
-from launcher.agent.unanswered import LOOK_S, Unanswered
-from launcher.agent.usage import UsageThread, usable_cpus
-from launcher.agent.warm.command import NotWarmable
-from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
+from launcher.agent.warm.warm_plan import NotWarmable, warm_plan_for
 from launcher.agent.workers import Workers
 from launcher.network import (
     address_of,
@@ -73,8 +75,11 @@ class Agent:
         inherited: WarmParent | None = None,
         stdin: int | None = None,
     ) -> None:
-        token, known_by = own_token(given.token, config.host), given.fingerprint
-        self._config, self._token, self._known_by = config, token, known_by
+        token = own_token(given.token, config.host)
+        known_by = given.fingerprint
+        self._config = config
+        self._token = token
+        self._known_by = known_by
         self._stdin = stdin
         self._client = RendezvousClient(config.endpoint, token, fingerprint=known_by)
         marks = {contract.JOB_MARK: os.environ.get(contract.JOB_MARK, config.token_file)}
@@ -224,7 +229,7 @@ class Agent:
         """Report connections of workers that nobody answers."""
         unanswered = Unanswered()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CONNECTIONS_LOOK_S)
             if not (pids := workers.pids()):
                 continue
             for found in await asyncio.to_thread(unanswered.look, pids):
@@ -269,7 +274,7 @@ class Agent:
 
     def _warm_up(self, spec: JobSpec) -> None:
         try:
-            self._starter.launch(plan_for(spec, os.environ))
+            self._starter.launch(warm_plan_for(spec, os.environ))
         except NotWarmable as reason:
             self._starter.close()
             if spec.warm:  # the user wants it
@@ -333,7 +338,8 @@ class Agent:
 
     def _on_announced(self, line: bytes) -> None:
         """Follow a driver that has taken over at another address."""
-        link, driver = self._life.link, verified(line, self._run_id, self._token)
+        link = self._life.link
+        driver = verified(line, self._run_id, self._token)
         if link is None or driver is None or driver.term <= max(link.term, self._announced):
             return
         self._announced = driver.term

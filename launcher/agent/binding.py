@@ -14,7 +14,8 @@ from pathlib import Path
 
 from elastic_driver.contract import VISIBLE_DEVICES
 
-SYS, PROC = Path("/sys"), Path("/proc")
+SYS = Path("/sys")
+PROC = Path("/proc")
 _NVIDIA = "driver/nvidia/gpus"  # below /proc: a folder for each GPU, named by its PCI address
 
 
@@ -73,7 +74,8 @@ def choose(
     there = [core for core in cores if core.node == homes[slot]]
     if bind == "core":
         mates = [s for s, home in enumerate(homes) if home == homes[slot]]
-        first, count = mates.index(slot) * len(there), len(mates)
+        first = mates.index(slot) * len(there)
+        count = len(mates)
         last = (mates.index(slot) + 1) * len(there)
         there = there[first // count : max(last // count, first // count + 1)]
     return frozenset(cpu for core in there for cpu in core.cpus)

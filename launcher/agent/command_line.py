@@ -1,6 +1,13 @@
-"""The agent's command line, which backends write (`launcher.backends.base`)."""
+"""The agent's command line, which backends write (`launcher.backends.base`).
+
+An agent may be started before its host is known (`SPARE_FLAG`). It has imported everything and its
+warm parent is ready, so a host that appears in discovery begins at once. Its arguments come later:
+the driver's process writes them to the agent's stdin as one line, a JSON list.
+"""
 
 import argparse
+import json
+import os
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -44,3 +51,21 @@ def parse(argv: Sequence[str]) -> AgentConfig:
     parser.add_argument("--resumable", action="store_true")
     parser.add_argument("--driver-file")
     return AgentConfig(**vars(parser.parse_args(argv)))
+
+
+# ---- arguments that come later ------------------------------------------------------------
+
+
+SPARE_FLAG = "--when-told"  # in place of all other arguments
+
+
+def send_arguments(lifeline: int, arguments: Sequence[str]) -> None:
+    """Write the arguments to the agent's stdin (`lifeline`); raises OSError if it has ended."""
+    os.write(lifeline, json.dumps(list(arguments)).encode("ascii") + b"\n")
+
+
+def receive_arguments(stdin: int) -> list[str]:
+    """Wait for the arguments; empty if the driver's process has ended or needs no spare."""
+    with open(stdin, "rb", closefd=False) as pipe:
+        line = pipe.readline()
+    return [str(word) for word in json.loads(line)] if line.endswith(b"\n") else []

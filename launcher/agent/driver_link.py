@@ -72,7 +72,9 @@ class DriverLink:
         on_absent: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        self._client, self._agent, self._say = client, agent, say
+        self._client = client
+        self._agent = agent
+        self._say = say
         self._reader = documents.Reader(say)
         self._timeout, self._patience = spec.driver_timeout, spec.heartbeat_timeout
         self._deadline = math.inf if self._timeout else self._patience  # `watch` ends the wait
@@ -174,7 +176,9 @@ class DriverLink:
 
     async def _return_to(self, term: int) -> None:
         """Report to the driver of a higher term; return when it has taken everything."""
-        self.term, self._died_at, self.absent = term, None, False
+        self.term = term
+        self._died_at = None
+        self.absent = False
         self.report(self._story(term))
         await self.delivered()
         self._say(f"the driver of term {term} goes on with the job")

@@ -58,7 +58,8 @@ def worker_environment(
     `JobSpec.env` overrides inherited variables, and the names of the contract override both.
     The other defaults (threads, buffering, interface) apply only if the user has set no value.
     """
-    place, common = order.place, common_environment(inherited, spec)
+    place = order.place
+    common = common_environment(inherited, spec)
     values: dict[str, object] = {
         **_defaults(order, meeting),
         **common,

@@ -48,9 +48,13 @@ class Lifetime:
         self.link: DriverLink | None = None
         self.workers: Workers | None = None
         self.notice = 0.0
-        self.reason, self.exit_code, self.driver_gone = "", 0, False
+        self.reason = ""
+        self.exit_code = 0
+        self.driver_gone = False
         self.waited_in_vain = False  # for the next driver
-        self._config, self._say, self._on_driver_gone = config, say, on_driver_gone
+        self._config = config
+        self._say = say
+        self._on_driver_gone = on_driver_gone
         self._over = asyncio.Event()  # set with the reason, the status, and the driver's state
         self._tasks: list[asyncio.Task[None]] = []
         self._leave_timer: asyncio.TimerHandle | None = None  # runs after `_announce`
@@ -96,7 +100,8 @@ class Lifetime:
 
         If there is no driver, the workers leave by themselves.
         """
-        notice, patience = self.notice, documents.time_to_leave(self.notice)
+        notice = self.notice
+        patience = documents.time_to_leave(self.notice)
         reason = f"its agent got {number.name}"
         if self.link is not None:
             agent = self._config.host, self._config.incarnation
@@ -150,7 +155,9 @@ class Lifetime:
         gone.
         """
         if driver_gone or not self.is_over:
-            self.reason, self.exit_code, self.driver_gone = reason, int(exit_code), driver_gone
+            self.reason = reason
+            self.exit_code = int(exit_code)
+            self.driver_gone = driver_gone
         self._over.set()
         if driver_gone:  # also for a driver that comes now
             self._on_driver_gone()

@@ -68,7 +68,8 @@ class LineSplitter:
 
     def finish(self) -> list[bytes]:
         """Return the last line, if it ended without a newline."""
-        rest, self._rest = visible(self._rest), b""
+        rest = visible(self._rest)
+        self._rest = b""
         return self._pieces(rest) if rest and rest != self._shown else []
 
     def _pieces(self, line: bytes) -> list[bytes]:
@@ -135,7 +136,9 @@ class HoldBack:
 
     def release(self) -> list[bytes]:
         """Return the held lines and forget them: the process goes on, or ended well."""
-        held, self._held, self._bytes = self._held, [], 0
+        held = self._held
+        self._held = []
+        self._bytes = 0
         return held
 
     @property

@@ -24,8 +24,8 @@ from elastic_driver.appended_file import AppendedFile
 from elastic_driver.console import Console
 from elastic_driver.words.orders import JobSpec, StartWorkerOrder
 from launcher.agent.lines import HoldBack, LineSplitter, visible
-from launcher.agent.recorded_output import Record
-from launcher.agent.stdin import waits_for_line
+from launcher.agent.posted_output import Record
+from launcher.agent.processes import waits_for_line
 from rendezvous.own_files import shown_folder
 
 OUT, ERR = 1, 2  # bits of torchrun's Std
@@ -143,7 +143,9 @@ class Stream:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._label, self._worker = label, worker
-        self._console, self._file, self._holdback = console, file, holdback
+        self._console = console
+        self._file = file
+        self._holdback = holdback
         self._lines = LineSplitter()
         self._tail = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -267,7 +269,8 @@ class Stream:
 
     def _wake(self) -> None:
         """Show a held traceback that is due, a progress bar that has moved, and a question."""
-        self._timer, now = None, self._loop.time()
+        self._timer = None
+        now = self._loop.time()
         if (hold := self._holdback) is not None and (due := hold.due()) is not None:
             # A process that may be on its way to its end keeps its traceback a little longer.
             if due <= now and not (self._worker.may_be_ending() and hold.extend(now)):
@@ -307,8 +310,12 @@ class WorkerOutput:
         record: Record | None = None,
         on_terminal: bool = False,
     ) -> None:
-        self._worker, self._record, self.on_terminal = order.worker, record, on_terminal
-        self.rank, self.timestamp, self.say = order.place.rank, spec.timestamp, say
+        self._worker = order.worker
+        self._record = record
+        self.on_terminal = on_terminal
+        self.rank = order.place.rank
+        self.timestamp = spec.timestamp
+        self.say = say
         self.pid = 0  # of the worker, once it was started
         self._cpu_then = 0.0  # CPU seconds of the worker when its last traceback began
         routing = route(spec, order.place.slot)
@@ -324,7 +331,8 @@ class WorkerOutput:
                     say(f"cannot open {path} ({error.strerror}); it will be missing")
             return Stream(label, self, console, file, holdback)
 
-        self.stdout, self.stderr = stream(OUT, "stdout", None), stream(ERR, "stderr", HoldBack())
+        self.stdout = stream(OUT, "stdout", None)
+        self.stderr = stream(ERR, "stderr", HoldBack())
 
     def close_child_side(self) -> None:
         """Close our copies of the worker's ends, once it has been started."""

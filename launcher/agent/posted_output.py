@@ -1,13 +1,20 @@
-"""Output of an agent and its workers: to our console, or to the next driver once that is gone.
+"""Lines of an agent and its workers on their way to a driver.
 
-Lines for the next driver wait in their order, `MAX_BYTES` at most: the oldest ones are dropped, and
-the driver is told how many. They are numbered, so that a request that is repeated shows none twice.
+`RecordedOutput` sends the workers' lines to the driver, which keeps them for `elasticctl logs`.
+`Consoles` writes the output to our console or, once that is gone, sends it to the next driver
+(`PostedOutput`), whose console shows it.
+
+In both, lines wait in their order up to a number of bytes; the oldest are dropped beyond that, and
+the driver is told how many. Nothing here holds a worker up or ends the agent: while there is no
+driver, lines wait for the next one. Lines for a console are numbered, so that a request that is
+repeated shows none twice. The driver says how long to wait between two requests for its logs.
 """
 
 import asyncio
 import contextlib
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -15,8 +22,19 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.console import HIGH_WATER, LOW_WATER, Console
 from elastic_driver.words import counted
-from elastic_driver.words.progress import MAX_OUTPUT_LINES, OutputLine, OutputLines
-from rendezvous.errors import RequestError
+from elastic_driver.words.progress import (
+    MAX_OUTPUT_LINES,
+    LogsTaken,
+    OutputLine,
+    OutputLines,
+    WorkerLine,
+    WorkerLines,
+)
+from rendezvous.errors import RendezvousError, RequestError
+from rendezvous.wire import UNREADABLE
+
+# ---- to our console, or to that of the next driver ----------------------------------------
+
 
 MAX_BYTES = 8 * 1024 * 1024  # of lines that wait
 BATCH_BYTES = 256 * 1024  # in one request, about
@@ -38,13 +56,17 @@ class PostedOutput:
         post: Callable[[str, bytes], Awaitable[object]],
         flow: Callable[[bool], None],
     ) -> None:
-        self._host, self._incarnation, self._post, self._flow = host, incarnation, post, flow
+        self._host = host
+        self._incarnation = incarnation
+        self._post = post
+        self._flow = flow
         self._waiting: deque[tuple[int, list[bytes]]] = deque()  # stream, lines
         self._bytes = 0
         self._sending: list[OutputLine] = []  # taken from `_waiting`, and not known to have arrived
         self._next = 1  # the number of the next line that is sent
         self._dropped = 0
-        self._some, self._none = asyncio.Event(), asyncio.Event()
+        self._some = asyncio.Event()
+        self._none = asyncio.Event()
         self._none.set()
 
     def take(self, stream: int, text: bytes) -> None:
@@ -84,14 +106,18 @@ class PostedOutput:
 
     def give_back(self) -> list[tuple[int, bytes]]:
         """Return all lines, by stream, and forget them: no driver will take them."""
-        lines, self._sending = [*self._sending, *self._told()], []
-        waiting, self._waiting, self._bytes = self._waiting, deque(), 0
+        lines = [*self._sending, *self._told()]
+        self._sending = []
+        waiting = self._waiting
+        self._waiting = deque()
+        self._bytes = 0
         found = [(line.stream, [line.text.encode()]) for line in lines]
         return [(stream, b"\n".join(text) + b"\n") for stream, text in (*found, *waiting)]
 
     def _batch(self) -> list[OutputLine]:
         """Take out the next lines for one request; at least one."""
-        found, size = self._told(), 0
+        found = self._told()
+        size = 0
         while self._waiting and size < BATCH_BYTES and len(found) < MAX_OUTPUT_LINES:
             stream, lines = self._waiting.popleft()
             room = MAX_OUTPUT_LINES - len(found)
@@ -175,3 +201,93 @@ class Consoles:
     def _flow(self, go_on: bool) -> None:
         for console in (self.stdout, self.stderr):
             console.hold(not go_on and self._present())
+
+
+# ---- to the driver's logs -----------------------------------------------------------------
+
+
+MOST_RECORDED_BYTES = 4 * 1024 * 1024  # of lines that wait
+RECORDED_BATCH_BYTES = 256 * 1024  # in one request, about
+FIRST_WAIT_S = 0.2  # from a line to the first request, so that more go with it
+LINE_BYTES = 100  # what a line takes beside its text, about
+# Takes a worker, its rank, a stream and whole lines without their newline.
+Record = Callable[[str, int, int, Sequence[bytes]], None]
+_taken = msgspec.json.Decoder(LogsTaken).decode
+
+
+class RecordedOutput:
+    """The waiting lines of one agent; used on its loop.
+
+    `post` sends a body to a path and returns the answer of a driver. It raises RendezvousError if
+    the driver refuses the body or there is none; then these lines are left out.
+    """
+
+    def __init__(
+        self, host: str, incarnation: int, post: Callable[[str, bytes], Awaitable[bytes]]
+    ) -> None:
+        self._host = host
+        self._incarnation = incarnation
+        self._post = post
+        self._waiting: deque[tuple[WorkerLine, int]] = deque()  # with its bytes
+        self._bytes = self._dropped = 0
+        self._next = 1  # the number of the next line that is sent
+        self._some = asyncio.Event()
+        self._none = asyncio.Event()
+        self._none.set()
+        self._hurry = asyncio.Event()  # send at once: the agent ends
+
+    def take(self, worker: str, rank: int, stream: int, lines: Sequence[bytes]) -> None:
+        """Take whole lines; returns at once."""
+        now = time.time()
+        for line in lines:
+            text = line.decode(errors="replace")
+            size = len(line) + LINE_BYTES
+            found = WorkerLine(now, worker, rank, 1 if stream == 1 else 2, text)
+            self._waiting.append((found, size))
+            self._bytes += size
+        while self._bytes > MOST_RECORDED_BYTES:
+            self._bytes -= self._waiting.popleft()[1]
+            self._dropped += 1
+        if self._waiting:
+            self._some.set()
+            self._none.clear()
+
+    async def drain(self, patience: float) -> None:
+        """Send everything without pauses; give up after `patience` seconds."""
+        self._hurry.set()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._none.wait(), patience)
+
+    async def run(self) -> None:
+        """Send lines for ever."""
+        wait = FIRST_WAIT_S
+        while True:
+            await self._some.wait()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), wait)
+            lines = self._batch()
+            dropped = self._dropped
+            body = WorkerLines(self._host, self._incarnation, self._next, lines, dropped)
+            self._next += len(lines)
+            try:
+                answer = await self._post(contract.LOGS_PATH, msgspec.json.encode(body))
+                self._dropped -= dropped
+                wait = _taken(answer).wait
+            except RendezvousError:
+                self._dropped += len(lines)
+            except UNREADABLE:  # an answer of a newer driver
+                wait = FIRST_WAIT_S
+            if not self._waiting:
+                self._some.clear()
+                self._none.set()
+
+    def _batch(self) -> tuple[WorkerLine, ...]:
+        """Take out the next lines for one request; at least one."""
+        found: list[WorkerLine] = []
+        size = 0
+        while self._waiting and size < RECORDED_BATCH_BYTES and len(found) < MAX_OUTPUT_LINES:
+            line, taken = self._waiting.popleft()
+            size += taken
+            found.append(line)
+        self._bytes -= size
+        return tuple(found)

@@ -9,6 +9,17 @@ A worker leads a session and process group of its own. When it has ended, the ag
 processes it left behind, and then reports the end: the rest of the group, and descendants that left
 the group, whose parent is now the agent.
 
+The workers on the machine of `elasticrun` read its stdin, as torchrun's do. The agent's own stdin
+is a pipe to its parent, so it inherits the workers' stdin as another descriptor, whose number is in
+a variable (`STDIN_VARIABLE`). A terminal does not control the workers, as they lead sessions of
+their own, and no read of it stops them. Agents on other machines get none, and their workers read
+nothing.
+
+`stack_of` returns the stack of a worker that cannot report it itself: a plain script, a stopped
+process, a process that holds the interpreter lock. With py-spy on the path (or beside our Python)
+it is that of the main thread, and the process is not stopped; otherwise it is the state that the
+kernel reports for the process.
+
 Linux only. `prctl` is called through ctypes, whose library is loaded at import so that the call is
 safe between fork and exec. Times are seconds.
 """
@@ -17,17 +28,24 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import platform
 import resource
+import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import psutil
+from msgspec import Struct
 
 from elastic_driver import contract
-from launcher.agent import stdin
+from elastic_driver.words.wire_events import SEEN_ELSEWHERE, SEEN_WAITING, shorten, waits_for_peers
+from rendezvous.wire import UNREADABLE
 
 EXIT_NOT_EXECUTABLE = 126  # as the shells say it
 EXIT_NOT_FOUND = 127
@@ -223,10 +241,12 @@ def start_fresh(spec: ProcessSpec) -> int:
     it.
     """
     _check_folder(spec.cwd)
-    parent, worker, env = os.getpid(), spec.lifeline is None, spec.env
+    parent = os.getpid()
+    worker = spec.lifeline is None
+    env = spec.env
     own = spec.stdin_fd if worker else spec.lifeline
     if not worker and spec.stdin_fd is not None:
-        env = {**env, stdin.VARIABLE: str(spec.stdin_fd)}
+        env = {**env, STDIN_VARIABLE: str(spec.stdin_fd)}
 
     def bind_to_parent() -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -371,3 +391,130 @@ class WorkerProcess:
 def is_of_this_user(process: psutil.Process) -> bool:
     """Return whether a process is of the user of this one; raises psutil.Error if it has ended."""
     return bool(process.uids().real == os.getuid())
+
+
+# ---- the stdin of workers -----------------------------------------------------------------
+
+
+STDIN_VARIABLE = "ELASTIC_WORKER_STDIN"  # of an agent: the number of the descriptor
+_READ = {"x86_64": "0", "ppc64le": "3", "s390x": "3"}  # numbers of system calls; elsewhere 63
+
+
+@contextlib.contextmanager
+def stdin_for_workers() -> Iterator[int | None]:
+    """Lend a copy of our stdin, for an agent; None if its workers are to read nothing.
+
+    So it is where a shell has started us in the background (`&`): it reads the terminal itself, and
+    workers would take its lines.
+    """
+    copy = None
+    with contextlib.suppress(OSError):
+        if not (os.isatty(0) and _in_background()):
+            copy = os.dup(0)
+    try:
+        yield copy
+    finally:
+        if copy is not None:
+            os.close(copy)
+
+
+def _in_background() -> bool:
+    with contextlib.suppress(OSError):  # this terminal does not control us
+        return os.tcgetpgrp(0) != os.getpgrp()
+    return False
+
+
+def inherit_stdin(environ: MutableMapping[str, str]) -> int | None:
+    """Return the descriptor that this agent has for its workers; None: they read nothing."""
+    number = environ.pop(STDIN_VARIABLE, None)
+    if number is None:
+        return None
+    os.set_inheritable(int(number), False)
+    return int(number)
+
+
+def is_terminal(fd: int | None) -> bool:
+    """Return whether a person may answer there; False for None."""
+    return fd is not None and os.isatty(fd)
+
+
+def waits_for_line(pid: int) -> bool:
+    """Return whether the main thread of a process waits for its stdin; True if nobody can tell."""
+    with contextlib.suppress(OSError):
+        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
+            call = file.read().split()
+        return call[:2] == [_READ.get(platform.machine(), "63"), "0x0"]
+    return True
+
+
+# ---- the stack of a worker ----------------------------------------------------------------
+
+
+PY_SPY_S = 5.0  # for py-spy; a big process takes about one
+
+
+class Seen(Struct, frozen=True):
+    """A worker's place in a few words, and its stack, innermost frame last (empty: unknown)."""
+
+    where: str
+    stack: str = ""
+
+
+class _Frame(Struct, frozen=True):
+    name: str
+    filename: str
+    line: int
+
+
+class _ThreadStack(Struct, frozen=True):
+    frames: tuple[_Frame, ...]  # innermost first
+    thread_name: str | None = None
+    os_thread_id: int | None = None
+
+
+async def stack_of(pid: int) -> Seen:
+    """Look at a process of ours."""
+    program = find_py_spy()
+    if program is not None and state_of(pid) not in ("stopped", "gone"):
+        argv = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            # The agent may reap py-spy first; its output is complete anyway.
+            done = await asyncio.to_thread(
+                subprocess.run,
+                argv,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=PY_SPY_S,
+            )
+            if (seen := seen_in(done.stdout, pid)) is not None:
+                return seen
+    return Seen(f"no answer; its process is {state_of(pid)}")
+
+
+def find_py_spy() -> str | None:
+    """Return the program's path, if it is installed."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.is_file() else shutil.which("py-spy")
+
+
+def state_of(pid: int) -> str:
+    """Return the kernel's state of a process: running, sleeping, stopped, disk-sleep … or gone."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"
+
+
+def seen_in(output: bytes, pid: int) -> Seen | None:
+    """Read the main thread's stack out of py-spy's JSON; None if it has none."""
+    try:
+        threads = msgspec.json.decode(output, type=tuple[_ThreadStack, ...])
+    except UNREADABLE:
+        return None
+    main = [t for t in threads if t.os_thread_id == pid or t.thread_name == "MainThread"]
+    frames = main[0].frames if main else ()
+    if not frames:
+        return None
+    lines = (f'  File "{f.filename}", line {f.line}, in {f.name}\n' for f in reversed(frames))
+    waits = waits_for_peers(frames[0].filename)
+    return Seen(SEEN_WAITING if waits else SEEN_ELSEWHERE, shorten("".join(lines)))

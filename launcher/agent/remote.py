@@ -7,13 +7,17 @@
     python -m launcher.agent.remote look FOLDER       print facts about this host
 
 `keep` reads the agent's token and, in a second line, the fingerprint of the driver's certificate
-from stdin, which is the only way that the token ever travels, and writes them to a 0600 file in a
-private folder that is removed with the agent. The driver sends them once the user's login files are
-over (`launcher.agent.marks`); empty lines before them are what it sent to login files. `keep` does
-not depend on the session that started it: it is a session of its own, and its closed streams are
-not read. It is the agent's parent and the reaper of everything below it, as the local backend is
-for agents on its machine, so that no process outlives the agent; when *it* dies, the agent sees its
-stdin close and ends. Times are seconds.
+from stdin, which is the only way that the token ever travels. It writes them to a 0600 file in a
+private folder that is removed with the agent. `keep` does not depend on the session that started
+it: it has its own session, and does not read its closed streams. It is the agent's parent and reaps
+everything below the agent, as the local backend does on its machine, so that no process outlives
+the agent. If `keep` dies, the agent's stdin closes and the agent ends. Times are seconds.
+
+A login shell runs the user's login files before our command, with the same streams. They may print
+anything, with or without a newline at its end, and may leave processes that go on printing. So the
+driver knows our own words by *marks* (`BEGIN` and others), which count wherever they stand in the
+stream. None of them stands in the command line, which a shell may be told to show. The driver sends
+the token once the login files are over; empty lines before it are what it sent to login files.
 """
 
 import asyncio
@@ -21,6 +25,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import select
 import shutil
 import signal
@@ -38,7 +43,7 @@ import psutil
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode
 from launcher import version
-from launcher.agent import stdin
+from launcher.agent import processes
 from launcher.agent.folders import (
     held_folder,
     holder_of,
@@ -47,11 +52,62 @@ from launcher.agent.folders import (
     sweep_scratch,
     wait_for_holder,
 )
-from launcher.agent.marks import LOOKED, NO_STDOUT, UP, say, say_done
-from launcher.agent.processes import become_subreaper, children, end_all, send_signal
-from launcher.agent.stacks import state_of
+from launcher.agent.processes import become_subreaper, children, end_all, send_signal, state_of
 from launcher.edge import keep_memory_private
 from rendezvous.auth import MAX_FILE_BYTES, write_token_file
+
+# ---- marks --------------------------------------------------------------------------------
+
+
+REACHED = b"elastic-login-over"  # /bin/sh says it first: the login files are done
+SAY_REACHED = "printf '%s-%s\\n' elastic login-over"
+_REACHED = re.compile(re.escape(REACHED) + rb"\r?\n")
+
+UP = "elastic-agent-up"  # `UP name empty`: the agent was started, or is waited for
+LOOKED = "elastic-look"  # `LOOKED {…}`: the findings of `look`
+DONE = "elastic-done"  # `DONE name status`: our command has ended, whatever holds its streams
+
+NO_STDOUT = 83  # an exit status: what we print does not reach the driver
+
+
+def after_login(said: bytes) -> tuple[bytes, bytes] | None:
+    """Return what was printed before our command ran, and after; None: it does not run yet."""
+    found = _REACHED.search(said)
+    return None if found is None else (said[: found.start()], said[found.end() :])
+
+
+def up_in(line: bytes, name: str) -> int | None:
+    """Return how many empty lines have reached an agent that is up; None: it is not.
+
+    Those that were sent and are missing were read by a login file.
+    """
+    found = re.search(rb"%s %s(?: (\d{1,6}))?\s*$" % (UP.encode(), re.escape(name.encode())), line)
+    return None if found is None else int(found[1] or 0)
+
+
+def done_in(line: bytes, name: str) -> tuple[bytes, int] | None:
+    """Return what stands before the mark of our command's end, and its exit status."""
+    found = re.search(rb"%s %s (\d{1,3})\s*$" % (DONE.encode(), re.escape(name.encode())), line)
+    return None if found is None else (line[: found.start()], int(found[1]))
+
+
+def say(mark: str, *words: object) -> None:
+    """Print a mark and its words in one write; raises OSError if nobody is there to read it.
+
+    `print` writes word by word with PYTHONUNBUFFERED, and a process that a login file has left
+    could print between them.
+    """
+    os.write(1, (" ".join([mark, *map(str, words)]) + "\n").encode())
+
+
+def say_done(name: str, status: int) -> None:
+    """Print the mark of our command's end; nobody may be there to read it."""
+    with contextlib.suppress(OSError):
+        say(DONE, name, status)
+
+
+# ---- commands -----------------------------------------------------------------------------
+
 
 FOLDER_PREFIX = "elastic-agent-"
 PATIENCE_S = 5.0  # for killed processes to be gone
@@ -74,7 +130,8 @@ def keep(name: str, arguments: Sequence[str]) -> int:
     empty = 0
     while (line := _line_of_stdin()) == "\n":
         empty += 1
-    token, fingerprint = line.strip(), _line_of_stdin().strip()
+    token = line.strip()
+    fingerprint = _line_of_stdin().strip()
     if not token:
         print("elasticrun: no token came over stdin", file=sys.stderr)
         return int(ExitCode.BUG)
@@ -148,10 +205,10 @@ def start_agent(
     argv += ["--token-file", str(token_file), "--orphan-file", str(token_file)]
     argv += ["--lifeline", "--kept"]
     env = {**os.environ, contract.JOB_MARK: str(token_file)}
-    with stdin.of_this_process() as given:
+    with processes.stdin_for_workers() as given:
         fds = () if given is None else (given,)
         if given is not None:
-            env[stdin.VARIABLE] = str(given)
+            env[processes.STDIN_VARIABLE] = str(given)
         return subprocess.Popen(
             argv, cwd=cwd, env=env, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True
         )

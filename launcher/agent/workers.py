@@ -23,12 +23,17 @@ from elastic_driver.words.wire_events import RunningWorker, WorkerExited, Worker
 from launcher.agent import processes
 from launcher.agent.binding import choose, gpu_nodes, in_words, usable_cores
 from launcher.agent.environment import Meeting, worker_environment
-from launcher.agent.memory import MemoryJudge
+from launcher.agent.host import MemoryJudge
 from launcher.agent.output import WorkerOutput, link_ranks
-from launcher.agent.processes import EXIT_NOT_EXECUTABLE, ProcessSpec, StartError, WorkerProcess
-from launcher.agent.recorded_output import Record
-from launcher.agent.stacks import look
-from launcher.agent.stdin import is_terminal
+from launcher.agent.posted_output import Record
+from launcher.agent.processes import (
+    EXIT_NOT_EXECUTABLE,
+    ProcessSpec,
+    StartError,
+    WorkerProcess,
+    is_terminal,
+    stack_of,
+)
 from launcher.agent.warm.starter import WorkerStarter
 from rendezvous.auth import Credentials, write_token_file
 from rendezvous.errors import TokenError
@@ -64,10 +69,17 @@ class Workers:
         record: Record | None = None,
         stdin: int | None = None,
     ) -> None:
-        self._spec, self._meeting, self._starter = spec, meeting, starter
-        self._own, self._record, self._stdin = own, record, stdin
-        self._consoles, self._report, self._say = consoles, report, say
-        self._inherited, self._memory = dict(os.environ), MemoryJudge()
+        self._spec = spec
+        self._meeting = meeting
+        self._starter = starter
+        self._own = own
+        self._record = record
+        self._stdin = stdin
+        self._consoles = consoles
+        self._report = report
+        self._say = say
+        self._inherited = dict(os.environ)
+        self._memory = MemoryJudge()
         self._log_dir = None if spec.log_dir is None else Path(spec.cwd, spec.log_dir)
         self._bound: dict[str, frozenset[int]] = {}  # workers whose start is to be reported
         self._leaders: set[int] = set()  # pids of workers that are not reaped yet
@@ -158,7 +170,7 @@ class Workers:
     async def _look(self, number: int) -> None:
         for worker, running in tuple(self._running.items()):
             if self._running.get(worker) is running:
-                seen = await look(running[0].pid)
+                seen = await stack_of(running[0].pid)
                 self._report(WorkerStack(worker, number, seen.where, seen.stack, own=False))
 
     async def all_ended(self) -> None:

@@ -5,17 +5,18 @@ import time
 from elastic_driver.runtime.backend import Backend, BackendJob, OnClosed, OnLost
 from elastic_driver.runtime.discovery import Hosts
 from launcher.backends import ssh
-from launcher.backends.addresses import is_this_machine
 from launcher.backends.local import LocalBackend
 from launcher.backends.local import make_backend as make_local
 from launcher.backends.remote import RemoteBackend
+from launcher.network import is_this_machine
 
 
 class AutoBackend(Backend):
     """The backend that is registered as `auto`."""
 
     def __init__(self, job: BackendJob) -> None:
-        self._here, self._elsewhere = make_local(job), ssh.make_backend(job)
+        self._here = make_local(job)
+        self._elsewhere = ssh.make_backend(job)
         self._chosen: dict[tuple[str, int], LocalBackend | RemoteBackend] = {}
 
     def _for(self, host: str) -> LocalBackend | RemoteBackend:

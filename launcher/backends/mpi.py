@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
 from launcher.agent.remote import OF_A_RANK
-from launcher.backends.client import Login
 from launcher.backends.mpi_ranks import settings_of_mpirun
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
+from launcher.backends.remote_shell import Login, RemoteShell, explain_by, run_briefly
 from launcher.backends.ssh import CONNECTION_FAILED, SSH_MEANINGS, SshShell
 
 LAUNCH_S = 10.0  # for Open MPI's daemon to start on a host, beyond ssh's own time

@@ -50,7 +50,8 @@ def meet_ranks() -> Hosts | None:
             "pip install 'elastic-driver[mpi]', or start elasticrun once, with -H or --hostfile"
         ) from None
     world = mpi.COMM_WORLD
-    rank, size = world.Get_rank(), world.Get_size()
+    rank = world.Get_rank()
+    size = world.Get_size()
     names = world.allgather(socket.gethostname())
     mpi.Finalize()
     if size == 1:

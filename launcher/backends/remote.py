@@ -31,12 +31,21 @@ from elastic_driver.runtime.backend import (
 )
 from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.token_roles import agent_token
-from launcher.agent.marks import up_in
-from launcher.backends.addresses import endpoint_for
+from launcher.agent.remote import up_in
 from launcher.backends.base import AgentPlan, agent_arguments, unfollowed
-from launcher.backends.client import EMPTY_AFTER_S, END_STDIN_S, Client, Login, OnLines
-from launcher.backends.remote_shell import RemoteShell, precheck
-from launcher.backends.words import FILES, ONLY_INTERACTIVE, quoted
+from launcher.backends.remote_shell import (
+    EMPTY_AFTER_S,
+    END_STDIN_S,
+    FILES,
+    ONLY_INTERACTIVE,
+    Client,
+    Login,
+    OnLines,
+    RemoteShell,
+    precheck,
+    quoted,
+)
+from launcher.network import endpoint_for
 from rendezvous.auth import read_credentials, read_token_file
 from rendezvous.errors import TokenError
 
@@ -144,7 +153,9 @@ class RemoteBackend(Backend):
         """See `Backend.close`."""
         with self._lock:
             loop, thread = self._loop, self._thread
-            self._closed, self._loop, self._thread = True, None, None
+            self._closed = True
+            self._loop = None
+            self._thread = None
         if loop is None or thread is None:
             return
         over = asyncio.run_coroutine_threadsafe(self._close(max(grace, 0.0)), loop)
@@ -260,7 +271,8 @@ class RemoteBackend(Backend):
             given=said,
             end_stdin=START_S - END_STDIN_BEFORE_S,
         )
-        agent.client, ended = client, asyncio.create_task(client.ended())
+        agent.client = client
+        ended = asyncio.create_task(client.ended())
         for console in self._consoles:
             console.attach(client.flow)
             ended.add_done_callback(partial(_detach, console, client))
@@ -312,7 +324,8 @@ class RemoteBackend(Backend):
 
     async def _saw_end(self, agent: _RemoteAgent) -> bool:
         """Wait for an agent's end on its host; return False if this connection ends before."""
-        found, said = asyncio.Event(), b""
+        found = asyncio.Event()
+        said = b""
         name = self._name_of(agent)
 
         def heard(stream: int, lines: list[bytes]) -> None:
@@ -346,9 +359,11 @@ class RemoteBackend(Backend):
         except (asyncio.TimeoutError, OSError, TokenError):
             code = -1
         except ClusterError as error:  # no agent can be there
-            code, failed = -1, str(error)
+            code = -1
+            failed = str(error)
         except Exception as error:  # of any kind: the driver waits for the end of this agent
-            code, failed = -1, f"{unfollowed(agent.host, error)}, {alone}"
+            code = -1
+            failed = f"{unfollowed(agent.host, error)}, {alone}"
         if agent.life is not None:
             if code == 0:  # then what waits for it on the host ends, too
                 await asyncio.wait([agent.life], timeout=SURELY_SEEN_S)
@@ -363,7 +378,8 @@ class RemoteBackend(Backend):
         """Run one of `launcher.agent.remote`'s commands on an agent's host."""
         argv = self._shell.argv(agent.host, word, self._name_of(agent))
         patience = None if given is None else END_STDIN_S
-        name, environ = self._name_of(agent), self._shell.environ()
+        name = self._name_of(agent)
+        environ = self._shell.environ()
         return await Client.start(argv, heard, environ, name=name, given=given, end_stdin=patience)
 
     # ---- output, and the end -------------------------------------------------------------

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
-from launcher.backends.client import Login
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
-from launcher.backends.words import in_its_words
+from launcher.backends.remote_shell import Login, RemoteShell, explain_by, in_its_words, run_briefly
 from launcher.network import addresses_of
 
 _NODE_ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
@@ -92,7 +90,8 @@ class SrunShell(RemoteShell):
         """See `RemoteShell.look_up`: Slurm's NodeAddr, where a node's name has no address here."""
         if addresses_of(host):
             return host
-        variables, ask = self.environ(), ("--oneliner", "show", "node", host)
+        variables = self.environ()
+        ask = ("--oneliner", "show", "node", host)
         program = shutil.which("scontrol", path=variables.get("PATH"))
         try:
             asked = run_briefly((program or "", *ask), IMMEDIATE_S, variables) if program else None

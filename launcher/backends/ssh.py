@@ -10,10 +10,8 @@ import subprocess
 from dataclasses import dataclass
 
 from elastic_driver.runtime.backend import BackendJob
-from launcher.backends.client import Login
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.remote_shell import RemoteShell, explain_by, run_briefly
-from launcher.backends.words import in_its_words
+from launcher.backends.remote_shell import Login, RemoteShell, explain_by, in_its_words, run_briefly
 
 CONNECTION_FAILED = 255  # ssh's own exit status; an agent never has it (ssh(1), EXIT STATUS)
 _ALIVE_COUNT = 3

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from elastic_driver.brain.store.address import Address, read_address
 from elastic_driver.errors import ClusterError, UsageError
-from launcher.launch.statistics import check_database, check_installed
+from launcher.launch.checks import check_database, check_installed
 
 if TYPE_CHECKING:
     from elastic_driver.brain.store.database import Database

@@ -12,7 +12,7 @@ from elastic_driver.console import say
 from elastic_driver.errors import UsageError
 from elastic_driver.options import whole
 from elastic_driver.runtime.discovery import parse_hosts
-from launcher.backends.registry import MONITORS, load
+from launcher.backends.base import MONITORS, load
 from launcher.brain import database as given_database
 from launcher.edge import handled
 

@@ -8,7 +8,7 @@ from typing import Any
 from elastic_driver.brain.algorithm import BUILT_IN, GROUP, Algorithm, HostView, Plan, View
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.discovery import parse_hosts
-from launcher.backends.registry import load
+from launcher.backends.base import load
 from launcher.brain import database as given_database
 
 _DESCRIPTION = """\

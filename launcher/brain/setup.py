@@ -22,7 +22,7 @@ from launcher.brain.database import address_of
 from launcher.brain.folder import BrainFolder
 from launcher.brain.service import BrainSetup
 from launcher.launch.bind_address import numeric_address
-from launcher.launch.brain import default_brain_dir
+from launcher.launch.brain_job import default_brain_dir
 
 LOOK_S = 1.0  # between two looks for hosts
 SCRIPT_S = 30.0  # for a discovery script

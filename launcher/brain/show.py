@@ -10,7 +10,7 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.words import printable
 from launcher.brain.folder import BrainFolder
 from launcher.brain.routes import FORGET_PATH
-from launcher.ctl_commands.show import table
+from launcher.ctl_commands.job_text import table
 from rendezvous.auth import read_credentials, reader_token
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError

@@ -18,9 +18,9 @@ from elastic_driver.masking import without_password
 from elastic_driver.options import FLAG
 from elastic_driver.runtime.discovery import FixedDiscovery, parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
-from launcher.ctl_commands.show import table
+from launcher.ctl_commands.job_text import table
 from launcher.job import collect_facts, with_allocation
-from launcher.launch import node_check, submit
+from launcher.launch import submit
 from launcher.launch.checks import make_discovery
 from launcher.launch.plan import make_plan
 from launcher.options.table import OPTIONS
@@ -69,14 +69,14 @@ def check(words: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="elasticctl-") as folder:
         run_dir = RunDir(Path(folder), "check")
         starter = submit.backend_maker(plan.backend, replace(job, grows=False, resumable=False))
-        checks = node_check.make_checks(plan, starter, run_dir, _say)
+        checks = submit.make_checks(plan, starter, run_dir, _say)
         driver = submit.make_driver(plan, FixedDiscovery(found), starter, run_dir, checks=checks)
         driver.open()
         try:
-            report = node_check.run_check(driver, found, plan, _say)
+            report = submit.run_check(driver, found, plan, _say)
         finally:
             driver.abandon()
-    print(node_check.show(report, plan), flush=True)
+    print(submit.render_report(report, plan), flush=True)
     return 1 if report.excluded(stragglers=checks.settings.exclude_stragglers) else 0
 
 

@@ -1,24 +1,40 @@
-"""Says in sentences what events mean, and what followed from them for a rank or a host. Pure."""
+"""The subcommands that read a run's journal: `elasticctl replay` and `elasticctl explain`.
 
-import time
+The run may be going on, or be over. The first part is pure: it says in sentences what events and
+decisions mean, and what followed from them for a rank or a host. Each subcommand takes the words
+after its name and returns an exit status; errors are raised.
+"""
+
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 
 from elastic_driver.contract import host_of_worker
+from elastic_driver.errors import UsageError
 from elastic_driver.features import chapters
 from elastic_driver.job import decisions as do
 from elastic_driver.job import events as seen
+from elastic_driver.job.decisions import Announce
 from elastic_driver.job.events import EventBatch
 from elastic_driver.job.hangs import name_ranks
-from elastic_driver.runtime.journal.replay import Step
+from elastic_driver.runtime.journal.replay import NEWEST, Replay, Step
+from elastic_driver.runtime.run_dir import JOURNAL_FILE
 from elastic_driver.words import counted
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.log_events import RoundCompleted
 from elastic_driver.words.log_lines import sentence
 from elastic_driver.words.orders import StartWorkerOrder, StopWorkerOrder, World
-from launcher.ctl_commands.show import printable
+from launcher.ctl_commands import job_text
+from launcher.ctl_commands.find import file_of_run
+from launcher.ctl_commands.job_text import clock, printable
+from launcher.ctl_commands.running import CommandParser
+
+# ---- sentences ----------------------------------------------------------------------------
+
 
 MAX_CHARS = 300  # of a sentence
 _EVENTS: dict[type, str] = {
@@ -194,7 +210,8 @@ def of_event(event: Any) -> str:
 def of_decision(decision: Any) -> str:
     """Return a sentence that says what was decided, with the reason."""
     if isinstance(decision, do.Announce):
-        facts, reason = decision.facts(), decision.reason
+        facts = decision.facts()
+        reason = decision.reason
         if isinstance(decision.what, RoundCompleted):  # its size is in the sentence already
             reason = reason.partition(": ")[2] or reason
         return _short(sentence(decision.event, reason, facts))
@@ -219,6 +236,114 @@ def _short(sentence: str) -> str:
     return one_line if len(one_line) <= MAX_CHARS else f"{one_line[:MAX_CHARS]} …"
 
 
-def clock(unix: float) -> str:
-    """Return a time of the day, to the millisecond, in local time."""
-    return f"{time.strftime('%H:%M:%S', time.localtime(unix))}.{int(unix % 1 * 1000):03}"
+# ---- the subcommands ----------------------------------------------------------------------
+
+
+_REPLAY = (
+    "Replay a journal through the machines of the driver: every event, what was decided upon it "
+    "and why, and the job as it was at the end."
+)
+_EXPLAIN = "Say in sentences what happened to a rank or to a host, and because of which event."
+_APART = ("cause", "what")  # of an event of the log, in JSON
+
+
+def _parser(name: str, text: str, example: str) -> CommandParser:
+    return CommandParser(
+        prog=f"elasticctl {name}",
+        description=text,
+        epilog=f"Example: elasticctl {example}",
+        allow_abbrev=False,
+    )
+
+
+def replay_parser() -> CommandParser:
+    """Return the parser of `elasticctl replay`."""
+    parser = _parser("replay", _REPLAY, "replay --run-id nightly --at 120")
+    parser.add_argument("journal", type=Path, nargs="?", help="the file, or the run's folder")
+    parser.add_argument("--at", type=int, default=NEWEST, metavar="N", help="stop after event N")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    return _with_run(parser)
+
+
+def replay(words: Sequence[str]) -> int:
+    """Show the events of a journal with the decisions, and the job after the last of them."""
+    given = replay_parser().parse_args(list(words))
+    with contextlib.closing(Replay(_file(given))) as found:
+        for step in found.steps(given.at):
+            print(_json(step, found) if given.json else _text(step, found), flush=True)
+        status = _document(found)
+        if given.json:
+            print(msgspec.json.encode({"status": status}).decode())
+        else:
+            document = job_text.read_job(msgspec.json.encode(status))
+            print(f"\n{job_text.job(document, found.unix(found.now))}")
+    return 0
+
+
+def explain_parser() -> CommandParser:
+    """Return the parser of `elasticctl explain`."""
+    parser = _parser("explain", _EXPLAIN, "explain host n3")
+    parser.add_argument("what", choices=("rank", "host"), help="whose story it is")
+    parser.add_argument("name", metavar="R|H", help="the number of the rank, the name of the host")
+    parser.add_argument("--journal", type=Path, help="the file, or the run's folder")
+    return _with_run(parser)
+
+
+def explain(words: Sequence[str]) -> int:
+    """Show what happened to a rank or a host, and why."""
+    given = explain_parser().parse_args(list(words))
+    if given.what == "rank" and not given.name.isdecimal():
+        raise UsageError(f"a rank is a number from 0, not {given.name!r}")
+    with contextlib.closing(Replay(_file(given))) as found:
+        steps = list(found.steps())
+        if given.what == "rank":
+            subject = of_rank(int(given.name), steps)
+        else:
+            subject = Subject(None, given.name, frozenset())
+        lines = list(chain(subject, steps, found.unix))
+        if not lines or (subject.host is None and not subject.workers):
+            raise UsageError(f"run {found.run_id}: nothing is known of {given.what} {given.name}")
+        print(f"run {found.run_id}, {given.what} {given.name}")
+        print("\n".join(lines))
+    return 0
+
+
+def _with_run(parser: CommandParser) -> CommandParser:
+    """Add the options that choose a run; return the parser."""
+    which = parser.add_argument_group("which run (default: the only one running, else the newest)")
+    which.add_argument("--run-id", metavar="ID", help="the job's name")
+    which.add_argument("--state-dir", metavar="D", type=Path, help="the folder of all runs")
+    return parser
+
+
+def _file(given: Any) -> Path:
+    """Return the journal to read; raises UsageError if there is none."""
+    return file_of_run(given.journal, JOURNAL_FILE, "a journal", given.state_dir, given.run_id)
+
+
+def _text(step: Step, found: Replay) -> str:
+    when = job_text.clock(found.unix(step.at))
+    head = f"{when} event {step.n} ({step.machine}): {of_event(step.event)}"
+    return "\n".join([head, *(f"    {of_decision(d)}" for d in step.decisions)])
+
+
+def _json(step: Step, found: Replay) -> str:
+    facts = {"n": step.n, "t": found.unix(step.at), "machine": step.machine}
+    decided = {"event": step.event, "decisions": [_published(each) for each in step.decisions]}
+    return msgspec.json.encode({**facts, **decided}).decode()
+
+
+def _published(decision: Any) -> Any:
+    """Return a decision as it is shown as JSON: a line of the log with its fields apart."""
+    if not isinstance(decision, Announce):
+        return decision
+    told = {"type": "announce", "event": decision.event}
+    places = {name: value for name, value in asdict(decision).items() if name not in _APART}
+    return {**told, **places, "detail": decision.what.facts(), "cause": decision.cause}
+
+
+def _document(found: Replay) -> dict[str, Any]:
+    """Return the job in the form of `GET /v1/status`; its times are those of the run."""
+    head = {"run_id": found.run_id, "endpoint": str(found.path)}
+    status = msgspec.to_builtins(found.job.status(found.now))
+    return {**head, "started": found.unix(found.began), **status}

@@ -135,7 +135,8 @@ def _named(where: Where, run_id: str) -> Endpoint:
         raise UsageError(
             f"there is no run {run_id!r} in {where.state_dir}; is it in another --state-dir?"
         )
-    run, log = read_endpoint(folder), folder / EVENTS_FILE
+    run = read_endpoint(folder)
+    log = folder / EVENTS_FILE
     if run is None and RunDir(where.state_dir, run_id).unfinished:  # its agents have given up
         raise ClusterError(_unfinished(run_id, where.state_dir, "its driver"))
     if run is None:
@@ -177,7 +178,8 @@ def _who(run: Endpoint, folder: Path) -> Literal["driver", "other", "nobody"]:
     Nothing is sent but a handshake. A driver that is stopped, or very busy, does not end it; where
     its process is gone, another program does not.
     """
-    parts, identity = parse_url(run.url), None
+    parts = parse_url(run.url)
+    identity = None
     with contextlib.suppress(TokenError, ValueError):  # told when the token is needed
         known_by = read_credentials(folder / "token").fingerprint
         identity = ServerIdentity(known_by) if known_by else None

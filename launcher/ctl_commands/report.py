@@ -17,10 +17,10 @@ from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE
 from elastic_driver.runtime.status_document import GoodputStatus
 from elastic_driver.words import counted
-from launcher.ctl_commands import show
+from launcher.ctl_commands import job_text
 from launcher.ctl_commands.find import PROBE_S, Where, file_of_run, find
 from launcher.ctl_commands.running import CommandParser
-from launcher.figures import count, duration
+from launcher.readable import count, duration
 from rendezvous.errors import RendezvousError
 
 _REPORT = (
@@ -53,7 +53,7 @@ def report_parser() -> CommandParser:
 def report(words: Sequence[str]) -> int:
     """Print the story of a job."""
     given = report_parser().parse_args(list(words))
-    path = _log_file(given)
+    path = file_of_run(given.log, EVENTS_FILE, "events", given.state_dir, given.run_id)
     try:
         with path.open("rb") as lines:
             story = read_story(lines)
@@ -120,13 +120,14 @@ def text(story: Story, path: Path, now: float, silent: str = "") -> str:
     `silent`: why the driver of a job that has no end in the log does not answer.
     """
     ledger, end = story.ledger, story.end
-    wall, began = ledger.wall(now), ledger.began or now
+    wall = ledger.wall(now)
+    began = ledger.began or now
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
-    state = f"no end in the log: {show.printable(silent)}" if silent else "not over yet"
+    state = f"no end in the log: {job_text.printable(silent)}" if silent else "not over yet"
     if end is not None:
         result = read_result(path)
-        state = show.how_it_ended(story.exit_code, None if result is None else result.failure)
-    why = "" if end is None else f": {show.printable(end.reason)}"
+        state = job_text.how_it_ended(story.exit_code, None if result is None else result.failure)
+    why = "" if end is None else f": {job_text.printable(end.reason)}"
     most = max((world.size for world in story.worlds), default=0)
     redone = f", {count(ledger.steps_redone)} of them trained again" * bool(ledger.steps_redone)
     drivers = f"; another driver went on {counted(story.resumed, 'time')}" * bool(story.resumed)
@@ -139,12 +140,7 @@ def text(story: Story, path: Path, now: float, silent: str = "") -> str:
         f"began {since}, {duration(wall)}, {state}{why}",
         f"{steps}{redone}; {failures}, {counted(story.rounds, 'round')}{drivers}",
         *([drawn] if most else []),
-        *show.goodput(figures),
+        *job_text.goodput(figures),
         f"slots on average: {shares['slots']:.4g}; events: {path}",
     ]
     return "\n".join(lines)
-
-
-def _log_file(given: Any) -> Path:
-    """Return the log to read; raises UsageError if there is none."""
-    return file_of_run(given.log, EVENTS_FILE, "events", given.state_dir, given.run_id)

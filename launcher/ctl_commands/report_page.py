@@ -59,7 +59,8 @@ def page(run_id: str, story: dict[str, Any], events: list[dict[str, Any]]) -> st
 def _data(run_id: str, story: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the page shows, in the form of the driver's messages."""
     worlds = story["worlds"]
-    times, sizes = [w["t"] for w in worlds], [w["size"] for w in worlds]
+    times = [w["t"] for w in worlds]
+    sizes = [w["size"] for w in worlds]
     nothing = [None] * len(worlds)
     job = {
         "run_id": run_id,

@@ -2,18 +2,23 @@
 
 `run` parses the words of a subcommand, finds the job and calls the function of that name. A
 description in `--help` is the function's docstring.
+
+`elasticctl logs` asks the driver of a job that runs page by page. When it does not answer any more,
+or the job is over, the files in the run's folder are read, from the same place on.
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
@@ -22,14 +27,13 @@ from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.options import SECONDS_OR_0, ValueKind, whole, whole_or
 from elastic_driver.runtime.results import read_result
-from elastic_driver.runtime.run_dir import EVENTS_FILE, default_state_dir
+from elastic_driver.runtime.run_dir import EVENTS_FILE, OUTPUT_FOLDER, default_state_dir
+from elastic_driver.runtime.worker_logs import LogLine, LogPage, LogQuery, read_page
 from elastic_driver.words import counted
 from elastic_driver.words.orders import LoginCode
-from launcher.ctl_commands import caution, show
-from launcher.ctl_commands import logs as logs_of
-from launcher.ctl_commands.ask import ask_stacks, read_events
+from launcher.ctl_commands import job_text, orders
 from launcher.ctl_commands.find import Where, find, run_folder
-from launcher.ctl_commands.plan_file import read_plan
+from launcher.ctl_commands.orders import ask_stacks, read_events, read_plan
 from rendezvous.auth import Role
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnreachableError
@@ -68,7 +72,8 @@ def _reader(kind: ValueKind[Any]) -> Callable[[str], Any]:
     return read
 
 
-_SECONDS, _COUNT = _reader(SECONDS_OR_0), _reader(whole())
+_SECONDS = _reader(SECONDS_OR_0)
+_COUNT = _reader(whole())
 _COUNT_OR_AUTO = _reader(whole_or("auto", 1))
 # The arguments of argparse's add_argument: names, and the rest.
 _FLAG = {"action": "store_true"}
@@ -175,12 +180,16 @@ def run(name: str, words: Sequence[str]) -> int:
         job = find(given.where)
     except ClusterError as error:
         if name in ("logs", "events"):
-            (logs_of.of_run if name == "logs" else _events_of_run)(given, error)
+            (_logs_of_run if name == "logs" else _events_of_run)(given, error)
             return 0
         ended = read_result(state_dir / given.run_id / EVENTS_FILE) if given.run_id else None
         if name != "status" or ended is None:
             raise
-        text = msgspec.json.encode(ended).decode() if given.json else show.ended(ended, time.time())
+        text = (
+            msgspec.json.encode(ended).decode()
+            if given.json
+            else job_text.ended(ended, time.time())
+        )
         print(text if given.json else f"run {given.run_id} {text}")
         return 0
     given.run_id = job.run_id
@@ -215,7 +224,9 @@ def status(given: Given, job: Job) -> None:
     document = job.get_bytes(contract.STATUS_PATH)
     while True:
         text = (
-            document.decode() if given.json else show.status(document, time.time(), every=given.all)
+            document.decode()
+            if given.json
+            else job_text.status(document, time.time(), every=given.all)
         )
         clear = _CLEAR if given.watch and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)
@@ -234,7 +245,9 @@ def top(given: Given, job: Job) -> None:
 
     Where stdout or stdin is no terminal, it is the same as `status --watch`.
     """
-    given.json, given.all, given.watch = False, False, True
+    given.json = False
+    given.all = False
+    given.watch = True
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         status(given, job)
         return
@@ -281,7 +294,7 @@ def _forwarding(url: str, connection: str) -> str:
 def hosts(given: Given, job: Job) -> None:
     """Show the job's hosts."""
     document = job.get_bytes(contract.STATUS_PATH)
-    found = show.hosts(show.read_job(document))
+    found = job_text.hosts(job_text.read_job(document))
     if given.json:
         print(msgspec.json.encode(msgspec.json.decode(document)["hosts"]).decode())
     else:
@@ -296,7 +309,7 @@ def events(given: Given, job: Job) -> None:
     path = f"{EVENTS_PATH}?since={given.since}"
     lines = job.follow(path, SILENCE_S) if given.follow else read_events(job, given.since)
     for line in lines:
-        print(line.decode() if given.json else show.event(line), flush=True)
+        print(line.decode() if given.json else job_text.event(line), flush=True)
 
 
 def _events_of_run(given: Given, reason: ClusterError) -> None:
@@ -307,8 +320,8 @@ def _events_of_run(given: Given, reason: ClusterError) -> None:
     with log.open("rb") as lines:
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):  # a line that was cut off
-                if show.read_event(line).n > given.since:
-                    print(line.decode().rstrip() if given.json else show.event(line))
+                if job_text.read_event(line).n > given.since:
+                    print(line.decode().rstrip() if given.json else job_text.event(line))
 
 
 def logs(given: Given, job: Job) -> None:
@@ -317,7 +330,7 @@ def logs(given: Given, job: Job) -> None:
     --rank R follows a rank: each line counts for the rank that its worker had then. Without a job
     that runs, it is the newest run below the state directory, or the one of --run-id.
     """
-    logs_of.of_job(given, job)
+    _logs_of_job(given, job)
 
 
 def stacks(given: Given, job: Job) -> None:
@@ -327,19 +340,89 @@ def stacks(given: Given, job: Job) -> None:
     examined from outside, with py-spy if it is installed. No worker is stopped for it.
     """
     if given.last:
-        known = map(show.read_event, read_events(job))
-        found = [event for event in known if event.event == show.STACKS_COLLECTED]
+        known = map(job_text.read_event, read_events(job))
+        found = [event for event in known if event.event == job_text.STACKS_COLLECTED]
         if not found:
             raise ClusterError("no stacks were collected yet; omit --last to collect them now")
-        print(show.stacks(found[-1]))
+        print(job_text.stacks(found[-1]))
         return
     last = ask_stacks(job, "elasticctl stacks")
     for line in job.follow(f"{EVENTS_PATH}?since={last}", SILENCE_S):
-        event = show.read_event(line)
-        if event.event == show.STACKS_COLLECTED:
-            print(show.stacks(event))
+        event = job_text.read_event(line)
+        if event.event == job_text.STACKS_COLLECTED:
+            print(job_text.stacks(event))
             return
     raise ClusterError(f"run {given.run_id} ended before its workers had answered")
+
+
+# ---- logs -------------------------------------------------------------------------------
+
+POLL_S = 0.5  # between two questions for new lines
+Fetch = Callable[[LogQuery], LogPage]
+_decode = msgspec.json.Decoder(LogPage).decode
+
+
+def _logs_of_job(given: argparse.Namespace, job: RendezvousClient) -> None:
+    """Print the lines of a job that runs; with -f until it is over."""
+
+    def ask(query: LogQuery) -> LogPage:
+        asked = {name: x for name, x in msgspec.structs.asdict(query).items() if x is not None}
+        return _decode(job.get_bytes(f"{contract.LOGS_PATH}?{urlencode(asked)}"))
+
+    folder = given.state_dir / given.run_id / OUTPUT_FOLDER
+    _print(given, _lines(given, ask, folder))
+
+
+def _logs_of_run(given: argparse.Namespace, reason: ClusterError) -> None:
+    """Print the lines of a run that is over: that of --run-id, or the newest.
+
+    Raises `reason`, for which there is no driver to ask, if there is no such run.
+    """
+    run = None if given.endpoint is not None else run_folder(given.state_dir, given.run_id)
+    if run is None or not (output := run / OUTPUT_FOLDER).is_dir():
+        raise reason
+    given.follow = False
+    _print(given, _lines(given, lambda query: read_page(output, query), output))
+
+
+def _lines(given: argparse.Namespace, fetch: Fetch, folder: Path) -> Iterator[LogLine]:
+    """Yield the wanted lines; those that come later too, with -f."""
+    since = None if given.since is None else time.time() - given.since
+    query = LogQuery(None, given.rank, given.worker, given.host, since)
+    while True:
+        try:
+            page = fetch(query)
+        except (RequestError, UnreachableError):
+            if query.at is None:  # it has never answered
+                raise
+            given.follow = False
+            fetch = partial(read_page, folder)
+            continue
+        yield from page.lines
+        query = msgspec.structs.replace(query, at=page.next)
+        if not page.more:
+            if not given.follow:
+                return
+            time.sleep(POLL_S)
+
+
+def _print(given: argparse.Namespace, lines: Iterable[LogLine]) -> None:
+    if given.tail is not None and not given.follow:
+        lines = collections.deque(lines, maxlen=given.tail)
+    count = 0
+    for count, line in enumerate(lines, 1):  # noqa: B007 - the number of all lines
+        print(_text(given, line), flush=given.follow)
+    if not count:
+        print("elasticctl: no worker has written such a line", file=sys.stderr)
+
+
+def _text(given: argparse.Namespace, line: LogLine) -> str:
+    """Return a line as elasticrun shows it; with the time and the worker if they are wanted."""
+    if given.json:
+        return msgspec.json.encode(line).decode()
+    said = f"[{'-' if line.rank < 0 else line.rank}]<{line.stream}>:{job_text.cleaned(line.text)}"
+    owner = line.worker or line.host
+    return f"{job_text.clock(line.t)} {owner} {said}" if given.timestamps else said
 
 
 # ---- act ---------------------------------------------------------------------------------
@@ -352,11 +435,11 @@ def scale(given: Given, job: Job) -> None:
 
     On a terminal you are asked first if there are not enough slots for them.
     """
-    known = show.read_job(job.get_bytes(contract.STATUS_PATH))
+    known = job_text.read_job(job.get_bytes(contract.STATUS_PATH))
     asked = given.workers
     if asked is not None and (known.max_np is None or asked <= known.max_np):
         # The driver refuses others.
-        caution.confirm(caution.of_scale(known, given.workers), yes=given.yes)
+        orders.confirm(orders.cost_of_scale(known, given.workers), yes=given.yes)
     job.post_json(contract.SCALE_PATH, msgspec.json.encode({"num_proc": given.workers}))
     what = (
         f"asked for {counted(asked, 'worker')}"
@@ -375,11 +458,11 @@ def apply(given: Given, job: Job) -> None:
 
     A plan outranks --auto-scale until `elasticctl scale auto`.
     """
-    newest = show.read_job(job.get_bytes(contract.STATUS_PATH)).plan
+    newest = job_text.read_job(job.get_bytes(contract.STATUS_PATH)).plan
     plan = read_plan(given.plan, newest)
     said = {name: value for name, value in msgspec.structs.asdict(plan).items() if value}
     job.post_json(contract.PLAN_PATH, msgspec.json.encode(said))
-    now = show.read_job(job.get_bytes(contract.STATUS_PATH))
+    now = job_text.read_job(job.get_bytes(contract.STATUS_PATH))
     if now.plan < plan.number:
         raise UsageError(now.ignored)
     print(f"run {given.run_id}: {plan}")
@@ -392,8 +475,8 @@ def drain(given: Given, job: Job) -> None:
     On a terminal you are asked first if the job cannot go on without it.
     """
     if not given.cancel:
-        known = show.read_job(job.get_bytes(contract.STATUS_PATH))
-        caution.confirm(caution.of_drain(known, given.host), yes=given.yes)
+        known = job_text.read_job(job.get_bytes(contract.STATUS_PATH))
+        orders.confirm(orders.cost_of_drain(known, given.host), yes=given.yes)
     body = {"reason": given.reason}
     if given.deadline is not None and not given.cancel:
         body["deadline"] = given.deadline

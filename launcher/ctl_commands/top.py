@@ -26,9 +26,9 @@ from rich.text import Text
 from elastic_driver import contract
 from elastic_driver.job.status import MemberStatus
 from elastic_driver.runtime.status_document import JobDocument
-from launcher import figures
-from launcher.ctl_commands import caution, show
-from launcher.ctl_commands.ask import ask_stacks, stacks_after
+from launcher import readable
+from launcher.ctl_commands import job_text, orders
+from launcher.ctl_commands.orders import ask_stacks, stacks_after
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError
 
@@ -104,7 +104,7 @@ def draw(job: JobDocument, view: View, now: float, lines: int, columns: int) -> 
     if view.text:
         shown = view.text.split("\n")[view.top : view.top + lines - 2]
         return Group(Text("\n".join(shown)), Text("↑ ↓ scroll   any other key: back", "dim"))
-    *head, last = show.heading(job, now)
+    *head, last = job_text.heading(job, now)
     why = _reason_of_chosen(job, view)
     wrapped = [text for text in (last, why) if text]  # whole, on as many lines as they take
     taken = len(head) + sum(-(-len(text) // columns) for text in wrapped)
@@ -131,16 +131,18 @@ def _reason_of_chosen(job: JobDocument, view: View) -> str:
     if not job.hosts:
         return ""
     host = job.hosts[min(view.chosen, len(job.hosts) - 1)]
-    return f"{show.printable(host.host)}: {show.printable(host.reason)}" if host.reason else ""
+    return (
+        f"{job_text.printable(host.host)}: {job_text.printable(host.reason)}" if host.reason else ""
+    )
 
 
 def _foot(job: JobDocument, view: View) -> Text:
     """Return the last line: a question, a message, or the keys."""
     if view.asked is not None:
-        warning = caution.of_drain(job, view.asked)
+        warning = orders.cost_of_drain(job, view.asked)
         why = f"{warning}. " if warning else ""
-        return Text(f"{why}Drain host {show.printable(view.asked)}? y/N", "bold")
-    return Text(show.printable(view.message) or HELP, "bold" if view.message else "dim")
+        return Text(f"{why}Drain host {job_text.printable(view.asked)}? y/N", "bold")
+    return Text(job_text.printable(view.message) or HELP, "bold" if view.message else "dim")
 
 
 def _hosts(job: JobDocument, view: View, numbers: range, columns: int) -> Table:
@@ -154,16 +156,17 @@ def _hosts(job: JobDocument, view: View, numbers: range, columns: int) -> Table:
             host.state,
             str(host.slots),
             str(host.workers),
-            *figures.of_host(job.measured.hosts.get(host.host)),
-            f"{figures.duration(host.cooldown_left)} left" if host.cooldown_left else host.reason,
+            *readable.of_host(job.measured.hosts.get(host.host)),
+            f"{readable.duration(host.cooldown_left)} left" if host.cooldown_left else host.reason,
         )
         rows.append(cells)
-    names = ("", "HOST", "STATE", "SLOTS", "WORKERS", *figures.HOST_NUMBERS, "WHY")
+    names = ("", "HOST", "STATE", "SLOTS", "WORKERS", *readable.HOST_NUMBERS, "WHY")
     return _table(names, rows, columns, range(len(names) - 2, 2, -1))
 
 
 def _workers(job: JobDocument, view: View, chosen: Sequence[MemberStatus], columns: int) -> Table:
-    rows, notes = [], show.notes(job)
+    rows = []
+    notes = job_text.notes(job)
     for w in chosen:
         cells = (
             "-" if w.rank < 0 else str(w.rank),
@@ -172,11 +175,11 @@ def _workers(job: JobDocument, view: View, chosen: Sequence[MemberStatus], colum
             str(w.slot),
             str(w.pid or "-"),
             w.worker,
-            *figures.of_worker(job.measured.workers.get(w.worker)),
+            *readable.of_worker(job.measured.workers.get(w.worker)),
             notes.get(w.worker, ""),
         )
         rows.append(cells)
-    names = ("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", *figures.WORKER_NUMBERS, "")
+    names = ("RANK", "STATE", "HOST", "SLOT", "PID", "WORKER", *readable.WORKER_NUMBERS, "")
     table = _table(names, rows, columns, [4, 3, *range(len(names) - 2, 5, -1)])
     hidden = len(job.members) - len(chosen)
     table.caption = f"by {view.sort}" + (f", and {hidden} more" if hidden else "")
@@ -192,11 +195,12 @@ def _table(
     `drop`: the columns that may go, the first one first; those in which nothing is known go before
     all others.
     """
-    cells = [tuple(map(show.printable, row)) for row in rows]
+    cells = [tuple(map(job_text.printable, row)) for row in rows]
     widths = [max(map(len, each)) for each in zip(names, *cells, strict=True)]
     last = len(names) - 1
-    shown, reason = list(range(last)), min(widths[last], _LEAST_REASON)
-    unknown = [n for n in drop if all(row[n] == figures.UNKNOWN for row in cells)]
+    shown = list(range(last))
+    reason = min(widths[last], _LEAST_REASON)
+    unknown = [n for n in drop if all(row[n] == readable.UNKNOWN for row in cells)]
     for number in dict.fromkeys((*unknown, *drop)):
         if sum(widths[n] + _GAP for n in shown) + reason <= columns:
             break
@@ -212,7 +216,7 @@ def _table(
 
 
 def _cell(text: str) -> Text:
-    said = show.printable(text)
+    said = job_text.printable(text)
     return Text(said, _STATE_STYLES.get(said, ""))
 
 
@@ -249,7 +253,7 @@ class Remote:
 
     def status(self) -> JobDocument:
         """Return the job now."""
-        return show.read_job(self._job.get_bytes(contract.STATUS_PATH))
+        return job_text.read_job(self._job.get_bytes(contract.STATUS_PATH))
 
     def stacks(self) -> str | None:
         """Return the stacks that were asked for, once they are there."""
@@ -277,8 +281,10 @@ class Remote:
 
 def watch(remote: Remote, interval: float) -> None:
     """Show the job until q is pressed; look at it every `interval` seconds."""
-    view, job = View(), remote.status()
-    console, due = Console(), time.monotonic() + interval
+    view = View()
+    job = remote.status()
+    console = Console()
+    due = time.monotonic() + interval
     with keys() as read, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(draw(job, view, time.time(), console.height, console.width), refresh=True)
@@ -289,7 +295,8 @@ def watch(remote: Remote, interval: float) -> None:
                 if action is not None:
                     view = replace(view, message=remote.act(action))
             if time.monotonic() >= due:
-                job, due = remote.status(), time.monotonic() + interval
+                job = remote.status()
+                due = time.monotonic() + interval
                 if (found := remote.stacks()) is not None:
                     view = replace(view, text=found, top=0, message="")
 

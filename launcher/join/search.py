@@ -2,7 +2,8 @@
 
 Anyone may listen at the server's port. So a node says nothing of itself, and believes nothing,
 before the program there has proved that it knows the secret (`rendezvous.auth`). Whatever another
-program answers, the node goes on waiting for the right one. Times are seconds.
+program answers, the node goes on waiting for the right one. `JoinPlan` is what the node's command
+line says. Times are seconds.
 """
 
 import socket
@@ -12,17 +13,45 @@ from pathlib import Path
 
 import msgspec
 
+from elastic_driver.console import say_note
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
+from elastic_driver.settings import Settings
 from elastic_driver.words import joining as messages
 from elastic_driver.words.joining import Hello, HelloAnswer, Joined, NodeProof, NodeReport
-from launcher.join.identity import of_node
-from launcher.join.plan import JoinPlan
+from launcher.join.node_name import of_node
+from launcher.launch.hosts import Join
 from launcher.network import addresses_of, bracketed
+from launcher.options.table import LaunchOptions
 from rendezvous import errors
 from rendezvous.auth import Handshake, Speaker, make_nonce
 from rendezvous.client import RendezvousClient
 from rendezvous.tls import FIRST_SEEN, NotTlsError, WrongServerError, known_by_ca
 from rendezvous.wire import UNREADABLE
+
+
+@dataclass(frozen=True)
+class JoinPlan:
+    """The command line of a node that joins."""
+
+    server: Join
+    slots: int | None  # None: the server's number
+    options: LaunchOptions
+    settings: Settings
+    state_dir: Path
+    command: tuple[str, ...] = ()  # the command typed here; the server's command runs
+    insecure: bool = False  # the server may speak plain HTTP
+    tls_ca: str | None = None  # file with the CA of the server's certificate; None: no CA is asked
+
+    @property
+    def place(self) -> str:
+        """The server's address as it is written in a URL."""
+        return f"{bracketed(self.server.host)}:{self.server.port}"
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence on stderr, unless --quiet was given."""
+        if not self.options.quiet:
+            say_note(sentence, as_json=self.options.log_format == "json")
+
 
 ATTEMPT_S = 3.0  # the time for one address of the server to answer
 MOST_ANSWERED = 128 * 1024  # bytes; a site's CA may be in an answer
@@ -47,7 +76,9 @@ class FoundServer:
 
     def client(self, url_file: Path | None = None) -> RendezvousClient:
         """Return a client with the token of this node; `url_file`: see `RendezvousClient`."""
-        token, patience, known = self.joined.token, self.joined.heartbeat_timeout, self.fingerprint
+        token = self.joined.token
+        patience = self.joined.heartbeat_timeout
+        known = self.fingerprint
         return RendezvousClient(self.url, token, patience, url_file=url_file, fingerprint=known)
 
 
@@ -72,7 +103,8 @@ def find_server(plan: JoinPlan, offer: NodeReport, patience: float, option: str)
     sets them), or the server refuses it for good; CertificateError for a wrong --tls-ca.
     """
     until = time.monotonic() + patience
-    pause, told = FIRST_PAUSE_S, set[str]()
+    pause = FIRST_PAUSE_S
+    told = set[str]()
     ca, host = plan.tls_ca, plan.server.host
     known_by = FIRST_SEEN if ca is None else known_by_ca(Path(ca), host)
 

@@ -1,7 +1,10 @@
-"""The server of a job whose nodes join by themselves, with or without workers on its own node.
+"""Servers that begin without hosts: nodes that others start come to them.
 
-`launcher.job` calls `serve`. To the driver the nodes are hosts like any other. The local backend
-starts the agents of the server's own node.
+`launcher.job` calls `serve` for a job whose nodes join by themselves, with or without workers on
+its own node, whose agents the local backend starts. To the driver the nodes are hosts like any
+other. It calls `serve_tensorflow` for --tf-orchestrator: a standing service for TensorFlow nodes,
+which is the driver's server without a job. Its routes and the machine that answers them are those
+of every driver (`policies.tf_cluster`, docs/tensorflow.md).
 """
 
 from dataclasses import replace
@@ -9,19 +12,20 @@ from pathlib import Path
 
 from elastic_driver.features.joining.driver import CheckOfNodes, JoinedNodes, NodeRules
 from elastic_driver.runtime.backend import Backend
+from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from launcher import version
-from launcher.backends.addresses import own_address
 from launcher.backends.local import LocalBackend
-from launcher.join.identity import of_server
+from launcher.join.node_name import of_server
 from launcher.launch.bind_address import bind_address
 from launcher.launch.hosts import JoinedHosts
-from launcher.launch.node_check import make_checks
 from launcher.launch.plan import LaunchPlan
-from launcher.launch.submit import make_driver, run_driver
+from launcher.launch.submit import make_checks, make_driver, run_driver, stop_on_signals
+from launcher.network import own_address
+from rendezvous.auth import read_credentials
 
 
 def serve(
@@ -57,7 +61,8 @@ def serve(
             )
         return nodes
 
-    plan, checks = replace(plan, driver=replace(plan.driver, bind_host=bound)), None
+    plan = replace(plan, driver=replace(plan.driver, bind_host=bound))
+    checks = None
     if plan.options.checks_nodes:  # by the job: no node is known before it joins
         plan = replace(plan, settings=replace(plan.settings, checked_hosts=()))
         checks = make_checks(plan, lambda _endpoint, _token_file: CheckOfNodes(nodes), run_dir)
@@ -65,3 +70,21 @@ def serve(
         plan, nodes, starter, run_dir, checks=checks, joined=nodes, run=run, store=store
     )
     return run_driver(driver, plan, nodes)
+
+
+def serve_tensorflow(plan: LaunchPlan, run_dir: RunDir, secrets: tuple[str, ...]) -> JobResult:
+    """Answer nodes until a signal or `elasticctl stop` comes; return how it ended.
+
+    `secrets` are taken like the operator's token. Raises ElasticError if it cannot listen.
+    """
+    bound = bind_address(plan.driver.bind_host)
+    plan = replace(plan, driver=replace(plan.driver, bind_host=bound))
+    driver = make_driver(plan, FixedDiscovery(()), LocalBackend, run_dir, secrets=secrets)
+    with stop_on_signals(driver, notice=0.0):
+        driver.serve()
+        token = plan.options.token_file or run_dir.token_file
+        known_by = read_credentials(run_dir.token_file).fingerprint
+        line = f" and the certificate {known_by}" if known_by else ""
+        where = f"at {driver.endpoint}, with the token in {token}{line}"
+        driver.reporter.note(f"serving TensorFlow nodes {where}; Ctrl-C ends it")
+        return driver.wait()

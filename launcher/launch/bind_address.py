@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.discovery import Hosts
-from launcher.backends.addresses import find_address, is_this_machine
 from launcher.launch.hosts import ANYWHERE
-from launcher.network import address_of, addresses_of
+from launcher.network import address_of, addresses_of, find_address, is_this_machine
 from rendezvous.client_connections import is_loopback
 
 _LOOKUPS_AT_ONCE = 32
@@ -60,7 +59,8 @@ def bind_again(chosen: str, url: str) -> str:
         chosen: the address that a new job would have, with the hosts of now.
         url: the address of the last driver, with loopback in place of a wildcard; "": unknown.
     """
-    before, now = urlsplit(url).hostname, ipaddress.ip_address(chosen)
+    before = urlsplit(url).hostname
+    now = ipaddress.ip_address(chosen)
     if before is None or now.is_unspecified:
         return chosen
     if not ipaddress.ip_address(before).is_loopback:

@@ -1,8 +1,11 @@
-"""Checks of a plan before anything is started: files, commands, interfaces.
+"""Checks of a plan before anything is started: files, commands, interfaces, the database.
 
 `launcher.job` calls `check_plan` with a finished plan, also for --dry-run. It reads the file system
 and changes nothing there, except that `create` makes the log folder. Each finding is a `UsageError`
 of one line.
+
+The statistics of a job need SQLAlchemy, an extra that takes a moment to load: it is loaded here
+only for a job whose user has named a database. A job without SQLAlchemy simply keeps no statistics.
 """
 
 import os
@@ -16,15 +19,16 @@ from pathlib import Path
 
 import psutil
 
+from elastic_driver.brain.store.address import Address
 from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.runtime.discovery import FixedDiscovery, HostDiscovery
 from elastic_driver.runtime.endpoint import of_site
-from launcher.backends.registry import DISCOVERY, load, make_backend
+from elastic_driver.runtime.run_dir import RunDir
+from launcher.backends.base import DISCOVERY, load, make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import find_shadow, refuse_bytes
 from launcher.launch.hosts import BrainHosts, FixedHosts, HostSource, JoinedHosts
 from launcher.launch.plan import LaunchPlan
-from launcher.launch.statistics import check_installed
 
 
 def check_plan(plan: LaunchPlan, *, create: bool) -> None:
@@ -173,3 +177,40 @@ def _check_interfaces(names: str) -> None:
         if not name.startswith(("^", "=")) and not any(k.startswith(name) for k in known):
             found = ", ".join(sorted(known))
             raise UsageError(f"there is no network interface {name} here; there are {found}")
+
+
+# ---- the database of statistics -----------------------------------------------------------
+
+
+def default_database(run_dir: RunDir) -> Address | None:
+    """Return the database in the run's folder; None if it cannot be written here."""
+    return Address(file=str(run_dir.statistics_file)) if find_spec("sqlalchemy") else None
+
+
+def check_installed(address: Address | None) -> None:
+    """Raise UsageError if a database that the user has named needs packages that are missing."""
+    for package, extra in (("sqlalchemy", "brain"), ("psycopg", "postgres")):
+        needed = address is not None and (extra == "brain" or address.url)
+        if needed and find_spec(package) is None:
+            hint = f"pip install 'elastic-driver[{extra}]' where elasticrun runs"
+            raise UsageError(f"--stats-db needs {package}, which is not installed; {hint}")
+
+
+def check_database(address: Address) -> None:
+    """Open a database that the user has named; raises UsageError for what the user must mend.
+
+    One that is away, locked or corrupt is no reason to begin no job: its driver tries again.
+    """
+    from elastic_driver.brain.store.database import Database  # noqa: PLC0415 - see above
+    from elastic_driver.brain.store.failures import described, is_mistake  # noqa: PLC0415
+
+    database = Database(address)
+    try:
+        database.open()
+    except Exception as error:
+        if is_mistake(error):
+            raise UsageError(
+                f"--stats-db {address}: {described(error)}; mend the address"
+            ) from error
+    finally:
+        database.close()

@@ -268,7 +268,8 @@ def choose_allocation(
     UsageError if there is no allocation for --backend slurm, or if mpirun or srun has started us
     several times, each of which would be a job.
     """
-    backend, ranks = line.options.backend, started_ranks(environ)
+    backend = line.options.backend
+    ranks = started_ranks(environ)
     elsewhere = _elsewhere(line)
     if ranks > 1 and backend != "mpi" and not elsewhere:
         raise UsageError(
@@ -323,12 +324,14 @@ def decide_role(
     `can_serve` tells whether a host is this machine and the port is free here. Raises UsageError if
     options contradict each other, or a variable makes no sense.
     """
-    options, hosts = line.options, _host_options(line)
+    options = line.options
+    hosts = _host_options(line)
     host, port = options.rdzv_endpoint
     endpoint_given = bool(line.level("rdzv_endpoint"))
     if options.serve or options.join is not None:
         if hosts:
-            named, flag = hosts[0].replace("_", "-"), "--serve" if options.serve else "--join"
+            named = hosts[0].replace("_", "-")
+            flag = "--serve" if options.serve else "--join"
             raise UsageError(f"--{named} names hosts, and with {flag} they join by themselves")
         if options.join is None:
             host = host if endpoint_given else ANYWHERE[0]
@@ -344,7 +347,8 @@ def decide_role(
         master = options.master_addr or environ.get("MASTER_ADDR")
         if master is None and options.node_rank is None:
             return None  # no option and no variable names node 0
-        host, port = (master or "127.0.0.1").strip("[]"), options.master_port or 0
+        host = (master or "127.0.0.1").strip("[]")
+        port = options.master_port or 0
         if options.master_port is None and "MASTER_PORT" in environ:
             port = _number(environ, "MASTER_PORT")
         port = port or _usual_port(line, MASTER_PORT)

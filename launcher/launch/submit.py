@@ -1,21 +1,40 @@
 """Carries out a launch plan: makes the driver and its parts, and runs the job to its end.
 
-`launcher.job` calls `submit` last. Signals become requests to the driver (`signals`), which cleans
-up in all cases. With a node check, the driver checks the hosts first (`node_check`).
+`launcher.job` calls `submit` last.
+
+*Signals* become requests to the driver, which cleans up in all cases. Batch systems and service
+managers send SIGTERM, SIGUSR1 or SIGUSR2, often to every process of a job and more than once: the
+job leaves at a step boundary, and later ones of these signals are about the same leaving. Ctrl-C
+(SIGINT) and a closed terminal (SIGHUP) stop the job without that. Only SIGINT says "at once", when
+the job is being stopped already: a person sends it.
+
+*The node check*: the driver checks the hosts before the job, and those that come later; `elasticctl
+check` does the same without a job.
+
+*The first failure* of a job goes into the file of TORCHELASTIC_ERROR_FILE, as with torchrun.
+Schedulers that start torchrun set this variable and read the file; its form is that of torch's
+`@record` (torch.distributed.elastic.multiprocessing.errors).
 """
 
 import contextlib
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from elastic_driver.errors import ClusterError, ElasticError
-from elastic_driver.features.checks.driver import NodeChecks
+import msgspec
+
+from elastic_driver.console import say, say_note
+from elastic_driver.errors import ClusterError, ElasticError, ExitCode
+from elastic_driver.features.checks.driver import CheckHistoryFile, CheckSettings, NodeChecks
+from elastic_driver.features.checks.messages import TaskSettings
+from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.features.joining.driver import JoinedNodes
+from elastic_driver.job.events import JobLeaving
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend, RefusedReason
 from elastic_driver.runtime.brain_report import BrainReports
 from elastic_driver.runtime.discovery import HostDiscovery, Hosts
@@ -25,27 +44,19 @@ from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.library_logs import described
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
-from elastic_driver.runtime.results import JobResult
+from elastic_driver.runtime.results import JobResult, describe_failure, last_words
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
 from elastic_driver.words import counted
-from launcher.backends.registry import make_backend
+from launcher.backends.base import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
+from launcher.edge import TO_LEAVE, handled
 from launcher.launch.bind_address import bind_again, choose_bind_host
-from launcher.launch.bottom_line import BottomLine, has_room_for_line
-from launcher.launch.checks import make_discovery
-from launcher.launch.node_check import (
-    WithoutHosts,
-    check_before_training,
-    excluded,
-    make_checks,
-    read_report,
-    sayer,
-)
+from launcher.launch.checks import default_database, make_discovery
 from launcher.launch.plan import LaunchPlan
-from launcher.launch.progress import status_line, summary
-from launcher.launch.signals import announce_end, stop_on_signals
-from launcher.launch.statistics import default_database
+from launcher.launch.status_line import BottomLine, has_room_for_line, status_line, summary
 from launcher.options.table import LaunchOptions
+from rendezvous.own_files import open_named
+from rendezvous.wire import UNREADABLE
 
 
 def submit(
@@ -82,7 +93,7 @@ def submit(
     )
     if checks is not None and run is not None:
         checks.report = report = read_report(run_dir)
-        discovery = WithoutHosts(discovery, excluded(report, checks.settings))
+        discovery = WithoutHosts(discovery, excluded_hosts(report, checks.settings))
     elif checks is not None:
         hosts = discovery.find()
         plan, bad = _checked(plan, driver, checks, hosts, run_dir)
@@ -132,7 +143,8 @@ def make_driver(
     brain: BrainReports | None = None,
 ) -> ElasticDriver:
     """Return a driver for this plan with these parts; `run`: the job that it goes on with."""
-    level, as_json = Level(plan.verbosity + 1), plan.options.log_format == "json"
+    level = Level(plan.verbosity + 1)
+    as_json = plan.options.log_format == "json"
     return ElasticDriver(
         DriverSetup(
             settings=plan.settings,
@@ -252,3 +264,213 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
         f"{len(problems)} of {counted(len(hosts), 'host')} failed the check, see above; "
         f"{left} left and {least} needed: repair the hosts, or lower --min-np"
     )
+
+
+# ---- the node check -----------------------------------------------------------------------
+
+
+REPORT_FILE = "node_check.json"
+_CHECK_FOLDER = "node-check"  # in the run's folder; for the token and address of the check
+
+
+def sayer(plan: LaunchPlan) -> Callable[[str], None]:
+    """Return a function that shows a sentence to the user."""
+    return partial(say_note, as_json=plan.options.log_format == "json")
+
+
+def check_before_training(
+    driver: ElasticDriver, checks: NodeChecks, plan: LaunchPlan, hosts: Hosts, run_dir: RunDir
+) -> dict[str, str]:
+    """Check the hosts before the job begins; return the hosts to leave out, with the reasons.
+
+    The report is shown, and kept in the run's folder. Raises ClusterError if no host is left or a
+    signal ends the check.
+    """
+    checks.report = report = run_check(driver, hosts, plan, sayer(plan))
+    (run_dir.path / REPORT_FILE).write_bytes(msgspec.json.encode(report) + b"\n")
+    bad = excluded_hosts(report, checks.settings)
+    if plan.verbosity >= 0 or bad:
+        say(render_report(report, plan))
+    if len(bad) == len(report.nodes):
+        raise ClusterError(
+            f"each node failed the check ({len(bad)}); the first: {report.nodes[0].node} "
+            f"{next(iter(bad.values()))}; repair them, or start without --network-check"
+        )
+    return bad
+
+
+def excluded_hosts(report: CheckReport | None, settings: CheckSettings) -> dict[str, str]:
+    """Return the hosts that the job does not use after this check, with the reasons."""
+    return {} if report is None else report.excluded(stragglers=settings.exclude_stragglers)
+
+
+def read_report(run_dir: RunDir) -> CheckReport | None:
+    """Return the report of the check with which the run began; None if there is no usable one."""
+    try:
+        return msgspec.json.decode((run_dir.path / REPORT_FILE).read_bytes(), type=CheckReport)
+    except (OSError, *UNREADABLE):
+        return None
+
+
+def check_settings(plan: LaunchPlan) -> CheckSettings:
+    """Return the settings of the plan's node checks."""
+    options = plan.options
+    timeout, model = options.check_timeout, options.trains_for_check
+    return CheckSettings(
+        exclude_stragglers=options.exclude_straggler,
+        every_slot=plan.gpus,
+        start_timeout=min(plan.settings.start_timeout, timeout),
+        task_timeout=timeout,
+        heartbeat_timeout=plan.settings.heartbeat_timeout,
+        task=TaskSettings(timeout=timeout, performance=options.comm_perf_test, model=model),
+        ports=plan.spec.ports,
+        env=plan.spec.env,
+    )
+
+
+def make_checks(
+    plan: LaunchPlan,
+    starter: MakeBackend,
+    run_dir: RunDir,
+    say: Callable[[str], None] | None = None,
+) -> NodeChecks:
+    """Return the node checks of a run; `say` shows a line to the user, if not `sayer`."""
+    say = sayer(plan) if say is None else say
+    return NodeChecks(
+        check_settings(plan),
+        make_backend=starter,
+        folder=RunDir(run_dir.path, _CHECK_FOLDER),
+        file=run_dir.path / REPORT_FILE,
+        keep=CheckHistoryFile(Path(plan.state_dir), say).add,
+        say=say if plan.verbosity >= 0 else (lambda _line: None),
+    )
+
+
+def run_check(
+    driver: ElasticDriver, hosts: Hosts, plan: LaunchPlan, say: Callable[[str], None]
+) -> CheckReport:
+    """Check hosts and keep the report beyond this run; return it with earlier findings.
+
+    Raises ElasticError if the check cannot begin, or a signal ends it.
+    """
+    with ended_by_signals("the node check"):
+        report = driver.check(hosts)
+    kept = CheckHistoryFile(Path(plan.state_dir), say)
+    before = kept.read().remarks(report)
+    kept.add(report)
+    return msgspec.structs.replace(report, before=before)
+
+
+def render_report(report: CheckReport, plan: LaunchPlan) -> str:
+    """Return the report as a table, or as one line of JSON."""
+    as_json = plan.options.log_format == "json"
+    return msgspec.json.encode(report).decode() if as_json else report.render()
+
+
+class WithoutHosts:
+    """A discovery without the hosts that failed the check (a `HostDiscovery`)."""
+
+    def __init__(self, source: HostDiscovery, excluded: dict[str, str]) -> None:
+        self._source, self._excluded = source, excluded
+        self.cancel = source.cancel
+
+    def find(self) -> Hosts:
+        """Return the other hosts of the source."""
+        return tuple(entry for entry in self._source.find() if entry[0] not in self._excluded)
+
+
+# ---- signals ------------------------------------------------------------------------------
+
+
+_SIGNALS = {
+    signal.SIGINT: ("interrupted by Ctrl-C", ExitCode.INTERRUPTED),
+    signal.SIGTERM: ("told to stop by SIGTERM", ExitCode.TERMINATED),
+    signal.SIGUSR1: ("told by SIGUSR1 that its time is over", ExitCode.TERMINATED),
+    signal.SIGUSR2: ("told by SIGUSR2 that its time is over", ExitCode.TERMINATED),
+    signal.SIGHUP: ("its terminal was closed (SIGHUP)", ExitCode.TERMINATED),
+}
+
+
+def announce_end(driver: ElasticDriver, reason: str, notice: float) -> None:
+    """Let the job leave at a step boundary, within `notice` seconds; stop it at once if that is 0.
+
+    Any thread may call it, and more than once. A driver that takes no notice (any more) stops at
+    once, too.
+    """
+    if driver.stop_asked:
+        return
+    if not notice or not driver.post(JobLeaving(reason, notice)):
+        driver.request_stop(reason, int(ExitCode.TERMINATED))
+
+
+@contextlib.contextmanager
+def stop_on_signals(driver: ElasticDriver, *, notice: float) -> Iterator[None]:
+    """Let signals end the job, and not this process, while the context is open.
+
+    A signal of a batch system or a service manager gives the job `notice` seconds to leave; if that
+    is 0, the job stops at once. It counts once.
+    """
+    told = False
+
+    def ask(number: int) -> None:
+        nonlocal told
+        reason, exit_code = _SIGNALS[signal.Signals(number)]
+        if number in TO_LEAVE:
+            if not told:
+                announce_end(driver, reason, notice)
+            told = True
+        elif number == signal.SIGINT or not driver.stop_asked:
+            driver.request_stop(reason, int(exit_code))
+
+    with handled(_SIGNALS, ask):
+        yield
+
+
+@contextlib.contextmanager
+def ended_by_signals(what: str) -> Iterator[None]:
+    """Let the first signal end something by an error; later signals change nothing."""
+    stopped = False
+
+    def stop(number: int) -> None:
+        nonlocal stopped
+        if stopped:
+            return
+        stopped = True
+        name = signal.Signals(number).name
+        error = ClusterError(f"{what} was stopped by {name}; nothing was started")
+        interrupted = number == signal.SIGINT
+        error.exit_code = ExitCode.INTERRUPTED if interrupted else ExitCode.TERMINATED
+        raise error
+
+    with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop):
+        yield
+
+
+# ---- the first failure --------------------------------------------------------------------
+
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def write_error_file(result: JobResult, environ: Mapping[str, str]) -> str:
+    """Write the failure of a job that has one; return why that was impossible, "" otherwise."""
+    name = environ.get(ERROR_FILE)
+    if not name or result.exit_code == 0:
+        return ""
+    message, trace = result.reason, ""
+    failure = result.failure
+    if failure is not None:
+        lines = last_words(failure.log_tail)
+        trace = "\n".join(lines)
+        message = lines[-1] if lines else describe_failure(failure)
+    known = {"py_callstack": trace, "timestamp": str(int(result.ended))}
+    if failure is not None:
+        known |= {"rank": str(failure.rank), "host": failure.host, "worker": failure.worker}
+    told = {"message": message, "extraInfo": known, "errorCode": result.exit_code}
+    try:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        with open(open_named(name), "wb") as stream:
+            stream.write(msgspec.json.encode({"message": told}))
+    except OSError as error:
+        return f"cannot write {ERROR_FILE} {name}: {error.strerror}"
+    return ""

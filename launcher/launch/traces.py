@@ -16,8 +16,8 @@ from elastic_driver.job.job import Job
 from elastic_driver.runtime.results import agents_started
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import is_of_this_user
-from launcher.backends.addresses import is_this_machine
-from launcher.backends.local_agents import AGENT
+from launcher.backends.local import AGENT
+from launcher.network import is_this_machine
 
 _MODULE = [word.encode() for word in AGENT[1:]]
 
@@ -59,7 +59,8 @@ def unknown_agents(run_dir: RunDir, job: Job) -> list[str]:
 
 def how_to_end(run_dir: RunDir) -> str:
     """Return what to type, so that the same command may begin the run anew."""
-    here, folder = " ".join(map(str, agents_here(run_dir))), str(run_dir.path)
+    here = " ".join(map(str, agents_here(run_dir)))
+    folder = str(run_dir.path)
     first = f"end its agents (kill {here})" if here else "wait until its agents have ended"
     if not run_dir.path.exists():
         return first

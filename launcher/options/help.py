@@ -3,8 +3,7 @@
 import textwrap
 
 from elastic_driver.options import Heading
-from launcher.options.horovod import IGNORED
-from launcher.options.table import OPTIONS, Option
+from launcher.options.table import IGNORED, OPTIONS, Option
 
 _PAD = " " * 6
 

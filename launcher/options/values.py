@@ -19,7 +19,7 @@ import yaml
 from elastic_driver.errors import UsageError
 from elastic_driver.masking import is_secret
 from elastic_driver.settings import Settings
-from launcher.options import horovod
+from launcher.options import table
 from launcher.options.table import (
     FOREIGN,
     NEEDLESS,
@@ -36,11 +36,11 @@ Layer = dict[Option, tuple[Words, str]]  # option → its words and their source
 
 _PREFIX = "ELASTICRUN_"
 _NULL = "tag:yaml.org,2002:null"
-_ALL = (*OPTIONS, *horovod.IGNORED)
+_ALL = (*OPTIONS, *table.IGNORED)
 _BY_NAME = {option.name: option for option in OPTIONS}
 _BY_SPELLING = {spelling: option for option in _ALL for spelling in (option.long, *option.aliases)}
 _MODULE = ("-m", "--module")
-_VARIABLE = re.compile(rf"((ELASTICRUN|PET)_[A-Z0-9_]+|{'|'.join(horovod.VARIABLES)})=")
+_VARIABLE = re.compile(rf"((ELASTICRUN|PET)_[A-Z0-9_]+|{'|'.join(table.VARIABLES)})=")
 _SHORT = sorted((s for s in _BY_SPELLING if not s.startswith("--")), key=len, reverse=True)
 
 
@@ -112,8 +112,8 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
     for level, layer in enumerate((from_file, from_environment, from_argv), start=1):
         for option, (words, source) in layer.items():
             settings[option.field] = _read(option, words, source)._replace(level=level)
-    found = ((option.long, settings.pop(option.field, None)) for option in horovod.IGNORED)
-    warnings.append(horovod.remark(tuple(long for long, given_as in found if given_as)))
+    found = ((option.long, settings.pop(option.field, None)) for option in table.IGNORED)
+    warnings.append(table.remark(tuple(long for long, given_as in found if given_as)))
     if (backend := settings["rdzv_backend"].value) not in (None, "c10d", "static"):
         own = "the job has its own rendezvous, and the HOST of --rdzv-endpoint is one of its nodes"
         warnings.append(f"--rdzv-backend {backend} is not used: {own}")
@@ -169,9 +169,10 @@ def split(argv: Sequence[str]) -> tuple[dict[Option, Words], Words, Words]:
     """Return the words of each option given; the command and its arguments; remarks."""
     given: dict[Option, Words] = {}
     remarks: list[str] = []
-    rest, module = list(argv), []
+    rest = list(argv)
+    module = []
     while rest and not _begins_command(rest):
-        spelling, attached = horovod.translated(*_split_argument(rest.pop(0)))
+        spelling, attached = table.translated(*_split_argument(rest.pop(0)))
         if spelling in _MODULE:
             module = ["-m"]
         elif spelling == "--rdzv-conf":
@@ -257,8 +258,8 @@ def _from_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
     } | {option.variable: option for option in OPTIONS}
     words, warnings = _rdzv_conf(environ.get(name := "PET_RDZV_CONF", ""))
     layer: Layer = {option: (value, name) for option, value in split(words)[0].items()}
-    for name in filter(environ.get, horovod.VARIABLES):
-        spelling, value = horovod.from_variable(name, environ[name])
+    for name in filter(environ.get, table.VARIABLES):
+        spelling, value = table.from_variable(name, environ[name])
         layer[_BY_SPELLING[spelling]] = ((value or "",), name)
     for name in sorted(environ, key=lambda name: (name.startswith(_PREFIX), name)):  # ours win
         if name in by_variable:
@@ -301,15 +302,15 @@ def _from_file(path: Path) -> Layer:
         source = f"{path} line {key.start_mark.line + 1}"
         name = _scalar(key, source)
         kind = name.replace("_", "-")
-        if kind in horovod.SECTIONS and isinstance(value, yaml.MappingNode):
+        if kind in table.SECTIONS and isinstance(value, yaml.MappingNode):
             _add_section(layer, kind, value, path)
         elif kind == "controller" and isinstance(value, yaml.ScalarNode):
             try:
-                _add(layer, name, *horovod.from_controller(value.value), source)
+                _add(layer, name, *table.from_controller(value.value), source)
             except ValueError as error:
                 raise UsageError(f"{source}: {name!r} {error}") from None
         elif isinstance(value, yaml.ScalarNode):
-            _add(layer, name, *horovod.translated(f"--{kind}", value.value), source)
+            _add(layer, name, *table.translated(f"--{kind}", value.value), source)
         else:
             option = _option_of(f"--{kind}", name, source)
             if isinstance(value, yaml.SequenceNode):
@@ -331,7 +332,7 @@ def _add_section(layer: Layer, section: str, node: yaml.MappingNode, path: Path)
         text = _scalar(value, source)
         if value.tag == _NULL:
             continue
-        found = horovod.from_section(section, name.replace("_", "-"), text)
+        found = table.from_section(section, name.replace("_", "-"), text)
         if found is not None:
             _add(layer, name, *found, source)
 

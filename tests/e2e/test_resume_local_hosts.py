@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from elastic_driver.contract import host_of_worker
-from launcher.agent.spare import SPARE_FLAG
+from launcher.agent.command_line import SPARE_FLAG
 from tests.support.job import JOBS, Hosts, RunningJob, elasticrun, eventually
 from tests.support.processes import select
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from elastic_driver.features.tensorflow.worker import ClusterSpec, TfNode, tf_config
-from launcher.agent.ports import free_ports
+from launcher.agent.host import free_ports
 from tests.support.job import JOBS, ROOT, Hosts, RunningJob, elasticrun
 from tests.support.orchestrators import Orchestrators
 from tests.support.tensorflow import tensorflow_python

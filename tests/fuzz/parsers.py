@@ -51,10 +51,10 @@ from elastic_driver.words import orders as documents
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.progress import OutputLines, Progress, decode_progress
 from elastic_driver.worker.checkpoints import folder as checkpoints
-from launcher.agent import probe_port, stacks
+from launcher.agent import liveness as probe_port
+from launcher.agent import processes as stacks
 from launcher.agent.lines import LineSplitter
-from launcher.backends.slurm_allocation import read_allocation
-from launcher.backends.slurm_shares import read_shares
+from launcher.backends.slurm_allocation import read_allocation, read_shares
 from launcher.options.values import resolve
 from rendezvous import wire
 from rendezvous.auth import Caller, Role, Tokens, read_credentials, read_token_file

@@ -30,8 +30,7 @@ from elastic_driver.features.checks.driver import CheckSettings
 from elastic_driver.features.checks.evidence import Verdict
 from elastic_driver.features.checks.messages import TaskSettings
 from launcher.agent.warm.starter import WorkerStarter
-from launcher.backends.local import LocalBackend
-from launcher.backends.local_agents import LocalAgent, LocalAgents
+from launcher.backends.local import LocalAgent, LocalAgents, LocalBackend
 from tests.runtime.checks import check_without_a_job
 from tests.support.cluster import Cluster
 from tests.support.job import ROOT

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from launcher.agent.probe_port import ProbePort
+from launcher.agent.liveness import ProbePort
 
 
 @contextlib.asynccontextmanager

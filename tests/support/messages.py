@@ -39,7 +39,7 @@ TELLING = {
     *("ending", "describe_end", "unfollowed", "name_problem", "_not_found", "_describe_exit"),
     *("_shadowed", "_unsafe", "refuse", "_sentence", "_silent", "_unfinished", "_why_lost"),
     "_why_it_ends",
-    *("of_drain", "of_scale", "_who_may_join"),
+    *("cost_of_drain", "cost_of_scale", "_who_may_join"),
     *("disagreement", "_joined_error", "_left_error", "_refusal", "_missing"),  # of Horovod's API
 }
 TABLES = {"_REFUSED", "_UNREACHABLE", "_MEANINGS"}

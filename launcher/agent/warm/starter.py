@@ -33,9 +33,8 @@ from launcher.agent.processes import (
     reap,
     start_fresh,
 )
-from launcher.agent.warm.command import NotWarmable
 from launcher.agent.warm.parent._elastic_warm_worker import BORN_WARM, receive_line, send_line
-from launcher.agent.warm.plan import WarmPlan
+from launcher.agent.warm.warm_plan import NotWarmable, WarmPlan
 
 WARM_UP_S = 60.0  # for the imports; more than they take from a slow network file system
 MOST_LAUNCHES = 4  # warm parents that one owner starts in all, if they keep dying
@@ -231,7 +230,8 @@ class WorkerStarter:
         Waiting is quicker: the imports have begun already, and workers with imports of their own
         would compete with them for the cores.
         """
-        deadline, first = time.monotonic() + WARM_UP_S, self._parent
+        deadline = time.monotonic() + WARM_UP_S
+        first = self._parent
         async with self._waiting:  # one at a time may wait for a socket
             while (parent := self._parent) is not None and self._threads is None:
                 if parent is not first and not for_next:
@@ -276,7 +276,9 @@ class WorkerStarter:
 
     def close(self) -> None:
         """End the warm parent and its spares; started processes stay."""
-        parent, self._parent, self._threads = self._parent, None, None
+        parent = self._parent
+        self._parent = None
+        self._threads = None
         if parent is not None:
             parent.end()
 

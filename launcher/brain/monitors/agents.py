@@ -10,7 +10,7 @@ from elastic_driver import contract
 from elastic_driver.brain.monitoring import MonitorOptions
 from elastic_driver.brain.store.records import Node
 from elastic_driver.errors import UsageError
-from launcher.agent.usage import HostSampler, usable_cpus
+from launcher.agent.host import HostSampler, usable_cpus
 
 
 class Agents:

@@ -15,7 +15,7 @@ import pytest
 
 from elastic_driver.brain.store.address import read_address, safe_parameters
 from elastic_driver.errors import UsageError
-from launcher.launch.statistics import check_database
+from launcher.launch.checks import check_database
 from tests.support.certificates import CertificateAuthority
 from tests.support.ports import free_range
 from tests.support.postgres import PASSWORD, Postgres, why_not

@@ -17,8 +17,8 @@ import psutil
 from elastic_driver import contract
 from elastic_driver.words.orders import StartWorkerOrder, encode
 from elastic_driver.words.wire_events import AgentReady, WorkerExited
+from launcher.agent.command_line import SPARE_FLAG
 from launcher.agent.processes import children
-from launcher.agent.spare import SPARE_FLAG
 from launcher.backends.local import LocalBackend
 from rendezvous.wire import Set
 from tests.launcher.agent.harness import WAIT, Driver, eventually, place

@@ -18,8 +18,7 @@ import pytest
 from elastic_driver.errors import ClusterError
 from elastic_driver.words.wire_events import AgentReady, WorkerExited, WorkerStarted
 from launcher.agent import processes
-from launcher.backends.local import LocalBackend
-from launcher.backends.local_agents import LocalAgents
+from launcher.backends.local import LocalAgents, LocalBackend
 from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually
 from tests.support.processes import is_running
 

@@ -9,12 +9,12 @@ import pytest
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.discovery import DiscoveryError
 from launcher.backends.slurm_allocation import (
+    Share,
     SlurmAllocation,
     describe_job,
     read_allocation,
     variables_beside_srun,
 )
-from launcher.backends.slurm_shares import Share
 
 JOB = {"SLURM_JOB_ID": "17"}
 

@@ -12,8 +12,8 @@ import pytest
 
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import BackendJob
-from launcher.backends.client import Login
 from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote_shell import Login
 from launcher.backends.ssh import SshShell
 
 MARK = "elastic-login-over\n"

@@ -29,7 +29,7 @@ from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
 from elastic_driver.brain.store.records import Node
 from elastic_driver.errors import UsageError
-from launcher.backends.registry import MONITORS, load
+from launcher.backends.base import MONITORS, load
 from launcher.brain import monitor as module
 from launcher.brain.figures import host_view
 from launcher.brain.monitor import Watch

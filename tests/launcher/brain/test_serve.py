@@ -24,7 +24,7 @@ from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.token_roles import job_token, jobs_token
 from launcher.brain.database import address_of
 from launcher.brain.intake import NAMES
-from launcher.launch.brain import brain_client
+from launcher.launch.brain_job import brain_client
 from rendezvous.auth import bearer, read_credentials, write_token_file
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError, UnauthorizedError, UnreachableError

@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from elastic_driver.words import wire_events as ev
-from launcher.ctl_commands import show, top
+from launcher.ctl_commands import job_text as show
+from launcher.ctl_commands import top
 from launcher.ctl_commands.top import Action, View, press, pressed
 from tests.job.scenario import Scenario
-from tests.launcher.ctl_commands.test_show_figures import document, measured
+from tests.launcher.ctl_commands.test_job_text_figures import document, measured
 
 HOSTS = {"a": 2, "b": 1}
 WORKERS = ["a.0.1", "a.1.1", "b.0.1"]

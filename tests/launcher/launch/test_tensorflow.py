@@ -6,7 +6,7 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from elastic_driver.words.tf_config import WORKERS_ONLY
-from launcher.launch.workers import TF_PORTS
+from launcher.launch.plan import TF_PORTS
 from tests.launcher.launch.test_plan import plan
 
 

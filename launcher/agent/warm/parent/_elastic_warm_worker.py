@@ -23,7 +23,7 @@ import sys
 from typing import Any, NoReturn, cast
 
 BORN_WARM = "ELASTIC_BORN_WARM"  # an agent's variable: its warm parent and their sockets
-_WORKER_STDIN = "ELASTIC_WORKER_STDIN"  # another one (`launcher.agent.stdin`)
+_WORKER_STDIN = "ELASTIC_WORKER_STDIN"  # another one (`launcher.agent.processes`)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ACCELERATORS = ("cuda", "hip", "xpu")

@@ -18,8 +18,8 @@ from pathlib import Path
 from elastic_driver.words.orders import JobSpec, decode
 from launcher.agent.environment import common_environment
 from launcher.agent.processes import become_subreaper
-from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WorkerStarter, inherit
+from launcher.agent.warm.warm_plan import warm_plan_for
 from tests.launcher.agent.warm.harness import Agent
 
 
@@ -32,7 +32,7 @@ def main() -> None:
     fake = Agent(Path(spec.cwd))
     fake.env = common_environment(os.environ, spec)
     fake.starter = WorkerStarter(fake.said.append, inherited=inherited)
-    fake.starter.launch(plan_for(spec, os.environ))
+    fake.starter.launch(warm_plan_for(spec, os.environ))
     asyncio.run(fake.starter.ready())
     with open(sys.argv[2], "w") as answers:
         for line in sys.stdin:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.agent.processes import ProcessSpec, become_subreaper, start_fresh
-from launcher.agent.warm.plan import WarmPlan, plan
 from launcher.agent.warm.starter import WorkerStarter
+from launcher.agent.warm.warm_plan import WarmPlan, make_warm_plan
 
 DEADLINE_S = 60.0
 _alive: list[Agent] = []
@@ -44,7 +44,7 @@ class Agent:
 
     def plan(self, *arguments: str, preload: Sequence[str] = (), warm: int | None = 1) -> WarmPlan:
         argv = (sys.executable, *arguments)
-        return plan(argv, self.env, str(self.cwd), warm=warm, preload=preload)
+        return make_warm_plan(argv, self.env, str(self.cwd), warm=warm, preload=preload)
 
     def launch(self, *arguments: str, preload: Sequence[str] = ()) -> None:
         """Keep `python ARGUMENTS` warm, and wait until it is (or never will be)."""

@@ -17,8 +17,8 @@ import pytest
 
 from elastic_driver.words.orders import encode
 from launcher.agent.processes import ProcessSpec, reap
-from launcher.agent.warm.plan import plan_for
 from launcher.agent.warm.starter import WorkerStarter
+from launcher.agent.warm.warm_plan import warm_plan_for
 from tests.launcher.agent.harness import ROOT, Driver, eventually
 from tests.launcher.agent.warm.harness import DEADLINE_S, Outcome, agent
 from tests.launcher.agent.warm.test_equivalence import (
@@ -67,7 +67,7 @@ def forked_agent(folder: Path, *flags: str) -> Iterator[Born]:
     stdin, lifeline = os.pipe2(os.O_CLOEXEC)
     with agent(folder), open(answers, "rb", buffering=0) as heard:
         try:
-            starter.launch(plan_for(spec, os.environ))
+            starter.launch(warm_plan_for(spec, os.environ))
             asyncio.run(starter.ready())
             pid = starter.start(ProcessSpec(argv, dict(os.environ), str(ROOT), 1, 2, stdin))
             os.close(stdin)
