@@ -18,8 +18,7 @@ from typing import TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from elastic_driver.brain.algorithm import BUILT_IN, HostView, Plan, View
-from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobOver, JobReport
-from elastic_driver.brain.handover import claimed, is_on_its_way, next_slots
+from elastic_driver.brain.grants import JOB_LEASE_S, Grant, JobOver, JobReport, Proved
 from elastic_driver.brain.jobs import STUCK_S, Job, believed
 from elastic_driver.brain.limits import too_small
 from elastic_driver.brain.messages import (
@@ -39,8 +38,7 @@ from elastic_driver.brain.messages import (
     Tell,
     WithdrawGrant,
 )
-from elastic_driver.brain.plans import MakeView, Plans
-from elastic_driver.brain.receipts import Proved
+from elastic_driver.brain.plans import MakeView, Plans, claimed, is_on_its_way, next_slots
 from elastic_driver.core.driver_events import Tick
 from elastic_driver.errors import assert_never
 from elastic_driver.kernel.machine import Declaration

@@ -9,8 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
-from elastic_driver.brain.documents import Grant, JobOver, JobReport
-from elastic_driver.brain.receipts import Proved
+from elastic_driver.brain.grants import Grant, JobOver, JobReport, Proved
 from elastic_driver.kernel.machine import CausedDecision
 
 # ---- events --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ ended by themselves. Times are seconds.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from elastic_driver.brain.documents import MOST_WORKERS, Grant, JobOver, JobReport, Kind, Speed
+from elastic_driver.brain.grants import MOST_WORKERS, Grant, JobOver, JobReport, Kind, Speed
 from elastic_driver.core.driver_events import HostsGranted
 from elastic_driver.core.job import Job
 from elastic_driver.core.rules.workers import OCCUPYING

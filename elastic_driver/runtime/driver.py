@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elastic_driver.brain.priors import Prior
-from elastic_driver.brain.store.records import Record
-from elastic_driver.brain.store.rows import JobKey
+from elastic_driver.brain.store.figures import JobKey
+from elastic_driver.brain.store.records import Prior, Record
 from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.core.decisions import EndJob
 from elastic_driver.core.driver_events import MemoryExpected, StopRequested

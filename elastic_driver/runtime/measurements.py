@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from elastic_driver import contract
-from elastic_driver.brain.documents import Kind, Speed
+from elastic_driver.brain.grants import Kind, Speed
 from elastic_driver.brain.store.figures import Sample
 from elastic_driver.core.documents import World
 from elastic_driver.core.job import Job

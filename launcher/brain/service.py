@@ -20,7 +20,7 @@ import msgspec
 from elastic_driver.brain.algorithm import HostView
 from elastic_driver.brain.algorithms import Algorithms
 from elastic_driver.brain.cluster import BrainEvent, Cluster
-from elastic_driver.brain.documents import Grant, grant_key
+from elastic_driver.brain.grants import Grant, Receipts, grant_key
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     HostsFound,
@@ -34,22 +34,19 @@ from elastic_driver.brain.messages import (
     Tell,
     WithdrawGrant,
 )
-from elastic_driver.brain.receipts import Receipts
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.core.driver_events import DiscoveryFailed, HostsDiscovered, Tick
 from elastic_driver.kernel.machine import stamped
 from elastic_driver.rights import job_access
-from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
-from elastic_driver.runtime.endpoint import Identity
+from elastic_driver.runtime.discovery import DiscoveryThread
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.runtime.mailbox import Mailbox
-from launcher.brain.figures import HostFigures
-from launcher.brain.folder import BrainFolder, State
+from launcher.brain.database import HostFigures, Priors
+from launcher.brain.driver_probes import Drivers
 from launcher.brain.intake import Intake
-from launcher.brain.priors import Priors
-from launcher.brain.probes import Drivers
 from launcher.brain.routes import BrainRoutes, job_of_lease
+from launcher.brain.setup import BrainSetup, State
 from launcher.brain.status import is_silent, status_document
 from rendezvous.server import RendezvousServer
 from rendezvous.serving import Callbacks, ServerTls, Succession
@@ -88,23 +85,6 @@ class Stop:
 Message: TypeAlias = (
     str | BrainEvent | HostsDiscovered | DiscoveryFailed | StatusAsked | Forget | Stop
 )
-
-
-@dataclass(kw_only=True)
-class BrainSetup:
-    """The settings and parts of a Brain; nothing is opened yet."""
-
-    folder: BrainFolder
-    host: str  # a numeric address
-    port: int
-    discovery: HostDiscovery
-    interval: float  # seconds between two looks for hosts
-    algorithm: str
-    token: str
-    identity: Identity
-    say: Callable[[str], None]
-    database: Any = None  # with the figures of hosts; None: they are not known
-    records: Any = None  # the same database, with what finished jobs have measured
 
 
 @dataclass

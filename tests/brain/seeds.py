@@ -16,8 +16,8 @@ from random import Random
 from msgspec.structs import replace
 
 from elastic_driver.brain.algorithm import Plan, View
-from elastic_driver.brain.documents import JOB_LEASE_S
 from elastic_driver.brain.fair import fair
+from elastic_driver.brain.grants import JOB_LEASE_S
 from elastic_driver.brain.messages import AskAlgorithm, HostsFound
 from tests.brain.world import LIVES_ON_S, UNANSWERED_S, Curve, SimJob, World
 

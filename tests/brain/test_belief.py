@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 
 from elastic_driver.brain.algorithm import HostView, Plan, faults
 from elastic_driver.brain.cluster import SILENT_S, Cluster
-from elastic_driver.brain.documents import (
+from elastic_driver.brain.fair import fair
+from elastic_driver.brain.grants import (
     JOB_LEASE_S,
     MOST_LIVES_ON_S,
     Grant,
     JobOver,
     JobReport,
     Kind,
+    Proved,
+    Receipts,
     Speed,
 )
-from elastic_driver.brain.fair import fair
 from elastic_driver.brain.jobs import CHANGE_S, CHANGES, TURN_S
 from elastic_driver.brain.messages import (
     AskAlgorithm,
@@ -32,7 +34,6 @@ from elastic_driver.brain.messages import (
     Tell,
 )
 from elastic_driver.brain.plans import PATIENCE
-from elastic_driver.brain.receipts import Proved, Receipts
 from elastic_driver.core.driver_events import Tick
 
 HOSTS = {"n1": 2, "n2": 2}

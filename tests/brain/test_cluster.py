@@ -8,9 +8,8 @@ import pytest
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
 from elastic_driver.brain.cluster import ENDED_KEPT, SILENT_S, BrainDecision, Cluster
-from elastic_driver.brain.documents import JOB_LEASE_S, JobOver, JobReport, Kind
 from elastic_driver.brain.fair import fair
-from elastic_driver.brain.handover import GATHER_S
+from elastic_driver.brain.grants import JOB_LEASE_S, JobOver, JobReport, Kind, Proved
 from elastic_driver.brain.jobs import PROBE_S, STUCK_S
 from elastic_driver.brain.messages import (
     AskAlgorithm,
@@ -29,8 +28,7 @@ from elastic_driver.brain.messages import (
     Tell,
     WithdrawGrant,
 )
-from elastic_driver.brain.plans import ANSWER_S, RETRY_S
-from elastic_driver.brain.receipts import Proved
+from elastic_driver.brain.plans import ANSWER_S, GATHER_S, RETRY_S
 from elastic_driver.core.driver_events import Tick
 from tests.brain.world import World
 

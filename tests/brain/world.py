@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
 from elastic_driver.brain.cluster import Cluster
-from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobOver, JobReport, Kind, Speed
 from elastic_driver.brain.fair import fair
+from elastic_driver.brain.grants import JOB_LEASE_S, Grant, JobOver, JobReport, Kind, Speed
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     DriverProbed,

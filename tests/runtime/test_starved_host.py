@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.brain.documents import Kind
+from elastic_driver.brain.grants import Kind
 from elastic_driver.core.documents import encode
 from elastic_driver.core.measured import HostUsage, Pressure, StepTimes, Usage
 from elastic_driver.core.progress import Progress

@@ -12,8 +12,8 @@ import pytest
 
 from elastic_driver.brain.messages import DriverProbed, ProbeDriver
 from elastic_driver.presence import DriverPresence
-from launcher.brain import probes
-from launcher.brain.probes import Drivers
+from launcher.brain import driver_probes as probes
+from launcher.brain.driver_probes import Drivers
 from rendezvous.auth import job_token, make_token
 from tests.support.liveness import driver, stranger
 

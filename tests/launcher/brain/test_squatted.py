@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.brain.documents import JobReport, Kind
-from launcher.brain.folder import BrainFolder
-from launcher.brain.show import ask
+from elastic_driver.brain.grants import JobReport, Kind
+from launcher.brain.setup import BrainFolder
+from launcher.brain.status import ask
 from rendezvous.auth import job_token, read_token_file
 from tests.launcher.brain.test_serve import Job
 from tests.support.brain import RunningBrain, elasticbrain
