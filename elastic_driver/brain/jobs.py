@@ -22,6 +22,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
+from elastic_driver.brain import log_events as log
 from elastic_driver.brain.algorithm import JobView, SpeedAt
 from elastic_driver.brain.grants import JOB_LEASE_S, Grant, JobReport, Proved, Speed
 from elastic_driver.brain.messages import DriverProbed, ProbeDriver
@@ -243,7 +244,7 @@ class Job:
         if not self.claims() or never_was:
             self.gone_at = at + min(TURN_S, self.report.lives_on)  # for so long it keeps its turn
 
-    def fall_silent_unseen(self, now: float) -> None:
+    def count_as_silent(self, now: float) -> None:
         """Nothing is known of its lease, which may have been renewed just now."""
         self.fall_silent(now + JOB_LEASE_S)
 
@@ -258,40 +259,37 @@ class Job:
         reason = "is its driver found there?" if self.is_live else "its driver is silent"
         return ProbeDriver(self.name, self.report.began, self.report.liveness, reason)
 
-    def probed(self, event: DriverProbed, now: float) -> str:
-        """Note the result of a look; return a sentence if people should know."""
+    def take_probe(self, event: DriverProbed, now: float) -> log.BrainLogEvent | None:
+        """Take in the result of a look; return what people should know, if it is news."""
         if event.liveness != self.report.liveness:
-            return ""
+            return None
         if event.result == "lost":
             self.is_watched, self.probe_at = False, now
         elif event.result == "answered":
-            return self._describe_proof(event.liveness)
+            return self._note_proof(event.liveness)
         elif event.result != "silent" and event.liveness == self.found_at and not self.is_live:
-            return self._describe_loss(event.result == "refused", now)
-        return ""
+            return self._note_loss(event.result == "refused", now)
+        return None
 
-    def _describe_proof(self, place: str) -> str:
-        """Note that its driver has proved itself; return a sentence if that was doubted."""
+    def _note_proof(self, place: str) -> log.BrainLogEvent | None:
+        """Note that its driver has proved itself; that is news if it was doubted."""
         self.found_at, self.is_watched, self.probe_at = place, True, None
         if not self.is_doubted:
-            return ""
+            return None
         self.gone_at, self.is_doubted = None, False
-        return "its driver lives; its slots stay its own"
+        return log.JobFound()
 
-    def _describe_loss(self, certain: bool, now: float) -> str:
-        """Note that its driver has ended, for certain or not; return a sentence if that is new."""
+    def _note_loss(self, certain: bool, now: float) -> log.BrainLogEvent | None:
+        """Note that its driver has ended, for certain or not; return it if it is news."""
         if self.gone_at is not None:
             if certain:
                 self.is_doubted, self.probe_at = False, None
-            return ""
+            return None
         self.gone_at, self.is_doubted = now + self.report.lives_on, not certain
         if certain:
             self.probe_at = None
-            return f"its driver has ended; its slots are free in {self.report.lives_on:g} s"
-        return (
-            f"who listens at {self.found_at} is not its driver, or it is stopped; its slots are "
-            f"free in {self.report.lives_on:g} s, unless it is heard by then"
-        )
+            return log.JobLost(seconds=self.report.lives_on)
+        return log.JobDoubted(place=self.found_at, seconds=self.report.lives_on)
 
     def grant(self, grant: Grant, now: float) -> None:
         """Note the newest grant."""

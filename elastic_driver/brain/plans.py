@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from elastic_driver.brain import log_events as log
 from elastic_driver.brain.algorithm import BUILT_IN, JobView, Plan, View, faults
 from elastic_driver.brain.jobs import Job
 from elastic_driver.brain.messages import AskAlgorithm, PlanFailed, Planned, Tell
@@ -57,11 +58,11 @@ class Plans:
         """When to look again if nothing happens."""
         return self.due if self.asked is None else self.asked.until
 
-    def because(self, *triggers: str) -> None:
-        """Have a plan asked for, and say why."""
+    def need(self, *triggers: str) -> None:
+        """Note that a plan is needed, and why."""
         self.triggers += [each for each in triggers if each not in self.triggers]
 
-    def nobody_is_there(self) -> None:
+    def forget_triggers(self) -> None:
         """Forget why a plan was needed: there is no job to plan for."""
         self.triggers, self.due = [], None
 
@@ -71,11 +72,11 @@ class Plans:
             return []
         return [self._ask(self.algorithm, view, now)]
 
-    def look_at_the_clock(self, view: MakeView, now: float) -> list[AskAlgorithm | Tell]:
+    def check_times(self, view: MakeView, now: float) -> list[AskAlgorithm | Tell]:
         """Note that it is time for a plan, or that an algorithm has not answered in time."""
         if self.due is not None and now >= self.due:
             self.due = None
-            self.because("time passed")
+            self.need("time passed")
         if self.asked is not None and now >= self.asked.until:
             return self._refuse(self.asked, f"no answer within {ANSWER_S:g} s", view, now)
         return []
@@ -93,14 +94,14 @@ class Plans:
         is_late, same = shape(seen) != shape(asked.view), same_jobs(seen, asked.view)
         self.late = self.late + 1 if is_late else 0
         if is_late and self.late <= PATIENCE:
-            self.because(*asked.view.triggers)
+            self.need(*asked.view.triggers)
             return None, nobody, [self._ask(asked.algorithm, view, now)]
         wrong = faults(asked.view, plan)
         if is_late and not wrong:
             kept = {job: workers for job, workers in plan.workers.items() if job in same}
             plan = replace(plan, workers=kept)
             wrong = faults(seen, plan)
-            self.because(*asked.view.triggers)
+            self.need(*asked.view.triggers)
         if wrong:
             why = f"its plan is out of bounds: {wrong[0]}"
             return None, nobody, self._refuse(asked, why, view, now)
@@ -122,11 +123,11 @@ class Plans:
         name, self.asked = asked.algorithm or BUILT_IN, None
         if not asked.algorithm:
             self.due = now + RETRY_S
-            line = f"algorithm {name}: {why}; it is asked again in {RETRY_S:g} s"
-            return [Tell("plan_refused", "", line, line)]
-        self.because(*asked.view.triggers)
-        line = f"algorithm {name}: {why}; the built-in one is asked instead"
-        return [self._ask("", view, now), Tell("plan_refused", "", line, line)]
+            refused = log.BuiltInPlanRefused(algorithm=name, why=why, seconds=RETRY_S)
+            return [Tell(refused, "", refused.text)]
+        self.need(*asked.view.triggers)
+        chosen = log.PlanRefused(algorithm=name, why=why)
+        return [self._ask("", view, now), Tell(chosen, "", chosen.text)]
 
 
 def same_jobs(now: View, then: View) -> Set[str]:

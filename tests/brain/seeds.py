@@ -266,7 +266,7 @@ class Faults:
         world.run(world.now + QUIET_S)
         self._check_quiet()
         self.out.grants = len(world.published)
-        self.out.refused = sum(told.event == "plan_refused" for told in world.told)
+        self.out.refused = sum(told.what.name == "plan_refused" for told in world.told)
         return self.out
 
     def _check_quiet(self) -> None:

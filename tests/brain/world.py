@@ -221,6 +221,7 @@ class World:
     def _restart(self) -> None:
         self.brain_lives = True
         self.cluster = Cluster.restored(self._snapshot)
+        self.brain(Tick())
         self.brain(HostsFound(self.host_views()))
         for job in self.jobs.values():
             job.heard_at = self.now

@@ -21,7 +21,6 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from elastic_driver.brain.grants import Kind
 from elastic_driver.brain.store import statements
-from elastic_driver.brain.store import statements as record_statements
 from elastic_driver.brain.store.address import Address, safe_parameters
 from elastic_driver.brain.store.figures import (
     COARSER,
@@ -95,12 +94,12 @@ class Database:
     def remember(self, job: JobKey, record: Record) -> None:
         """Write what is known of a job; what an earlier driver of it knew stays known."""
         with self._transaction() as connection:
-            record_statements.remember(connection, job, record)
+            statements.remember(connection, job, record)
 
     def put_nodes(self, nodes: Sequence[Node]) -> None:
         """Write the newest figures of machines."""
         with self._transaction() as connection:
-            record_statements.put_nodes(connection, nodes)
+            statements.put_nodes(connection, nodes)
 
     def expire(self, now: float) -> None:
         """Delete what is too old, of all jobs, once it is in the rows of longer periods."""
@@ -141,22 +140,22 @@ class Database:
     def similar(self, kind: Kind, most: int) -> list[Record]:
         """Return the newest finished jobs like this one that were measured, the newest first."""
         with self._transaction() as connection:
-            return record_statements.similar(connection, kind, most)
+            return statements.similar(connection, kind, most)
 
     def records(self) -> list[tuple[JobKey, Record]]:
         """Return all jobs of which more than figures is known, in the order of their beginnings."""
         with self._transaction() as connection:
-            return record_statements.all_records(connection)
+            return statements.all_records(connection)
 
     def nodes(self, now: float) -> list[Node]:
         """Return the machines whose figures are fresh now, by their names."""
         with self._transaction() as connection:
-            return record_statements.fresh_nodes(connection, now)
+            return statements.fresh_nodes(connection, now)
 
     def known_nodes(self) -> list[Node]:
         """Return all machines, however old their figures are: not to place anything there."""
         with self._transaction() as connection:
-            return record_statements.known_nodes(connection)
+            return statements.known_nodes(connection)
 
     # ---- connections -----------------------------------------------------------------------
 
