@@ -15,13 +15,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from elastic_driver.brain.documents import Kind, Speed
+from elastic_driver.brain.grants import Kind, Speed
 from elastic_driver.brain.store import writer
 from elastic_driver.brain.store.address import Address, read_address
 from elastic_driver.brain.store.database import Database
-from elastic_driver.brain.store.figures import Sample
+from elastic_driver.brain.store.figures import FINE, HOUR, JobKey, Sample
 from elastic_driver.brain.store.records import Record
-from elastic_driver.brain.store.rows import FINE, HOUR, JobKey
 from elastic_driver.runtime.measurements import MOST_USAGE_S, USAGE_S, WORKERS_PER_S
 from elastic_driver.words.progress import HostUsage, Measured, StepTimes, WorkerMeasured
 

@@ -40,7 +40,7 @@ class JobView(Struct, frozen=True, kw_only=True):
     outranks everything. `changes`: how often its size was changed; `change_cost`: the seconds that
     one such change costs. `micro_batches`: into which a step of a fixed batch is divided; None:
     each worker brings a batch of its own, so a step of twice the workers does twice the work, less
-    what a sample of a larger batch teaches by `noise` (`policies.scaling.noise`; None: not known).
+    what a sample of a larger batch teaches by `noise` (`features.sizes.search`; None: not known).
     `measured`: whether the speed at the present size and place is among `speeds`.
     `unchanged_for`: the seconds since its size was changed.
     `memory`: the bytes that one worker should find; None: not known. `room`: once a worker has run

@@ -17,9 +17,9 @@ from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
+from elastic_driver.brain import log_events as log
 from elastic_driver.brain.algorithm import BUILT_IN, HostView, Plan, View
-from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobOver, JobReport
-from elastic_driver.brain.handover import claimed, is_on_its_way, next_slots
+from elastic_driver.brain.grants import JOB_LEASE_S, Grant, JobOver, JobReport, Proved
 from elastic_driver.brain.jobs import STUCK_S, Job, believed
 from elastic_driver.brain.limits import too_small
 from elastic_driver.brain.messages import (
@@ -39,8 +39,7 @@ from elastic_driver.brain.messages import (
     Tell,
     WithdrawGrant,
 )
-from elastic_driver.brain.plans import MakeView, Plans
-from elastic_driver.brain.receipts import Proved
+from elastic_driver.brain.plans import MakeView, Plans, claimed, is_on_its_way, next_slots
 from elastic_driver.errors import assert_never
 from elastic_driver.job.events import Tick
 from elastic_driver.kernel.machine import Declaration
@@ -85,7 +84,7 @@ class Cluster(Snapshots):
     number: int = saved(0)  # of the newest grant
     _ended: dict[str, float] = saved(factory=dict, name="ended")  # the newest run of each ended job
     # Slots in use on hosts that have become smaller.
-    _excess: dict[str, int] = saved(factory=dict, name="excess")
+    _overbooked: dict[str, int] = saved(factory=dict, name="excess")
     _out: list[BrainDecision] = field(default_factory=list)
 
     def __init__(self, algorithm: str = "") -> None:
@@ -107,7 +106,7 @@ class Cluster(Snapshots):
         for job in cluster.runs():
             job.unheard, job.silent_at, job.gone_at = True, None, None
             job.is_doubted = job.is_watched = False
-        cluster.plans.because("start")
+        cluster.plans.need("start")
         return cluster
 
     def runs(self) -> Iterator[Job]:
@@ -120,7 +119,7 @@ class Cluster(Snapshots):
         """Take in one event; return the decisions to carry out, in order."""
         for job in self.runs():
             if job.unheard and job.silent_at is None:
-                job.fall_silent_unseen(now)
+                job.count_as_silent(now)
         self._take_in(event, now)
         self._advance(now)
         out, self._out = self._out, []
@@ -155,11 +154,9 @@ class Cluster(Snapshots):
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """See `Machine.deadline`."""
+        """See `Machine.deadline`; one that was restored gets its first `Tick` at once."""
         times = [self.plans.deadline]
         for job in self.runs():
-            if job.unheard and job.silent_at is None:
-                return 0.0
             times += [job.gone_at, job.gather_until, job.probe_at]
             if job.is_live:
                 times.append(job.heard_at + SILENT_S)
@@ -172,7 +169,7 @@ class Cluster(Snapshots):
         """See `Machine.check`."""
         found = []
         for host, used in claimed(self.runs()).items():
-            if used > (most := max(self.hosts.get(host, 0), self._excess.get(host, 0))):
+            if used > (most := max(self.hosts.get(host, 0), self._overbooked.get(host, 0))):
                 found.append(f"{host}: {counted(used, 'slot')} may be in use, of {most}")
         for job in self.runs():
             numbers = [grant.number for grant in job.grants]
@@ -190,15 +187,15 @@ class Cluster(Snapshots):
             for former in self.former:
                 if (former.name, former.report.began) == (name, report.began):
                     former.hear(self._believed(former, report), now)
-                    former.fall_silent_unseen(now)
+                    former.count_as_silent(now)
             return
         if job is None and report.began <= self._ended.get(name, -1.0):
             return  # it was sent before the run ended
         if job is not None and report.began > job.report.began:
             if job.claims():
                 self.former.append(job)
-                job.fall_silent_unseen(now)
-            self._tell("job_replaced", name, "another run of it has begun")
+                job.count_as_silent(now)
+            self._tell(log.JobReplaced(), name)
             job = None
         if proved is not None and proved.known and proved.number <= self.number:
             proved = None  # this Brain knows what became of that grant
@@ -209,14 +206,14 @@ class Cluster(Snapshots):
 
     def _hear(self, job: Job, report: JobReport, proved: Proved | None, now: float) -> None:
         if not job.is_live:
-            self._tell("job_back", job.name, "its driver is heard again")
+            self._tell(log.JobBack(), job.name)
         if job.unheard and job.grants:  # the Brain that made the grant may not have published it
             self._publish(job, job.grants[-1].reason)
         carried_out = job.report.carried_out
         if proved is not None and proved.number > job.newest:
             self._take_over(job, proved, now)
         found = self._believed(job, report, proved)
-        self.plans.because(*job.hear(found, now))
+        self.plans.need(*job.hear(found, now))
         if job.grants and not found.carried_out and carried_out:
             # Its next driver has come late, and asks whether these slots are still its own.
             self._grant(job, job.granted, "it has these slots", now)
@@ -230,15 +227,14 @@ class Cluster(Snapshots):
         more = sum(report.holding.values()) - sum(found.holding.values())
         if more and not job.is_told:
             job.is_told = True
-            line = f"it says that it holds {counted(more, 'slot')} more than this Brain has granted"
-            self._tell("job_disbelieved", job.name, f"{line} it; they do not count")
+            self._tell(log.JobDisbelieved(more=more), job.name)
         return found
 
     def _take_over(self, job: Job, proved: Proved, now: float) -> None:
         """Count what a job proves to be granted: its grant is of a Brain whose state is lost."""
         self.number = max(self.number, proved.number)
         job.take_over(proved, now)
-        self._excuse_what_is()
+        self._note_overbooked_hosts()
 
     def _arrive(self, name: str, report: JobReport, proved: Proved | None, now: float) -> None:
         self.jobs.pop(name, None)  # of a former run: the new one comes last
@@ -250,9 +246,9 @@ class Cluster(Snapshots):
         if proved is not None:
             self._take_over(job, proved, now)
         job.report = self._believed(job, report, proved)
-        self._excuse_what_is()
-        self._tell("job_arrived", name, f"wants {report.least} to {report.most or 'all'} workers")
-        self.plans.because("job arrived")
+        self._note_overbooked_hosts()
+        self._tell(log.JobArrived(least=report.least, most=report.most), name)
+        self.plans.need("job arrived")
 
     def _on_ended(self, name: str, over: JobOver) -> None:
         if not any((job.name, job.report.began) == (name, over.began) for job in self.runs()):
@@ -263,21 +259,21 @@ class Cluster(Snapshots):
             del self._ended[next(iter(self._ended))]
         job = self.jobs.get(name)
         if job is not None and job.report.began == over.began:
-            self._remove(job, "job_ended", f"over, with exit status {over.exit_code}")
+            self._remove(job, log.JobEnded(exit_code=over.exit_code))
         else:
             self._drop_former(name, over.began)
 
-    def _remove(self, job: Job, event: str, line: str) -> None:
+    def _remove(self, job: Job, what: log.BrainLogEvent) -> None:
         del self.jobs[job.name]
-        self._out.append(WithdrawGrant(job.name, line))
-        self._tell(event, job.name, line)
-        self.plans.because("slots freed")
+        self._out.append(WithdrawGrant(job.name, what.text))
+        self._tell(what, job.name)
+        self.plans.need("slots freed")
 
     def _drop_former(self, name: str, began: float) -> None:
         left = [job for job in self.former if (job.name, job.report.began) != (name, began)]
         if len(left) < len(self.former):
             self.former = left
-            self.plans.because("slots freed")
+            self.plans.need("slots freed")
 
     # ---- jobs that are not heard ---------------------------------------------------------
 
@@ -285,26 +281,25 @@ class Cluster(Snapshots):
         job = self.jobs.get(name)
         if job is not None and job.is_live:
             job.fall_silent(now)
-            line = "its driver is silent; its slots stay its own until it has certainly ended"
-            self._tell("job_silent", name, line if job.claims() else "its driver is silent")
+            self._tell(log.JobSilentWithSlots() if job.claims() else log.JobSilent(), name)
 
     def _on_probed(self, event: DriverProbed, now: float) -> None:
         for job in self.runs():
             run = job.name, job.report.began
-            if run == (event.job, event.began) and (line := job.probed(event, now)):
-                self._tell("job_lost" if job.gone_at is not None else "job_found", job.name, line)
+            if run == (event.job, event.began) and (news := job.take_probe(event, now)) is not None:
+                self._tell(news, job.name)
 
     def _on_forgotten(self, name: str) -> None:
         job = self.jobs.get(name)
         if job is not None and not job.is_live:
-            self._remove(job, "job_forgotten", "an administrator says that it has ended")
+            self._remove(job, log.JobForgotten())
         for former in [former for former in self.former if former.name == name]:
             self._drop_former(name, former.report.began)
 
     def _on_dropped(self, name: str) -> None:
         job = self.jobs.get(name)
         if job is not None and not job.claims():
-            self._remove(job, "job_dropped", "it has no slots, and others need its place")
+            self._remove(job, log.JobDropped())
 
     def _miss_reports(self, now: float) -> None:
         """Note whose reports are overdue, once those that have come were taken in."""
@@ -312,22 +307,21 @@ class Cluster(Snapshots):
             if job.is_live and now >= job.heard_at + SILENT_S:
                 self._on_silent(job.name, now)
 
-    def _look_after_the_silent(self, now: float) -> None:
+    def _remove_ended_jobs(self, now: float) -> None:
         for job in list(self.jobs.values()):
             if job.gone_at is not None and now >= job.gone_at:
-                self._remove(job, "job_gone", "its processes have ended; its slots are free")
+                self._remove(job, log.JobGone())
         for job in list(self.former):
             if job.gone_at is not None and now >= job.gone_at:
                 self._drop_former(job.name, job.report.began)
         self._out += [probe for job in self.runs() if (probe := job.probe(now)) is not None]
 
-    def _look_after_the_stuck(self, now: float) -> None:
+    def _note_stuck_jobs(self, now: float) -> None:
         for job in self.jobs.values():
             if not job.is_stuck and job.owes_since is not None and now >= job.owes_since + STUCK_S:
                 job.is_stuck = True
-                line = f"it has kept slots for {STUCK_S:g} s that it was to give up"
-                self._tell("job_stuck", job.name, f"{line}; no plan counts on it until it has")
-                self.plans.because("slots lost")
+                self._tell(log.JobStuck(seconds=STUCK_S), job.name)
+                self.plans.need("slots lost")
 
     # ---- hosts ---------------------------------------------------------------------------
 
@@ -335,25 +329,25 @@ class Cluster(Snapshots):
         before, first = self.hosts, not self.hosts
         self.hosts = {host.name: host.slots for host in event.hosts if host.slots}
         if first and self.hosts:
-            self.plans.because("start")
+            self.plans.need("start")
         elif any(self.hosts.get(host, 0) < slots for host, slots in before.items()):
-            self.plans.because("host lost")
+            self.plans.need("host lost")
         elif self.hosts != before:
-            self.plans.because("slots freed")
-        self._excuse_what_is()
+            self.plans.need("slots freed")
+        self._note_overbooked_hosts()
 
-    def _excuse_what_is(self) -> None:
+    def _note_overbooked_hosts(self) -> None:
         """Note which hosts have more in use than slots: they got smaller, or state was lost."""
         used = claimed(self.runs())
-        self._excess = {h: n for h, n in used.items() if n > self.hosts.get(h, 0)}
+        self._overbooked = {h: n for h, n in used.items() if n > self.hosts.get(h, 0)}
 
-    def _watch_excess(self) -> None:
-        if not self._excess:
+    def _update_overbooked_hosts(self) -> None:
+        if not self._overbooked:
             return
         used = claimed(self.runs())
-        self._excess = {
+        self._overbooked = {
             host: min(most, used[host])
-            for host, most in self._excess.items()
+            for host, most in self._overbooked.items()
             if used.get(host, 0) > self.hosts.get(host, 0)
         }
 
@@ -395,16 +389,16 @@ class Cluster(Snapshots):
                 job.target, job.gather_until = target, None
                 job.reason = (plan.reasons.get(job.name) or plan.reason)[:REASON_LENGTH]
         if changed:
-            self._tell("brain_plan", "", plan.reason[:REASON_LENGTH])
+            self._tell(log.PlanAdopted(why=plan.reason[:REASON_LENGTH]), "")
 
     # ---- consequences --------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
-        self._look_after_the_silent(now)
-        self._look_after_the_stuck(now)
-        self._watch_excess()
+        self._remove_ended_jobs(now)
+        self._note_stuck_jobs(now)
+        self._update_overbooked_hosts()
         self._carry_out(now)
-        self._out += self.plans.look_at_the_clock(self._viewer(now), now)
+        self._out += self.plans.check_times(self._viewer(now), now)
         self._plan_if_needed(now)
 
     def _plan_if_needed(self, now: float) -> None:
@@ -414,7 +408,7 @@ class Cluster(Snapshots):
         if any(job.is_planned for job in self.jobs.values()):
             self._out += self.plans.ask_if_needed(self._viewer(now), now)
         elif self.plans.asked is None:
-            self.plans.nobody_is_there()
+            self.plans.forget_triggers()
 
     def _carry_out(self, now: float) -> None:
         """Give jobs what their targets say, as far as others have let go of it."""
@@ -447,8 +441,9 @@ class Cluster(Snapshots):
     def _publish(self, job: Job, reason: str) -> None:
         self._out.append(PublishGrant(job.name, job.grants[-1], job.claims(), reason))
 
-    def _tell(self, event: str, job: str, line: str) -> None:
-        self._out.append(Tell(event, job, line, line))
+    def _tell(self, what: log.BrainLogEvent, job: str) -> None:
+        self._out.append(Tell(what, job, what.text))
 
 
-DECLARATION = Declaration(name="brain", events=BrainEvent, decisions=BrainDecision)
+NAME = "brain"
+DECLARATION = Declaration(name=NAME, events=BrainEvent, decisions=BrainDecision)

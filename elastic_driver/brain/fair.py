@@ -1,7 +1,7 @@
 """The algorithm that the Brain uses if no other is named: fair shares, from speeds as measured.
 
 How fast a job is with so many workers comes from its measured sizes and the model of the step time
-(`policies.scaling.speed_model`), which is optimistic about sizes that were not tried: so they are
+(`features.sizes.search`), which is optimistic about sizes that were not tried: so they are
 tried when slots are there. A job of which nothing is measured counts as one that grows linearly.
 `shares` gives each job its number of workers, `placement` their hosts; `space` knows which hosts
 have the memory and the processors for whom. A plan differs from what is there only if that makes
@@ -13,9 +13,8 @@ from functools import lru_cache
 from math import inf
 
 from elastic_driver.brain.algorithm import JobView, Plan, SpeedAt, View
-from elastic_driver.brain.placement import place, place_quickly
+from elastic_driver.brain.placement import Space, place, place_quickly, space_of
 from elastic_driver.brain.shares import SharedJob, fair_shares, share_costs
-from elastic_driver.brain.space import Space, space_of
 from elastic_driver.features.sizes.autoscaler import HORIZON_S, REPAYS
 from elastic_driver.features.sizes.search import CLOSE, Layout, Search, SpeedModel, fit
 from elastic_driver.words import counted

@@ -1,4 +1,4 @@
-"""What the Brain knows of one job: its newest report, its grants, and the slots it may occupy.
+"""What the Brain knows of one job: its newest report, its grants, its slots, and its speeds.
 
 A driver that is not heard may be dead, stopped, or only cut off from the Brain; then its workers
 train on. So its slots stay its own until it is known that it has ended: at the address where the
@@ -10,19 +10,83 @@ is forgotten after that time, too.
 
 A report counts for its own job, and no further than what the Brain has granted it (`believed`).
 
+The speed of a size counts as for `--auto-scale` (`features.sizes.gauge`): after a warm-up, with 20
+steps or more, and an error of 3 %.
+
 Pure. Times are unix seconds, durations seconds.
 """
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from msgspec.structs import replace
 
-from elastic_driver.brain.algorithm import JobView
-from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobReport
+from elastic_driver.brain import log_events as log
+from elastic_driver.brain.algorithm import JobView, SpeedAt
+from elastic_driver.brain.grants import JOB_LEASE_S, Grant, JobReport, Proved, Speed
 from elastic_driver.brain.messages import DriverProbed, ProbeDriver
-from elastic_driver.brain.receipts import Proved
-from elastic_driver.brain.speeds import Speeds
+from elastic_driver.features.sizes.gauge import Gauge
+
+COSTS_KEPT = 8  # of the newest changes
+GAP_S = 3.0  # between two reports, around a change whose cost is measured
+
+
+@dataclass
+class Speeds:
+    """The speeds of one job. `found`: the step time of this round, once it is known; 0: not yet."""
+
+    at: dict[tuple[int, int], SpeedAt] = field(default_factory=dict)  # by size and hosts
+    costs: list[float] = field(default_factory=list)  # seconds lost by each change of the size
+    found: float = 0.0
+    gauge: Gauge = field(default_factory=Gauge)
+    last: Speed | None = None
+    mean: float = 0.0  # of the steps until `last`
+
+    @property
+    def change_cost(self) -> float:
+        """The seconds that a change of the size costs; 0: none was measured."""
+        return fmean(self.costs) if self.costs else 0.0
+
+    def take(self, speed: Speed) -> str:
+        """Take in how far the job is; return why a plan is needed ("": it is not)."""
+        if speed.steps < 0:
+            return ""
+        if self.last is None or speed.round != self.last.round:
+            self._enter(speed)
+        self.gauge.take(speed.steps, speed.at)
+        self.last, self.mean = speed, self.gauge.mean
+        if self.found:
+            return self._watch(speed)
+        if not self.gauge.is_known():
+            return ""
+        self._note(speed)
+        return "size measured"
+
+    def _enter(self, speed: Speed) -> None:
+        """Begin to measure a new round; note what the change cost."""
+        last = self.last
+        if last is not None and self.mean and last.worker == speed.worker:
+            lost = speed.at - last.at - (speed.steps - last.steps) * self.mean
+            # After a longer gap the steps between are partly those of the new size.
+            if last.size != speed.size and speed.at - last.at <= max(GAP_S, 3 * self.mean):
+                self.costs = [*self.costs, max(0.0, lost)][-COSTS_KEPT:]
+        self.gauge, self.found = Gauge(), 0.0
+
+    def _watch(self, speed: Speed) -> str:
+        """Look whether the step time has changed since it was measured."""
+        if not self.gauge.has_drifted(self.found):
+            return ""
+        self.at.clear()  # the other sizes are not what they were, either
+        self._note(speed)
+        return "slowdown"
+
+    def _note(self, speed: Speed) -> None:
+        self.found = self.gauge.mean
+        self.at[speed.size, speed.hosts] = SpeedAt(
+            size=speed.size, hosts=speed.hosts, step_time=self.found, error=self.gauge.error
+        )
+
 
 PROBE_S = 5.0  # between two probes of a driver
 STUCK_S = 60.0  # for a job to give up slots, at the end of a step
@@ -180,7 +244,7 @@ class Job:
         if not self.claims() or never_was:
             self.gone_at = at + min(TURN_S, self.report.lives_on)  # for so long it keeps its turn
 
-    def fall_silent_unseen(self, now: float) -> None:
+    def count_as_silent(self, now: float) -> None:
         """Nothing is known of its lease, which may have been renewed just now."""
         self.fall_silent(now + JOB_LEASE_S)
 
@@ -195,40 +259,37 @@ class Job:
         reason = "is its driver found there?" if self.is_live else "its driver is silent"
         return ProbeDriver(self.name, self.report.began, self.report.liveness, reason)
 
-    def probed(self, event: DriverProbed, now: float) -> str:
-        """Note the result of a look; return a sentence if people should know."""
+    def take_probe(self, event: DriverProbed, now: float) -> log.BrainLogEvent | None:
+        """Take in the result of a look; return what people should know, if it is news."""
         if event.liveness != self.report.liveness:
-            return ""
+            return None
         if event.result == "lost":
             self.is_watched, self.probe_at = False, now
         elif event.result == "answered":
-            return self._describe_proof(event.liveness)
+            return self._note_proof(event.liveness)
         elif event.result != "silent" and event.liveness == self.found_at and not self.is_live:
-            return self._describe_loss(event.result == "refused", now)
-        return ""
+            return self._note_loss(event.result == "refused", now)
+        return None
 
-    def _describe_proof(self, place: str) -> str:
-        """Note that its driver has proved itself; return a sentence if that was doubted."""
+    def _note_proof(self, place: str) -> log.BrainLogEvent | None:
+        """Note that its driver has proved itself; that is news if it was doubted."""
         self.found_at, self.is_watched, self.probe_at = place, True, None
         if not self.is_doubted:
-            return ""
+            return None
         self.gone_at, self.is_doubted = None, False
-        return "its driver lives; its slots stay its own"
+        return log.JobFound()
 
-    def _describe_loss(self, certain: bool, now: float) -> str:
-        """Note that its driver has ended, for certain or not; return a sentence if that is new."""
+    def _note_loss(self, certain: bool, now: float) -> log.BrainLogEvent | None:
+        """Note that its driver has ended, for certain or not; return it if it is news."""
         if self.gone_at is not None:
             if certain:
                 self.is_doubted, self.probe_at = False, None
-            return ""
+            return None
         self.gone_at, self.is_doubted = now + self.report.lives_on, not certain
         if certain:
             self.probe_at = None
-            return f"its driver has ended; its slots are free in {self.report.lives_on:g} s"
-        return (
-            f"who listens at {self.found_at} is not its driver, or it is stopped; its slots are "
-            f"free in {self.report.lives_on:g} s, unless it is heard by then"
-        )
+            return log.JobLost(seconds=self.report.lives_on)
+        return log.JobDoubted(place=self.found_at, seconds=self.report.lives_on)
 
     def grant(self, grant: Grant, now: float) -> None:
         """Note the newest grant."""

@@ -9,8 +9,8 @@ from typing import Literal
 from msgspec import Struct
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
-from elastic_driver.brain.documents import Grant, JobOver, JobReport
-from elastic_driver.brain.receipts import Proved
+from elastic_driver.brain.grants import Grant, JobOver, JobReport, Proved
+from elastic_driver.brain.log_events import BrainLogEvent
 from elastic_driver.kernel.machine import CausedDecision
 
 # ---- events --------------------------------------------------------------------------------
@@ -134,9 +134,8 @@ class AskAlgorithm(CausedDecision, frozen=True, tag="ask_algorithm"):
 
 
 class Tell(CausedDecision, frozen=True, tag="tell"):
-    """Show a line to the people who run the Brain, and log it with its event's name."""
+    """Show what has happened to the people who run the Brain, and log it. `job` "": to no job."""
 
-    event: str
+    what: BrainLogEvent
     job: str
-    line: str
     reason: str

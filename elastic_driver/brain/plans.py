@@ -1,18 +1,24 @@
-"""When the Brain asks for a plan, of which algorithm, and what becomes of the answer.
+"""When the Brain asks for a plan, what becomes of the answer, and how slots pass between jobs.
 
 A plan is asked for when something has happened that may change it. It is refused if it was made for
 a state that is over, or is out of bounds; if the algorithm that a user chose fails, the built-in
 one answers. After a few plans that came too late, what still fits of one is taken: so no job keeps
-others from their slots by changing its mind. One plan is asked for at a time. Pure. Times are unix
-seconds.
+others from their slots by changing its mind. One plan is asked for at a time.
+
+A plan is carried out slot by slot: a job gets those slots of its target that no process of another
+job may occupy any more (`next_slots`).
+
+Pure. Times are unix seconds.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from elastic_driver.brain import log_events as log
 from elastic_driver.brain.algorithm import BUILT_IN, JobView, Plan, View, faults
+from elastic_driver.brain.jobs import Job
 from elastic_driver.brain.messages import AskAlgorithm, PlanFailed, Planned, Tell
 
 ANSWER_S = 30.0  # an algorithm that has not answered by then is taken to have failed
@@ -52,11 +58,11 @@ class Plans:
         """When to look again if nothing happens."""
         return self.due if self.asked is None else self.asked.until
 
-    def because(self, *triggers: str) -> None:
-        """Have a plan asked for, and say why."""
+    def need(self, *triggers: str) -> None:
+        """Note that a plan is needed, and why."""
         self.triggers += [each for each in triggers if each not in self.triggers]
 
-    def nobody_is_there(self) -> None:
+    def forget_triggers(self) -> None:
         """Forget why a plan was needed: there is no job to plan for."""
         self.triggers, self.due = [], None
 
@@ -66,11 +72,11 @@ class Plans:
             return []
         return [self._ask(self.algorithm, view, now)]
 
-    def look_at_the_clock(self, view: MakeView, now: float) -> list[AskAlgorithm | Tell]:
+    def check_times(self, view: MakeView, now: float) -> list[AskAlgorithm | Tell]:
         """Note that it is time for a plan, or that an algorithm has not answered in time."""
         if self.due is not None and now >= self.due:
             self.due = None
-            self.because("time passed")
+            self.need("time passed")
         if self.asked is not None and now >= self.asked.until:
             return self._refuse(self.asked, f"no answer within {ANSWER_S:g} s", view, now)
         return []
@@ -88,14 +94,14 @@ class Plans:
         is_late, same = shape(seen) != shape(asked.view), same_jobs(seen, asked.view)
         self.late = self.late + 1 if is_late else 0
         if is_late and self.late <= PATIENCE:
-            self.because(*asked.view.triggers)
+            self.need(*asked.view.triggers)
             return None, nobody, [self._ask(asked.algorithm, view, now)]
         wrong = faults(asked.view, plan)
         if is_late and not wrong:
             kept = {job: workers for job, workers in plan.workers.items() if job in same}
             plan = replace(plan, workers=kept)
             wrong = faults(seen, plan)
-            self.because(*asked.view.triggers)
+            self.need(*asked.view.triggers)
         if wrong:
             why = f"its plan is out of bounds: {wrong[0]}"
             return None, nobody, self._refuse(asked, why, view, now)
@@ -117,11 +123,11 @@ class Plans:
         name, self.asked = asked.algorithm or BUILT_IN, None
         if not asked.algorithm:
             self.due = now + RETRY_S
-            line = f"algorithm {name}: {why}; it is asked again in {RETRY_S:g} s"
-            return [Tell("plan_refused", "", line, line)]
-        self.because(*asked.view.triggers)
-        line = f"algorithm {name}: {why}; the built-in one is asked instead"
-        return [self._ask("", view, now), Tell("plan_refused", "", line, line)]
+            refused = log.BuiltInPlanRefused(algorithm=name, why=why, seconds=RETRY_S)
+            return [Tell(refused, "", refused.text)]
+        self.need(*asked.view.triggers)
+        chosen = log.PlanRefused(algorithm=name, why=why)
+        return [self._ask("", view, now), Tell(chosen, "", chosen.text)]
 
 
 def same_jobs(now: View, then: View) -> Set[str]:
@@ -138,3 +144,73 @@ def limits(job: JobView) -> tuple[object, ...]:
 def shape(view: View) -> tuple[object, ...]:
     """Return what a plan must not be older than: who is there, their limits, and the slots."""
     return [limits(job) for job in view.jobs], [(host.name, host.slots) for host in view.hosts]
+
+
+GATHER_S = 1.0  # slots that become free one after the other within this time are given together
+
+
+def claimed(jobs: Iterable[Job]) -> dict[str, int]:
+    """Return the slots of each host that processes of these jobs may occupy."""
+    found: dict[str, int] = {}
+    for job in jobs:
+        for host, slots in job.claims().items():
+            found[host] = found.get(host, 0) + slots
+    return found
+
+
+def is_on_its_way(job: Job) -> bool:
+    """Return whether a plan wants other slots for a job than it has been granted."""
+    return job.target is not None and not (job.grants and job.target == job.granted)
+
+
+def next_slots(
+    job: Job, hosts: Mapping[str, int], used: Mapping[str, int], now: float
+) -> dict[str, int] | None:
+    """Return the slots to grant a job now, on its way to its target; None: it goes on as it is.
+
+    `hosts`: the slots of each host. `used`: those that processes of all jobs may occupy.
+    """
+    target = job.target
+    if target is None or not is_on_its_way(job):
+        job.gather_until = None
+        return None
+    if any(hosts.get(host, 0) < slots for host, slots in target.items()):
+        job.gather_until = None  # a host is lost, so another plan is on its way
+        found = job.granted
+    else:
+        found = _possible(job, target, hosts, used, now)
+    return None if job.grants and found == job.granted else found
+
+
+def _possible(
+    job: Job,
+    target: Mapping[str, int],
+    hosts: Mapping[str, int],
+    used: Mapping[str, int],
+    now: float,
+) -> dict[str, int]:
+    """Return the slots that a job may have now; those that it uses already come first.
+
+    They are what it has while it could only have too few.
+    """
+    granted, own, least = job.granted, job.claims(), job.report.least
+    free = {host: hosts[host] - used.get(host, 0) + own.get(host, 0) for host in target}
+    order = [*(h for h in granted if h in target), *(h for h in target if h not in granted)]
+    possible = {host: n for host in order if (n := min(target[host], free[host])) > 0}
+    if job.owes_since is not None:  # first it gives up what it owes, or it would gather slots
+        possible = {h: k for h, n in possible.items() if (k := min(n, granted.get(h, 0)))}
+    enough = not target or sum(possible.values()) >= least
+    if possible != target and enough and _grows(granted, possible):
+        if job.gather_until is None:
+            job.gather_until = now + GATHER_S
+        if now < job.gather_until:
+            possible = {h: k for h, n in possible.items() if (k := min(n, granted.get(h, 0)))}
+            enough = sum(possible.values()) >= least
+    else:
+        job.gather_until = None
+    return possible if enough else granted
+
+
+def _grows(now: Mapping[str, int], then: Mapping[str, int]) -> bool:
+    """Return whether there are more slots on any host than now."""
+    return any(slots > now.get(host, 0) for host, slots in then.items())

@@ -1,20 +1,27 @@
 """Recorded jobs, played through an algorithm: what it would have made of them. Pure.
 
+`recorded_jobs` reads the jobs from a database, `play` plays them, and `comparison` shows two
+algorithms against what has happened.
+
 Each job is there from its recorded beginning to its recorded end. At a size that was measured it is
 as fast as it was then; at another one as fast as the model of the step time says, and that size is
 marked as extrapolated. The algorithm sees a speed once its job has trained for some steps at that
 size, as in life. The same jobs, hosts and algorithm give the same result. Times are seconds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from statistics import fmean
+from typing import NamedTuple, Protocol
 
 from elastic_driver.brain.algorithm import Algorithm, HostView, JobView, SpeedAt, View, faults
+from elastic_driver.brain.store.figures import HOUR, JOB, MINUTE, JobKey, Row
 from elastic_driver.brain.store.records import Record, work_of
 from elastic_driver.features.sizes.gauge import LEAST_STEPS, WARM_UP_S, WARM_UP_STEPS
 from elastic_driver.features.sizes.search import Layout, fit
+from elastic_driver.words import counted
 
 CHANGE_S = 0.3  # lost by a change of the size or the hosts
 AGAIN_S = 61.0  # after the last event, for algorithms that leave a job alone for some time
@@ -222,3 +229,136 @@ def _by_model(record: Record, size: int, hosts: int) -> float:
             return next(each.step_time for each in record.speeds if each.size == size)
     layout = Layout({**lay, size: hosts}, record.micro_batches)
     return fit(layout, times).step_time(size)
+
+
+class Records(Protocol):
+    """A database with the records and the figures of jobs (`store.database`)."""
+
+    def records(self) -> list[tuple[JobKey, Record]]:
+        """Return all jobs that have a record, in the order of their beginnings."""
+
+    def rows(self, job: JobKey, period: int) -> list[Row]:
+        """Return the rows of a job; `period` in seconds."""
+
+
+def recorded_jobs(database: Records) -> tuple[list[Recorded], list[str]]:
+    """Return the jobs that can be played, and the names of those that cannot.
+
+    A job can be played if it has ended and was measured at one size at least.
+    """
+    found, left_out, names = [], [], Counter[str]()
+    for key, record in database.records():
+        names[key.run] += 1
+        name = key.run if names[key.run] == 1 else f"{key.run}#{names[key.run]}"
+        rows = [] if not record.speeds else database.rows(key, MINUTE) or database.rows(key, HOUR)
+        job = _recorded(name, key, record, rows)
+        if job is None:
+            left_out.append(name)
+        else:
+            found.append(job)
+    return sorted(found, key=lambda job: (job.began, job.name)), left_out
+
+
+def _recorded(name: str, key: JobKey, record: Record, rows: Iterable[Row]) -> Recorded | None:
+    series: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        if row.series.subject == JOB:
+            series.setdefault(row.series.name, {})[row.t] = row
+    workers, steps = series.get("workers", {}), series.get("steps_per_s", {})
+    looks = sum(row.values.n for row in workers.values())
+    if record.ended is None or not record.speeds or not looks:
+        return None
+    batches = sum(
+        row.values.n * row.values.mean * _batches(workers.get(t), record)
+        for t, row in steps.items()
+    )
+    samples = sum(
+        row.values.n * row.values.mean for row in series.get("samples_per_s", {}).values()
+    )
+    seconds = (record.ended - key.began) / looks  # of one look
+    each = samples / batches if samples and batches else None
+    return Recorded(name, key.began, record.ended, record, batches * seconds, each)
+
+
+def _batches(workers: Row | None, record: Record) -> float:
+    """Return the batches of a step, with the mean number of workers of a period."""
+    if workers is None or record.micro_batches is not None:
+        return work_of(1, record.micro_batches)
+    return workers.values.mean
+
+
+_MARK = "*"
+
+
+def comparison(
+    jobs: Sequence[Recorded],
+    left_out: Sequence[str],
+    hosts: Sequence[HostView],
+    outcomes: Mapping[str, Outcome],
+) -> str:
+    """Return the tables for jobs in the order of their beginnings, and outcomes by algorithm."""
+    slots = sum(host.slots for host in hosts)
+    best = [best_possible(job, slots) for job in jobs]
+    names = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+    head = ["job", "counted in", "recorded", "best possible", *outcomes]
+    rows = [
+        [
+            job.name,
+            "batches" if job.samples is None else "samples",
+            _amount(job, job.trained),
+            _amount(job, most),
+            *(_played(job, outcome.jobs[number]) for outcome in outcomes.values()),
+        ]
+        for number, (job, most) in enumerate(zip(jobs, best, strict=True))
+    ]
+    what = f"{counted(len(jobs), 'job')} on {counted(slots, 'slot')}"
+    lines = [f"{what} ({names})", "", *_columns([head, *rows]), ""]
+    for name, outcome in outcomes.items():
+        lines += _summary(name, jobs, best, outcome)
+    if any(job.extrapolated for outcome in outcomes.values() for job in outcome.jobs):
+        lines += ["", f"{_MARK}: was at sizes that were not measured; their speed is extrapolated"]
+    if left_out:
+        lines += ["", f"left out, not measured or not ended: {', '.join(left_out)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _summary(
+    name: str, jobs: Sequence[Recorded], best: Sequence[float], outcome: Outcome
+) -> list[str]:
+    changes = sum(job.changes for job in outcome.jobs)
+    of_recorded = _share(outcome.jobs, [job.trained for job in jobs])
+    lines = [
+        f"{name}: {of_recorded} of recorded, {_share(outcome.jobs, best)} of best possible "
+        f"(means of the jobs); changes: {changes}"
+    ]
+    for job in outcome.jobs:
+        if job.extrapolated:
+            sizes = ", ".join(f"{size} on {hosts}" for size, hosts in job.extrapolated)
+            lines.append(f"  {job.name}: extrapolated sizes (workers on hosts): {sizes}")
+    if outcome.refused:
+        lines.append(f"  plans refused: {len(outcome.refused)}, the first: {outcome.refused[0]}")
+    return lines
+
+
+def _share(jobs: Iterable[Played], against: Iterable[float]) -> str:
+    shares = [job.trained / each for job, each in zip(jobs, against, strict=True) if each]
+    return f"{fmean(shares):.1%}" if shares else "?"
+
+
+def _amount(job: Recorded, batches: float) -> str:
+    return f"{batches * (1.0 if job.samples is None else job.samples):.0f}"
+
+
+def _played(job: Recorded, played: Played) -> str:
+    return _amount(job, played.trained) + (_MARK if played.extrapolated else "")
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if number < 2 else text.rjust(width)
+            for number, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -15,14 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from elastic_driver.brain.documents import (
-    JOB_LEASE_S,
-    Grant,
-    JobOver,
-    JobReport,
-    grant_key,
-    lease_key,
-)
+from elastic_driver.brain.grants import JOB_LEASE_S, Grant, JobOver, JobReport, grant_key, lease_key
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.liveness_port import LivenessPort

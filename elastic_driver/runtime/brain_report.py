@@ -8,7 +8,7 @@ ended by themselves. Times are seconds.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from elastic_driver.brain.documents import MOST_WORKERS, Grant, JobOver, JobReport, Kind, Speed
+from elastic_driver.brain.grants import MOST_WORKERS, Grant, JobOver, JobReport, Kind, Speed
 from elastic_driver.features.stragglers.machine import Stragglers
 from elastic_driver.job.events import HostsGranted
 from elastic_driver.job.job import Job

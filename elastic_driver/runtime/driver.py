@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elastic_driver.brain.priors import Prior
-from elastic_driver.brain.store.records import Record
-from elastic_driver.brain.store.rows import JobKey
+from elastic_driver.brain.store.figures import JobKey
+from elastic_driver.brain.store.records import Prior, Record
 from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.features import chapters

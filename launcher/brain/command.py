@@ -136,7 +136,7 @@ def run_serve(given: argparse.Namespace) -> int:
 def run_status(given: argparse.Namespace) -> int:
     """Print the status of the Brain of this folder."""
     from launcher.brain.setup import folder_of  # noqa: PLC0415 - see `run_command`
-    from launcher.brain.show import ask, render  # noqa: PLC0415
+    from launcher.brain.status import ask, render  # noqa: PLC0415
 
     document = ask(folder_of(given))
     print(document.decode() if given.json else render(msgspec.json.decode(document)))
@@ -146,7 +146,7 @@ def run_status(given: argparse.Namespace) -> int:
 def run_forget(given: argparse.Namespace) -> int:
     """Have the Brain of this folder forget a job."""
     from launcher.brain.setup import folder_of  # noqa: PLC0415 - see `run_command`
-    from launcher.brain.show import forget  # noqa: PLC0415
+    from launcher.brain.status import forget  # noqa: PLC0415
 
     forget(folder_of(given), given.job)
     return 0

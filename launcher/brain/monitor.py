@@ -126,7 +126,7 @@ class Watch:
         return self._status
 
     def _look(self) -> None:
-        from elastic_driver.brain.store.failures import described  # noqa: PLC0415 - the extra
+        from elastic_driver.brain.store.database import described  # noqa: PLC0415 - the extra
 
         try:
             self._database.put_nodes(self._monitor.look(time.time()))

@@ -50,9 +50,7 @@ def add_parser(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     """Print the comparison; raises UsageError for what cannot be played."""
     # Loads SQLAlchemy and SciPy.
-    from elastic_driver.brain.comparison import comparison  # noqa: PLC0415
-    from elastic_driver.brain.recorded import recorded_jobs  # noqa: PLC0415
-    from elastic_driver.brain.replay import play  # noqa: PLC0415
+    from elastic_driver.brain.replay import comparison, play, recorded_jobs  # noqa: PLC0415
 
     names = list(dict.fromkeys((given.algorithm, given.against)))
     algorithms = {name: _named(name, load(GROUP, name)) for name in names}

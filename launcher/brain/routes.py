@@ -20,7 +20,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from elastic_driver import token_roles
-from elastic_driver.brain.documents import JobOver, JobReport
+from elastic_driver.brain.grants import JobOver, JobReport
 from elastic_driver.brain.messages import JobEnded, JobHeard
 from elastic_driver.contract import EVENTS_PATH, STATUS_PATH
 from elastic_driver.runtime.run_dir import MAX_RUN_ID_CHARS, is_run_id

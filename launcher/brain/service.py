@@ -1,9 +1,10 @@
 """The process of a Brain: a mailbox, one loop that runs the machine, and what carries it out.
 
 Reports of jobs, leases that end, hosts that are found and plans of algorithms are messages. The
-loop numbers an event, hands it to the machine (`brain.cluster`), writes the machine's state to disk
-and only then publishes grants: a Brain that is killed at any moment has promised nothing that the
-next one does not know. Writes are some time apart, so that many reports at once delay nobody. The
+loop hands an event to the kernel, which numbers it, has the machine decide (`brain.cluster`), and
+calls the handlers of its decisions. Grants are published and withdrawn only once the machine's
+state is on the disk: a Brain that is killed at any moment has promised nothing that the next one
+does not know. Writes are some time apart, so that many reports at once delay nobody. The
 jobs train on without a Brain, so nothing here ends them. Times are unix seconds.
 """
 
@@ -17,10 +18,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from elastic_driver.brain import log_events as log
 from elastic_driver.brain.algorithm import HostView
 from elastic_driver.brain.algorithms import Algorithms
-from elastic_driver.brain.cluster import BrainEvent, Cluster
-from elastic_driver.brain.documents import Grant, grant_key
+from elastic_driver.brain.cluster import DECLARATION, NAME, BrainEvent, Cluster
+from elastic_driver.brain.grants import Grant, Receipts, grant_key
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     HostsFound,
@@ -34,22 +36,19 @@ from elastic_driver.brain.messages import (
     Tell,
     WithdrawGrant,
 )
-from elastic_driver.brain.receipts import Receipts
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.job.events import DiscoveryFailed, HostsDiscovered, Tick
-from elastic_driver.kernel.machine import stamped
+from elastic_driver.kernel.kernel import Catalog, Handler, Kernel
 from elastic_driver.runtime.api import job_access
-from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery
-from elastic_driver.runtime.endpoint import Identity
+from elastic_driver.runtime.discovery import DiscoveryThread
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.runtime.mailbox import Mailbox
-from launcher.brain.figures import HostFigures
-from launcher.brain.folder import BrainFolder, State
+from launcher.brain.database import HostFigures, Priors
+from launcher.brain.driver_probes import Drivers
 from launcher.brain.intake import Intake
-from launcher.brain.priors import Priors
-from launcher.brain.probes import Drivers
 from launcher.brain.routes import BrainRoutes, job_of_lease
+from launcher.brain.setup import BrainSetup, State
 from launcher.brain.status import is_silent, status_document
 from rendezvous.server import Callbacks, RendezvousServer, ServerTls, Succession
 from rendezvous.wire import Delete, Set
@@ -89,28 +88,12 @@ Message: TypeAlias = (
 )
 
 
-@dataclass(kw_only=True)
-class BrainSetup:
-    """The settings and parts of a Brain; nothing is opened yet."""
-
-    folder: BrainFolder
-    host: str  # a numeric address
-    port: int
-    discovery: HostDiscovery
-    interval: float  # seconds between two looks for hosts
-    algorithm: str
-    token: str
-    identity: Identity
-    say: Callable[[str], None]
-    database: Any = None  # with the figures of hosts; None: they are not known
-    records: Any = None  # the same database, with what finished jobs have measured
-
-
 @dataclass
 class _Unkept:
     """The grants that wait until the state is on the disk."""
 
-    grants: dict[str, PublishGrant] = field(default_factory=dict)  # the newest of each job
+    # Of each job the newest one.
+    grants: dict[str, PublishGrant | WithdrawGrant] = field(default_factory=dict)
     due: float | None = None  # the next attempt; None: nothing has changed
     failed: bool = False
 
@@ -127,12 +110,20 @@ class BrainService:
         self._log = EventLog(setup.folder.events_file, clock=time.time, on_broken=self._say)
         self._server: RendezvousServer | None = None
         self._priors: Priors | None = None  # None: no database is named
-        self._unkept, self._events, self._kept_at = _Unkept(), 0, 0.0
+        self._unkept = _Unkept()
+        self._kept_at = 0.0
+        self._has_decided = False  # since the time of the next write was set
         self._ahead: int | None = None  # messages that come before the tick that is due
         self._intake = Intake(self._mailbox.put)
         self._receipts = Receipts(setup.token, "")
         self._drivers = Drivers(setup.token, self._mailbox.put)
         self._started = time.time()
+        self._kernel = Kernel(
+            Catalog([DECLARATION]),
+            self._handlers(),
+            clock=time.time,
+            followers={JobHeard: self._after_report, JobDropped: self._after_drop},
+        )
 
     # ---- life ----------------------------------------------------------------------------
 
@@ -177,6 +168,7 @@ class BrainService:
         if state.machine:
             self._cluster = Cluster.restored(state.machine)
             self._cluster.use(self._setup.algorithm)
+        self._kernel.begin(NAME, self._cluster, due=time.time())
         book = state.book or uuid.uuid4().hex
         self._state = msgspec.structs.replace(state, starts=state.starts + 1, book=book)
         self._receipts = Receipts(self._setup.token, book)
@@ -246,7 +238,7 @@ class BrainService:
                     found = tuple(HostView(name=name, slots=slots) for name, slots in hosts)
                     self._decide(HostsFound(found))
                 case DiscoveryFailed(reason):
-                    self._tell("discovery_failed", "", f"{reason}; the last known hosts stay")
+                    self._tell(log.DiscoveryFailed(why=reason))
                 case None:
                     pass
                 case _:
@@ -262,8 +254,7 @@ class BrainService:
 
         After a pause of this process, reports that have come meanwhile count before silence does.
         """
-        due = self._cluster.deadline()
-        if due is None or due > now:
+        if not self._kernel.due(now):
             self._ahead = None
         elif self._ahead is None:
             self._ahead = len(self._mailbox)
@@ -281,48 +272,64 @@ class BrainService:
         return msgspec.structs.replace(heard, proved=proved)
 
     def _patience(self) -> float:
-        dues = [due for due in (self._cluster.deadline(), self._unkept.due) if due is not None]
+        known = (*self._kernel.deadlines.values(), self._unkept.due)
+        dues = [due for due in known if due is not None]
         left = min(dues) - time.time() if dues else LONGEST_WAIT_S
         return min(LONGEST_WAIT_S, max(SPIN_GUARD_S, left))
 
     def _decide(self, event: BrainEvent) -> None:
-        """Number an event, have the machine decide, and carry out what it decides."""
-        self._events += 1
-        now = time.time()
-        decisions: list[Any] = stamped(self._cluster.handle(event, now), self._events)
-        if self._priors is not None and isinstance(event, JobHeard):
-            self._priors.ask(event.job, event.report.kind)
-        if isinstance(event, JobHeard) and event.job not in self._cluster.jobs:
-            self._intake.forget(event.job)  # a late report of a run that is over
-        if isinstance(event, JobDropped) and event.job in self._cluster.jobs:
-            self._intake.know(event.job)  # it has got slots meanwhile
-        if self._unkept.due is None:
-            self._unkept.due = now + KEEP_S
-        for decision in decisions:
-            match decision:
-                case PublishGrant(job=job, claims=claims):
-                    self._unkept.grants[job] = decision
-                    self._intake.note(job, holds=bool(claims))
-                case WithdrawGrant(job=job):
-                    self._withdraw(job)
-                case ProbeDriver():
-                    self._probe(decision)
-                case AskAlgorithm(request=request, algorithm=algorithm, view=view):
-                    known = view if self._priors is None else self._priors.into(view)
-                    self._algorithms.ask(request, algorithm, known, self._mailbox.put)
-                case Tell(event=name, job=job, line=line):
-                    self._tell(name, job, line)
-        if decisions or isinstance(event, JobEnded | JobSilent | HostsFound):
+        """Have the machine decide, and carry out what it decides; see `Kernel.decide`."""
+        self._kernel.decide(NAME, event, (event,))
+        now, unkept = time.time(), self._unkept
+        due = now + KEEP_S if unkept.due is None else unkept.due
+        if self._has_decided or isinstance(event, JobEnded | JobSilent | HostsFound):
             soon = max(now, self._kept_at + APART_S)
-            self._unkept.due = soon if self._unkept.failed else min(self._unkept.due, soon)
+            due = soon if unkept.failed else min(due, soon)
+        unkept.due, self._has_decided = due, False
 
-    def _withdraw(self, job: str) -> None:
-        self._unkept.grants.pop(job, None)
-        self._intake.forget(job)
+    def _handlers(self) -> dict[type[Any], Handler]:
+        """Return what carries out each type of decision."""
+        handlers: dict[type[Any], Handler] = {
+            PublishGrant: self._promise,
+            WithdrawGrant: self._withdraw,
+            ProbeDriver: self._probe,
+            AskAlgorithm: self._ask,
+            Tell: lambda decision: self._tell(decision.what, decision.job),
+        }
+        return {kind: self._noted(handler) for kind, handler in handlers.items()}
+
+    def _noted(self, handler: Handler) -> Handler:
+        """Return a handler that also notes that the state is to be written soon."""
+
+        def act(decision: Any) -> None:
+            self._has_decided = True
+            handler(decision)
+
+        return act
+
+    def _after_report(self, event: JobHeard) -> None:
         if self._priors is not None:
-            self._priors.forget(job)
-        if self._server is not None:
-            self._server.post([Delete(grant_key(job))])
+            self._priors.ask(event.job, event.report.kind)
+        if event.job not in self._cluster.jobs:
+            self._intake.forget(event.job)  # a late report of a run that is over
+
+    def _after_drop(self, event: JobDropped) -> None:
+        if event.job in self._cluster.jobs:
+            self._intake.know(event.job)  # it has got slots meanwhile
+
+    def _promise(self, decision: PublishGrant) -> None:
+        self._unkept.grants[decision.job] = decision
+        self._intake.note(decision.job, holds=bool(decision.claims))
+
+    def _withdraw(self, decision: WithdrawGrant) -> None:
+        self._unkept.grants[decision.job] = decision
+        self._intake.forget(decision.job)
+        if self._priors is not None:
+            self._priors.forget(decision.job)
+
+    def _ask(self, decision: AskAlgorithm) -> None:
+        view = decision.view if self._priors is None else self._priors.into(decision.view)
+        self._algorithms.ask(decision.request, decision.algorithm, view, self._mailbox.put)
 
     def _probe(self, asked: ProbeDriver) -> None:
         """Look whether a driver lives, on the server's loop; `DriverProbed` answers."""
@@ -340,7 +347,7 @@ class BrainService:
     # ---- the disk, before promises -------------------------------------------------------
 
     def _keep(self, now: float) -> None:
-        """Write the state down, then publish the grants that were made until now."""
+        """Write the state down, then publish and withdraw the grants, as decided until now."""
         unkept, self._kept_at = self._unkept, now
         state = msgspec.structs.replace(self._state, machine=self._cluster.snapshot())
         try:
@@ -349,26 +356,28 @@ class BrainService:
             unkept.due = now + AGAIN_S
             if not unkept.failed:
                 unkept.failed = True
-                where = self._setup.folder.state_file
-                line = f"{where} cannot be written: {error.strerror}; no job gets other slots"
-                self._tell("state_failed", "", line)
+                file = str(self._setup.folder.state_file)
+                self._tell(log.StateFailed(file=file, why=str(error.strerror)))
             return
         if unkept.failed:
-            self._tell("state_written", "", f"{self._setup.folder.state_file} is written again")
+            self._tell(log.StateWritten(file=str(self._setup.folder.state_file)))
         self._watch_only_jobs()
         grants, self._unkept = unkept.grants, _Unkept()
-        for made in grants.values():
-            self._publish(made.job, made.grant, made.claims)
+        for decision in grants.values():
+            if self._server is not None and isinstance(decision, WithdrawGrant):
+                self._server.post([Delete(grant_key(decision.job))])
+            elif self._server is not None and isinstance(decision, PublishGrant):
+                self._publish(self._server, decision.job, decision.grant, decision.claims)
 
-    def _publish(self, job: str, grant: Grant, claims: dict[str, int]) -> None:
-        if job not in self._cluster.jobs or self._server is None:
-            return
+    def _publish(
+        self, server: RendezvousServer, job: str, grant: Grant, claims: dict[str, int]
+    ) -> None:
         receipt = self._receipts.of(job, grant, claims)
         proved = msgspec.structs.replace(grant, receipt=receipt)
-        self._server.post([Set(grant_key(job), msgspec.json.encode(proved))])
-        hosts = ", ".join(f"{host}:{slots}" for host, slots in grant.hosts.items()) or "no slots"
-        self._tell("grant", job, f"{hosts} (grant {grant.number}): {grant.reason}")
+        server.post([Set(grant_key(job), msgspec.json.encode(proved))])
+        self._tell(log.GrantMade(grant=grant), job)
 
-    def _tell(self, event: str, job: str, line: str) -> None:
-        self._log.append(event, job=job or None, reason=line)
-        self._say(f"{job}: {line}" if job else line)
+    def _tell(self, what: log.BrainLogEvent, job: str = "") -> None:
+        """Log and show what has happened to a job; "": to the Brain."""
+        self._log.append(what.name, job=job or None, reason=what.text)
+        self._say(f"{job}: {what.text}" if job else what.text)

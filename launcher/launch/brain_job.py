@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from elastic_driver.brain.documents import MOST_LIVES_ON_S, Grant, JobReport
+from elastic_driver.brain.grants import MOST_LIVES_ON_S, Grant, JobReport
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime.brain_link import ANSWER_S, BrainLink
 from elastic_driver.runtime.brain_report import BrainReports

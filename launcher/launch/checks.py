@@ -201,8 +201,11 @@ def check_database(address: Address) -> None:
 
     One that is away, locked or corrupt is no reason to begin no job: its driver tries again.
     """
-    from elastic_driver.brain.store.database import Database  # noqa: PLC0415 - see above
-    from elastic_driver.brain.store.failures import described, is_mistake  # noqa: PLC0415
+    from elastic_driver.brain.store.database import (
+        Database,
+        described,
+        is_mistake,
+    )
 
     database = Database(address)
     try:

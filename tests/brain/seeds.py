@@ -16,8 +16,8 @@ from random import Random
 from msgspec.structs import replace
 
 from elastic_driver.brain.algorithm import Plan, View
-from elastic_driver.brain.documents import JOB_LEASE_S
 from elastic_driver.brain.fair import fair
+from elastic_driver.brain.grants import JOB_LEASE_S
 from elastic_driver.brain.messages import AskAlgorithm, HostsFound
 from tests.brain.world import LIVES_ON_S, UNANSWERED_S, Curve, SimJob, World
 
@@ -266,7 +266,7 @@ class Faults:
         world.run(world.now + QUIET_S)
         self._check_quiet()
         self.out.grants = len(world.published)
-        self.out.refused = sum(told.event == "plan_refused" for told in world.told)
+        self.out.refused = sum(told.what.name == "plan_refused" for told in world.told)
         return self.out
 
     def _check_quiet(self) -> None:

@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 
 from elastic_driver.brain.algorithm import HostView, Plan, faults
 from elastic_driver.brain.cluster import SILENT_S, Cluster
-from elastic_driver.brain.documents import (
+from elastic_driver.brain.fair import fair
+from elastic_driver.brain.grants import (
     JOB_LEASE_S,
     MOST_LIVES_ON_S,
     Grant,
     JobOver,
     JobReport,
     Kind,
+    Proved,
+    Receipts,
     Speed,
 )
-from elastic_driver.brain.fair import fair
 from elastic_driver.brain.jobs import CHANGE_S, CHANGES, TURN_S
 from elastic_driver.brain.messages import (
     AskAlgorithm,
@@ -32,7 +34,6 @@ from elastic_driver.brain.messages import (
     Tell,
 )
 from elastic_driver.brain.plans import PATIENCE
-from elastic_driver.brain.receipts import Proved, Receipts
 from elastic_driver.job.events import Tick
 
 HOSTS = {"n1": 2, "n2": 2}
@@ -112,8 +113,8 @@ def test_a_job_that_says_it_holds_every_slot_holds_none_that_was_not_granted(
 ) -> None:
     shared.say("evil", holding={"n1": 2, "n2": 2}, lives_on=MOST_LIVES_ON_S, liveness="a:1")
     assert shared.cluster.jobs["evil"].claims().keys() <= shared.grants["evil"].hosts.keys()
-    told = [each for each in shared.told if each.event == "job_disbelieved"]
-    assert [each.line for each in told] == [
+    told = [each for each in shared.told if each.what.name == "job_disbelieved"]
+    assert [each.reason for each in told] == [
         "it says that it holds 4 slots more than this Brain has granted it; they do not count"
     ]
     for _ in range(30):  # evil is silent, and the honest jobs have all slots again
@@ -121,7 +122,7 @@ def test_a_job_that_says_it_holds_every_slot_holds_none_that_was_not_granted(
         shared.obey("other")
         shared.send(Tick(), after=1.0)
     assert shared.size("honest") + shared.size("other") >= 2 * FAIR - 1
-    assert len([each for each in shared.told if each.event == "job_disbelieved"]) == 1
+    assert len([each for each in shared.told if each.what.name == "job_disbelieved"]) == 1
 
 
 def test_a_job_that_gave_slots_up_does_not_get_them_back_by_its_word(shared: Brain) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_driver.brain import placement
-from elastic_driver.brain.placement import Placement
-from elastic_driver.brain.space import Space
+from elastic_driver.brain.placement import Placement, Space
 
 
 def place(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from elastic_driver.brain.algorithm import JobView, SpeedAt
-from elastic_driver.brain.documents import Kind
-from elastic_driver.brain.priors import Prior, is_wrong, prior_of, with_prior
-from elastic_driver.brain.store.records import Record
+from elastic_driver.brain.grants import Kind
+from elastic_driver.brain.store.records import Prior, Record, is_wrong, prior_of, with_prior
 
 KIND = Kind(name="mnist", command="a")
 

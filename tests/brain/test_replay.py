@@ -7,10 +7,9 @@ import pytest
 pytest.importorskip("scipy")
 
 from elastic_driver.brain.algorithm import HostView, Plan, SpeedAt, View
-from elastic_driver.brain.comparison import comparison
-from elastic_driver.brain.documents import Kind
 from elastic_driver.brain.fair import fair
-from elastic_driver.brain.replay import CHANGE_S, Recorded, best_possible, play
+from elastic_driver.brain.grants import Kind
+from elastic_driver.brain.replay import CHANGE_S, Recorded, best_possible, comparison, play
 from elastic_driver.brain.store.records import Record
 
 HOSTS = (HostView(name="n1", slots=4), HostView(name="n2", slots=4))

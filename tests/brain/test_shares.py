@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import pytest
 
+from elastic_driver.brain.placement import Space
 from elastic_driver.brain.shares import EFFORT, SharedJob, fair_shares, share_costs
-from elastic_driver.brain.space import Space
 
 
 def linear(name: str, most: int = 8, least: int = 1, **more: float) -> SharedJob:

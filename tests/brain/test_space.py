@@ -10,7 +10,7 @@ import pytest
 
 from elastic_driver.brain.algorithm import HostView, JobView
 from elastic_driver.brain.limits import too_small
-from elastic_driver.brain.space import Space, space_of
+from elastic_driver.brain.placement import Space, space_of
 
 GIB = 2**30
 

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
 from elastic_driver.brain.cluster import Cluster
-from elastic_driver.brain.documents import JOB_LEASE_S, Grant, JobOver, JobReport, Kind, Speed
 from elastic_driver.brain.fair import fair
+from elastic_driver.brain.grants import JOB_LEASE_S, Grant, JobOver, JobReport, Kind, Speed
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     DriverProbed,
@@ -221,6 +221,7 @@ class World:
     def _restart(self) -> None:
         self.brain_lives = True
         self.cluster = Cluster.restored(self._snapshot)
+        self.brain(Tick())
         self.brain(HostsFound(self.host_views()))
         for job in self.jobs.values():
             job.heard_at = self.now

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, grant_key
+from elastic_driver.brain.grants import Grant, JobOver, JobReport, Kind, grant_key
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime import brain_link
 from elastic_driver.runtime.brain_link import BrainLink

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_driver.brain.documents import MOST_WORKERS, JobReport, Kind
+from elastic_driver.brain.grants import MOST_WORKERS, JobReport, Kind
 from elastic_driver.features.stragglers.machine import Stragglers
 from elastic_driver.job.events import HostsGranted, HostStarved
 from elastic_driver.runtime.brain_link import BrainLink

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.brain.documents import Kind
+from elastic_driver.brain.grants import Kind
 from elastic_driver.features.sizes import machine as starvation
 from elastic_driver.runtime.brain_link import BrainLink
 from elastic_driver.runtime.brain_report import BrainReports

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from elastic_driver.brain.documents import Grant, JobOver, JobReport, grant_key
+from elastic_driver.brain.grants import Grant, JobOver, JobReport, grant_key
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.runtime.api import job_access
 from elastic_driver.token_roles import job_token, jobs_token

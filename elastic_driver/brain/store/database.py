@@ -1,7 +1,7 @@
-"""One statistics database, for SQLite and PostgreSQL alike.
+"""One statistics database, for SQLite and PostgreSQL alike, and what its failures mean.
 
-A method is one transaction, and raises what SQLAlchemy raises (see `failures`). An object
-belongs to one thread at a time. Nothing waits for longer than a few seconds on a server that
+A method is one transaction, and raises what SQLAlchemy raises: `described` says it in a line. An
+object belongs to one thread at a time. Nothing waits for longer than a few seconds on a server that
 answers. Times are unix seconds.
 """
 
@@ -9,19 +9,20 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, delete, event, select, true
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from elastic_driver.brain.documents import Kind
-from elastic_driver.brain.store import record_statements, statements
+from elastic_driver.brain.grants import Kind
+from elastic_driver.brain.store import statements
 from elastic_driver.brain.store.address import Address, safe_parameters
-from elastic_driver.brain.store.migrations import STEPS, Step, migrate
-from elastic_driver.brain.store.records import Node, Record
-from elastic_driver.brain.store.rows import (
+from elastic_driver.brain.store.figures import (
     COARSER,
     KEPT,
     JobKey,
@@ -30,7 +31,17 @@ from elastic_driver.brain.store.rows import (
     Summary,
     expired_before,
 )
-from elastic_driver.brain.store.tables import figures, jobs, series
+from elastic_driver.brain.store.records import Node, Record
+from elastic_driver.brain.store.tables import (
+    STEPS,
+    NewerSchemaError,
+    Step,
+    figures,
+    jobs,
+    migrate,
+    series,
+)
+from elastic_driver.masking import without_password
 from rendezvous.own_files import open_own
 
 LOCK_S = 1.0  # for another process to end its transaction
@@ -83,12 +94,12 @@ class Database:
     def remember(self, job: JobKey, record: Record) -> None:
         """Write what is known of a job; what an earlier driver of it knew stays known."""
         with self._transaction() as connection:
-            record_statements.remember(connection, job, record)
+            statements.remember(connection, job, record)
 
     def put_nodes(self, nodes: Sequence[Node]) -> None:
         """Write the newest figures of machines."""
         with self._transaction() as connection:
-            record_statements.put_nodes(connection, nodes)
+            statements.put_nodes(connection, nodes)
 
     def expire(self, now: float) -> None:
         """Delete what is too old, of all jobs, once it is in the rows of longer periods."""
@@ -129,22 +140,22 @@ class Database:
     def similar(self, kind: Kind, most: int) -> list[Record]:
         """Return the newest finished jobs like this one that were measured, the newest first."""
         with self._transaction() as connection:
-            return record_statements.similar(connection, kind, most)
+            return statements.similar(connection, kind, most)
 
     def records(self) -> list[tuple[JobKey, Record]]:
         """Return all jobs of which more than figures is known, in the order of their beginnings."""
         with self._transaction() as connection:
-            return record_statements.all_records(connection)
+            return statements.all_records(connection)
 
     def nodes(self, now: float) -> list[Node]:
         """Return the machines whose figures are fresh now, by their names."""
         with self._transaction() as connection:
-            return record_statements.fresh_nodes(connection, now)
+            return statements.fresh_nodes(connection, now)
 
     def known_nodes(self) -> list[Node]:
         """Return all machines, however old their figures are: not to place anything there."""
         with self._transaction() as connection:
-            return record_statements.known_nodes(connection)
+            return statements.known_nodes(connection)
 
     # ---- connections -----------------------------------------------------------------------
 
@@ -236,3 +247,73 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+_CORRUPT = (11, 26)  # SQLITE_CORRUPT and SQLITE_NOTADB; Python names them since 3.11
+# What is said of a mistake that no waiting mends: by a server, by its client, by a resolver.
+_MISTAKES = re.compile(
+    "authentication failed|no password supplied|does not exist|no pg_hba.conf entry"
+    "|permission denied|unable to open database file"
+    r"|invalid connection option|invalid \w+ value"
+    "|Name or service not known|No address associated|nodename nor servname"
+)
+# What libpq says of a server that has not proved itself, and what to do.
+_TRUST = "give ?sslrootcert=FILE of its CA, or a Unix socket (?host=/var/run/postgresql)"
+_UNPROVED = {
+    "does not support SSL": f"it speaks no TLS; {_TRUST}; ?sslmode=disable trusts the network",
+    "root certificate file": f"its certificate cannot be checked; {_TRUST}",
+    "certificate verify failed": f"another CA has signed its certificate; {_TRUST}",
+    "does not match host name": "its certificate is another host's; name the host as it does",
+    "authentication method requirement|channel binding": "it does not prove that it knows the "
+    "password (scram-sha-256); have the server ask that way, or write ?require_auth=METHOD",
+}
+_NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
+def is_final(error: BaseException) -> bool:
+    """Return whether no later try can succeed."""
+    return isinstance(error, NewerSchemaError)
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Return whether the user has to mend something: the address, a password or a right."""
+    too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+    known = isinstance(error, _NO_FILE) or too_long or is_final(error)
+    text = described(error)
+    return known or _MISTAKES.search(text) is not None or text in _UNPROVED.values()
+
+
+def is_bad_row(error: BaseException) -> bool:
+    """Return whether the database refuses what was written, and would always do so."""
+    return isinstance(error, DataError | IntegrityError)
+
+
+def is_corrupt(error: BaseException) -> bool:
+    """Return whether a file is no whole database of SQLite."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    code = getattr(cause, "sqlite_errorcode", None)  # since Python 3.11
+    if code is not None:
+        return code & 0xFF in _CORRUPT
+    words = ("malformed", "not a database")
+    return isinstance(cause, sqlite3.DatabaseError) and any(each in str(cause) for each in words)
+
+
+def described(error: BaseException) -> str:
+    """Return an error in a line, without statements and passwords."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    text = (getattr(cause, "strerror", None) or str(cause)).strip() or type(cause).__name__
+    for words, meaning in _UNPROVED.items():
+        if isinstance(error, DBAPIError) and re.search(words, text):
+            return meaning
+    # Of several addresses the last one; a hint stands behind a tab.
+    lines = [line for line in text.splitlines() if not line.startswith("\t")]
+    return without_password((lines or [text])[-1].strip())
+
+
+def set_aside(file: str) -> str:
+    """Rename a file that is corrupt, so that a new database can begin; return its new name."""
+    new = f"{file}.corrupt"
+    for end in ("-wal", "-shm"):
+        Path(file + end).unlink(missing_ok=True)
+    Path(file).replace(new)
+    return new

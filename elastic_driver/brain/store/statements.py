@@ -1,20 +1,24 @@
-"""Statements about the figures of jobs, for SQLite and PostgreSQL alike."""
+"""Statements about figures, whole jobs and nodes, for SQLite and PostgreSQL alike."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, or_, select, true
 from sqlalchemy.dialects import postgresql, sqlite
 
-from elastic_driver.brain.store.rows import (
+from elastic_driver.brain.algorithm import SpeedAt
+from elastic_driver.brain.grants import Kind
+from elastic_driver.brain.store.figures import (
     COARSER,
+    DAY,
     JobKey,
     Summary,
     begin_of,
     coarser,
     expired_before,
 )
-from elastic_driver.brain.store.tables import figures, jobs, series
+from elastic_driver.brain.store.records import FRESH_S, Node, Record, in_order
+from elastic_driver.brain.store.tables import figures, jobs, nodes, records, series, speeds
 
 Keyed: TypeAlias = tuple[int, int, Summary]  # the number of a series, t, values
 
@@ -81,3 +85,105 @@ def roll_up(connection: Connection, job: int, until: float | None) -> None:
         found = connection.execute(query.order_by(figures.c.series, figures.c.t))
         rows = ((number, t, Summary(*values)) for number, _period, t, *values in found)
         put(connection, coarse, list(coarser(rows, coarse)))
+
+
+_KIND = ("name", "command", "parameters", "batch")
+_OF_SPEED = ("size", "hosts", "step_time", "error")
+_OF_RECORD = (*_KIND, "least", "most", "micro_batches", "memory", "ended", "exit_code")
+
+
+def remember(connection: Connection, job: JobKey, record: Record) -> None:
+    """Write what is known of a job; what an earlier driver of it knew stays known."""
+    insert_new(connection, jobs, [job._asdict()])
+    number = job_number(connection, job)
+    values = _values(record)
+    before = connection.execute(select(records).where(records.c.job == number)).first()
+    if before is not None:
+        known = {name: getattr(before, name) for name in _OF_RECORD}
+        values = {name: known[name] if new is None else new for name, new in values.items()}
+        values["memory"] = max((m for m in (known["memory"], record.memory) if m), default=None)
+    replace(connection, records, [{"job": number, **values}])
+    measured = [
+        {"job": number, **{name: getattr(each, name) for name in _OF_SPEED}}
+        for each in record.speeds
+    ]
+    replace(connection, speeds, measured)
+
+
+def similar(connection: Connection, kind: Kind, most: int) -> list[Record]:
+    """Return the newest finished jobs like this one that were measured, the newest first.
+
+    A job of the same command is like this one if its model has as many parameters, and its batch as
+    many samples. Jobs whose batches are both not known have batches of each worker's own.
+    """
+    like = records.c.name == kind.name
+    if kind.parameters is not None:
+        # "IS NOT DISTINCT FROM", as both databases understand it: two unknown batches are alike.
+        batch = records.c.batch.is_not_distinct_from(kind.batch)
+        same = and_(records.c.command == kind.command, records.c.parameters == kind.parameters)
+        like = or_(like, and_(same, batch))
+    measured = select(speeds.c.job).where(speeds.c.job == records.c.job).exists()
+    query = select(records).where(like, records.c.ended.is_not(None), measured)
+    query = query.order_by(records.c.ended.desc(), records.c.job.desc()).limit(most)
+    found = connection.execute(query).all()
+    measured_at = _speeds(connection, [each.job for each in found])
+    return [_record(each, measured_at.get(each.job, [])) for each in found]
+
+
+def all_records(connection: Connection) -> list[tuple[JobKey, Record]]:
+    """Return all jobs that have a record, in the order of their beginnings."""
+    query = select(records, jobs.c.run, jobs.c.began).join_from(records, jobs)
+    found = connection.execute(query).all()
+    measured = _speeds(connection, None)
+    keyed = [
+        (JobKey(each.run, each.began), _record(each, measured.get(each.job, []))) for each in found
+    ]
+    # Databases order text in ways of their own.
+    return sorted(keyed, key=lambda pair: (pair[0].began, pair[0].run))
+
+
+def put_nodes(connection: Connection, found: Sequence[Node]) -> None:
+    """Write the newest figures of machines; forget those that were not seen for a day."""
+    replace(connection, nodes, [node._asdict() for node in found])
+    if found:
+        newest = max(node.seen for node in found)
+        connection.execute(delete(nodes).where(nodes.c.seen < newest - DAY))
+
+
+def fresh_nodes(connection: Connection, now: float) -> list[Node]:
+    """Return the machines whose figures are fresh now, by their names."""
+    fresh = nodes.c.seen.between(now - FRESH_S, now + FRESH_S)  # clocks differ
+    return _nodes(connection, fresh)
+
+
+def known_nodes(connection: Connection) -> list[Node]:
+    """Return all machines, by their names."""
+    return _nodes(connection, true())
+
+
+def _nodes(connection: Connection, which: ColumnElement[bool]) -> list[Node]:
+    query = select(*(nodes.c[name] for name in Node._fields)).where(which)
+    found = [Node(*each) for each in connection.execute(query)]
+    return sorted(found, key=lambda node: node.name)
+
+
+def _values(record: Record) -> dict[str, Any]:
+    kind = {name: getattr(record.kind, name) for name in _KIND}
+    rest = {name: getattr(record, name) for name in _OF_RECORD if name not in _KIND}
+    return {**kind, **rest}
+
+
+def _record(row: Row[Any], measured: Iterable[SpeedAt]) -> Record:
+    kind = Kind(**{name: getattr(row, name) for name in _KIND})
+    rest = {name: getattr(row, name) for name in _OF_RECORD if name not in _KIND}
+    return Record(kind=kind, speeds=in_order(measured), **rest)
+
+
+def _speeds(connection: Connection, of: Sequence[int] | None) -> dict[int, list[SpeedAt]]:
+    """Return the measured speeds of jobs by their numbers; None: of all jobs."""
+    query = select(speeds) if of is None else select(speeds).where(speeds.c.job.in_(of))
+    found: dict[int, list[SpeedAt]] = {}
+    for job, size, hosts, step_time, error in connection.execute(query):
+        measured = SpeedAt(size=size, hosts=hosts, step_time=step_time, error=error)
+        found.setdefault(job, []).append(measured)
+    return found

@@ -14,13 +14,10 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from elastic_driver.brain.documents import Kind
-from elastic_driver.brain.priors import JOBS, Prior, prior_of
+from elastic_driver.brain.grants import Kind
 from elastic_driver.brain.store.address import Address
-from elastic_driver.brain.store.figures import Sample, figures_of
-from elastic_driver.brain.store.records import Record
-from elastic_driver.brain.store.rows import MINUTE, Buckets, JobKey, Row
-from elastic_driver.brain.store.trained import Trained
+from elastic_driver.brain.store.figures import MINUTE, Buckets, JobKey, Row, Sample, figures_of
+from elastic_driver.brain.store.records import JOBS, Prior, Record, Trained, prior_of
 
 if TYPE_CHECKING:
     from elastic_driver.brain.store.database import Database
@@ -137,7 +134,7 @@ class StatisticsWriter:
 
     def _try(self, database: "Database", *, over: bool) -> None:
         """Write the rows, or say why that fails."""
-        from elastic_driver.brain.store import failures  # noqa: PLC0415 - loads SQLAlchemy
+        from elastic_driver.brain.store import database as failures  # noqa: PLC0415 - loads SQLAlchemy
 
         self._asked_at = time.monotonic()
         try:
@@ -203,7 +200,7 @@ class StatisticsWriter:
 
     def _begin_anew(self) -> None:
         """Put a corrupt file aside, so that the next try makes a new one."""
-        from elastic_driver.brain.store.failures import set_aside  # noqa: PLC0415
+        from elastic_driver.brain.store.database import set_aside  # noqa: PLC0415
 
         try:
             new = set_aside(self._address.file)

@@ -9,7 +9,7 @@ pytest.importorskip("psycopg")
 import psycopg
 from sqlalchemy.exc import OperationalError
 
-from elastic_driver.brain.store.failures import described, is_mistake
+from elastic_driver.brain.store.database import described, is_mistake
 
 REFUSED = """connection failed: connection to server at "127.0.0.1" failed: Connection refused
 \tIs the server running on that host and accepting TCP/IP connections?"""

@@ -18,15 +18,13 @@ pytest.importorskip("sqlalchemy")
 from sqlalchemy import Connection, text
 
 from elastic_driver.brain.algorithm import SpeedAt
-from elastic_driver.brain.documents import Kind, Speed
-from elastic_driver.brain.priors import Prior
+from elastic_driver.brain.grants import Kind, Speed
 from elastic_driver.brain.store import writer as module
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
-from elastic_driver.brain.store.figures import Sample
-from elastic_driver.brain.store.migrations import STEPS
-from elastic_driver.brain.store.records import Record
-from elastic_driver.brain.store.rows import FINE, HOUR, MINUTE, JobKey, Series, Summary
+from elastic_driver.brain.store.figures import FINE, HOUR, MINUTE, JobKey, Sample, Series, Summary
+from elastic_driver.brain.store.records import Prior, Record
+from elastic_driver.brain.store.tables import STEPS
 from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.words.progress import Measured

@@ -31,7 +31,7 @@ from elastic_driver.brain.store.records import Node
 from elastic_driver.errors import UsageError
 from launcher.backends.base import MONITORS, load
 from launcher.brain import monitor as module
-from launcher.brain.figures import host_view
+from launcher.brain.database import host_view
 from launcher.brain.monitor import Watch
 from launcher.brain.monitors import prometheus, slurm
 from launcher.brain.monitors.agents import Agents, workers

@@ -13,8 +13,8 @@ import pytest
 from elastic_driver.brain.messages import DriverProbed, ProbeDriver
 from elastic_driver.presence import DriverPresence
 from elastic_driver.token_roles import job_token
-from launcher.brain import probes
-from launcher.brain.probes import Drivers
+from launcher.brain import driver_probes as probes
+from launcher.brain.driver_probes import Drivers
 from rendezvous.auth import make_token
 from tests.support.liveness import driver, stranger
 

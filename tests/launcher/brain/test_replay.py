@@ -13,11 +13,11 @@ pytest.importorskip("sqlalchemy")
 pytest.importorskip("scipy")
 
 from elastic_driver.brain.algorithm import SpeedAt
-from elastic_driver.brain.documents import Kind
+from elastic_driver.brain.grants import Kind
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
+from elastic_driver.brain.store.figures import FINE, JobKey, Row, Series, Summary
 from elastic_driver.brain.store.records import Node, Record
-from elastic_driver.brain.store.rows import FINE, JobKey, Row, Series, Summary
 from elastic_driver.errors import UsageError
 from launcher.brain import replay
 

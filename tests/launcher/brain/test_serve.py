@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elastic_driver.brain.documents import Grant, JobOver, JobReport, Kind, grant_key, lease_key
+from elastic_driver.brain.grants import Grant, JobOver, JobReport, Kind, grant_key, lease_key
 from elastic_driver.brain.store.records import Node
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.token_roles import job_token, jobs_token

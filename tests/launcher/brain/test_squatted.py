@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.brain.documents import JobReport, Kind
+from elastic_driver.brain.grants import JobReport, Kind
 from elastic_driver.token_roles import job_token
-from launcher.brain.folder import BrainFolder
-from launcher.brain.show import ask
+from launcher.brain.setup import BrainFolder
+from launcher.brain.status import ask
 from rendezvous.auth import read_token_file
 from tests.launcher.brain.test_serve import Job
 from tests.support.brain import RunningBrain, elasticbrain

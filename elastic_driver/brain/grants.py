@@ -1,4 +1,4 @@
-"""What the Brain and the drivers of its jobs send each other.
+"""What the Brain and the drivers of its jobs send each other: reports, grants, and their receipts.
 
 The Brain has a key-value store as a driver has one, and a job is to the Brain what an agent is to a
 driver. The driver of a job renews `jobs/<job>/lease`, posts a `JobReport` each second and whenever
@@ -10,13 +10,21 @@ no process there. The slots of a job that falls silent are its own until it is h
 driver has certainly ended; its processes end by themselves `lives_on` seconds later.
 
 A job is believed about itself only: the slots that it says it holds count as far as it was granted
-them. A Brain that has lost its state knows that by the receipt of the grant (`brain.receipts`).
+them. To a Brain that has lost its state, a job proves its grant by a receipt. The Brain gives one
+with each grant, and the driver sends it back with its reports as it came. It names the job, the
+run, the grant and the slots, and ends with an HMAC-SHA256 that only the Brain can make: its key
+comes from the Brain's own token, which stays when the state is lost. The receipt also names the
+book, which stands for one state: a Brain that has its state needs no receipt of its own book.
 
-Times are unix seconds, durations seconds.
+Pure. Times are unix seconds, durations seconds.
 """
 
+import base64
+import hmac
+from collections.abc import Mapping
 from typing import Annotated, TypeAlias
 
+import msgspec
 from msgspec import Meta, Struct
 
 MOST_HOSTS = 10_000
@@ -52,7 +60,7 @@ class Speed(Struct, frozen=True, kw_only=True):
 
     `steps` were done until `at`, by the clock of the worker that is rank 0. `rest`: the steps until
     the end. `micro_batches`: into which a step of a fixed batch is divided. `noise`: the scale of
-    the gradients' noise (`policies.scaling.noise`). None: not known.
+    the gradients' noise (`features.sizes.search`). None: not known.
     """
 
     round: _Count
@@ -129,3 +137,61 @@ def lease_key(job: str) -> str:
 def grant_key(job: str) -> str:
     """Return the key of a job's newest `Grant`."""
     return f"jobs/{job}/grant"
+
+
+_LABEL = b"receipts of grants"
+
+
+class Proved(Struct, frozen=True, kw_only=True):
+    """The content of a receipt: the slots of a grant, and others that the job may have had then.
+
+    `known`: whether it is of the present book, so that the Brain knows it anyway.
+    """
+
+    number: int
+    hosts: SlotsByHost
+    claims: SlotsByHost
+    known: bool = False
+
+
+class _Receipt(Struct, frozen=True, array_like=True):
+    book: str
+    job: str
+    began: float
+    number: int
+    hosts: SlotsByHost
+    claims: SlotsByHost
+
+
+class Receipts:
+    """Makes the receipts of one Brain, and reads them. `book`: names its present state."""
+
+    def __init__(self, token: str, book: str) -> None:
+        self._key, self._book = hmac.digest(token.encode(), _LABEL, "sha256"), book
+
+    def of(self, job: str, grant: Grant, claims: Mapping[str, int]) -> str:
+        """Return the receipt of a grant."""
+        said = _Receipt(self._book, job, grant.began, grant.number, dict(grant.hosts), dict(claims))
+        body = base64.urlsafe_b64encode(msgspec.msgpack.encode(said)).decode()
+        return f"{body}.{self._proof(body)}"
+
+    def read(self, receipt: str, job: str, began: float) -> Proved | None:
+        """Return what a receipt proves of this run of a job; None: nothing."""
+        body, _, proof = receipt.rpartition(".")
+        if not receipt.isascii() or not hmac.compare_digest(proof, self._proof(body)):
+            return None
+        try:
+            said = msgspec.msgpack.decode(base64.urlsafe_b64decode(body), type=_Receipt)
+        except (ValueError, msgspec.MsgspecError):
+            return None
+        if (said.job, said.began) != (job, began):
+            return None
+        return Proved(
+            number=said.number,
+            hosts=said.hosts,
+            claims=said.claims,
+            known=said.book == self._book,
+        )
+
+    def _proof(self, body: str) -> str:
+        return hmac.digest(self._key, body.encode(), "sha256").hex()
