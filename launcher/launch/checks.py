@@ -201,7 +201,7 @@ def check_database(address: Address) -> None:
 
     One that is away, locked or corrupt is no reason to begin no job: its driver tries again.
     """
-    from elastic_driver.brain.store.database import (
+    from elastic_driver.brain.store.database import (  # noqa: PLC0415 - see above
         Database,
         described,
         is_mistake,
