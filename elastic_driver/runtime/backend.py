@@ -74,7 +74,7 @@ class Backend(Protocol):
         independent.
 
         Args:
-            host: the name as discovery gave it (validated by `runtime.host_lists`).
+            host: the name as discovery gave it (validated by `runtime.discovery`).
             incarnation: the number the agent is given; it grows with each start on that host.
             on_lost: call it exactly once, from any thread, when the agent's process has ended for
                 whatever reason (exit status 0 included) or could not be started. It never blocks

@@ -7,7 +7,7 @@ all hosts may be lost at once. Times are seconds.
 
 Evidence comes from the rendezvous (a heartbeat is missing, a client that waits goes away) and from
 backends. When an agent is suspected, its next heartbeat is awaited and reported as `AgentHeard`.
-The machine decides (`core.rules.suspicion`); probes are carried out here. Times are seconds.
+The machine decides (`job.lost_hosts`); probes are carried out here. Times are seconds.
 """
 
 import asyncio

@@ -4,7 +4,7 @@ A task is a role (`chief`, `worker`, `ps`, `evaluator`) and an index. `assign` g
 each time the members change, and moves as few of them as it can. `TfLayout` keeps them, and each
 task's address, from one round to the next. It knows members by host and slot, because these stay
 when the processes are started again. Pure: called by `job.placement` and, for clusters that
-form over HTTP, by `policies.tf_cluster`.
+form over HTTP, by `features.tensorflow.machine`.
 
 The form of TF_CONFIG: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG
 """

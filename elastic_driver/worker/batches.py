@@ -37,13 +37,13 @@ process. Python's, NumPy's and torch's global generators are seeded; NumPy's onl
 has loaded it. The same bits further need the same kernels: the same build of torch, kind of device,
 and number of intra-op threads. `fix_kernels` sets all that can be set from here.
 
-**The shares.** With `--balance` the driver moves work away from slow ranks (`policies.balance`) and
-publishes the new shares. Ranks would read them at different steps, so only rank 0 reads them. Every
-few steps it broadcasts the newest shares; the broadcast begins with the step and ends with its
-gradients. The received shares hold from the next step on. If a rank is lost meanwhile, the step
-itself fails on all ranks, and the next world begins with equal shares. The broadcast uses torch's
-default group, like the gradients, and costs the training thread a tenth of a millisecond in every
-fourth step.
+**The shares.** With `--balance` the driver moves work away from slow ranks
+(`features.stragglers.balance`) and publishes the new shares. Ranks would read them at different
+steps, so only rank 0 reads them. Every few steps it broadcasts the newest shares; the broadcast
+begins with the step and ends with its gradients. The received shares hold from the next step on. If
+a rank is lost meanwhile, the step itself fails on all ranks, and the next world begins with equal
+shares. The broadcast uses torch's default group, like the gradients, and costs the training thread
+a tenth of a millisecond in every fourth step.
 """
 
 import os

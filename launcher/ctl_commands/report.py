@@ -1,6 +1,6 @@
 """`elasticctl report`: the story of a job that runs or is over, from its event log alone.
 
-`text` and `document` show the story (`policies/story.py`). Neither needs a driver.
+`text` and `document` show the story (`features/goodput/story.py`). Neither needs a driver.
 """
 
 import time

@@ -4,7 +4,7 @@
 its own node, whose agents the local backend starts. To the driver the nodes are hosts like any
 other. It calls `serve_tensorflow` for --tf-orchestrator: a standing service for TensorFlow nodes,
 which is the driver's server without a job. Its routes and the machine that answers them are those
-of every driver (`policies.tf_cluster`, docs/tensorflow.md).
+of every driver (`features.tensorflow.machine`, docs/tensorflow.md).
 """
 
 from dataclasses import replace

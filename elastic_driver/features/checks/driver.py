@@ -1,7 +1,7 @@
 """Node checks of a run: their agents' backend, their results, and the history of all runs.
 
 One check runs at a time, before the job or during it for hosts that come later. The machine
-(`policies.nodecheck.checker`) decides; this module gives its agents a folder and a backend, adds
+(`features.checks.machine`) decides; this module gives its agents a folder and a backend, adds
 its report to earlier ones, and keeps the results in files. Called by the driver's thread, except
 where noted. Times are seconds.
 """

@@ -1,9 +1,9 @@
 """One check of some nodes, from the start of their agents to the report (a `Machine`).
 
 In each round that `check.NodeCheck` plans, the processes of a group meet through the rendezvous,
-run `worker.nodecheck.task` and report. A task that fails, falls silent or runs out of time has
-failed; `NodeCheck` decides what that means. A process stays for the tasks of later rounds, unless
-it failed. Agents, workers and tasks of a check have numbers from `contract.FIRST_OF_CHECKS`
+run `features.checks.worker.measure` and report. A task that fails, falls silent or runs out of time
+has failed; `NodeCheck` decides what that means. A process stays for the tasks of later rounds,
+unless it failed. Agents, workers and tasks of a check have numbers from `contract.FIRST_OF_CHECKS`
 on, so that they differ from those of the job.
 
 Pure. Times are monotonic seconds.

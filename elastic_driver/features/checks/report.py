@@ -1,7 +1,7 @@
 """The report of a node check, as a document and as a table for people, and earlier reports. Pure.
 
-`runtime.checks` keeps a `CheckHistory` of many runs in the state folder, in bounded memory; the
-table of a check and `elasticctl check --history` show it. No node is excluded because of its
+`features.checks.driver` keeps a `CheckHistory` of many runs in the state folder, in bounded memory;
+the table of a check and `elasticctl check --history` show it. No node is excluded because of its
 history: it may have been repaired, and its name may belong to another machine today.
 """
 

@@ -44,7 +44,7 @@ class Layout:
 
     `hosts` has the number of hosts that each allowed size needs. `micro_batches` is V, or None
     where every worker brings a batch of its own. There `noise` is the scale of the gradients' noise
-    (`policies.scaling.noise`); None: it is not known, and all samples teach as much.
+    (`features.sizes.gauge`); None: it is not known, and all samples teach as much.
     """
 
     hosts: Mapping[int, int]

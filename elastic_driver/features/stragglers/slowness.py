@@ -19,7 +19,7 @@ Pure: the driver hands reports in and passes the alarms on. Times are seconds.
 
 Detection of hosts with a slow network link while the job trains.
 
-Ranks report how long their data has been under way to each host (`worker.world.connections`): the
+Ranks report how long their data has been under way to each host (`worker.world.gloo`): the
 seconds in which something that was sent was not yet acknowledged. Between two *looks* at these
 reports, each directed pair of hosts that exchange data has one figure: seconds a step. A slow link
 shows on every pair of its host, in both directions, since acknowledgements also queue behind the

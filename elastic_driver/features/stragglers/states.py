@@ -1,10 +1,10 @@
 """The comparison of what the ranks of a round hold: a part of the watch (`stragglers`).
 
 All ranks mark their states after the same committed steps, with a digest of everything that they
-keep, and their heartbeats carry the marks (`core.progress`). Equal digests mean equal states. Where
-they differ, one rank of each kind is asked to describe its state leaf by leaf, and the first leaf
-that differs is named (`state_difference`). What follows is the job's to decide
-(`core.rules.differences`).
+keep, and their heartbeats carry the marks (`words.progress`). Equal digests mean equal states.
+Where they differ, one rank of each kind is asked to describe its state leaf by leaf, and the first
+leaf that differs is named (`state_difference`). What follows is the job's to decide
+(`job.boundary`).
 
 Pure. Times are seconds.
 

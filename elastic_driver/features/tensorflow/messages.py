@@ -1,6 +1,7 @@
 """The messages between an orchestrator of TensorFlow and the driver: plain data, fit for JSON.
 
-`worker.tf` sends the requests over HTTP, `policies.tf_cluster` answers. Times are seconds.
+`features.tensorflow.worker` sends the requests over HTTP, `features.tensorflow.machine` answers.
+Times are seconds.
 """
 
 from typing import Annotated, ClassVar, Literal, TypeAlias

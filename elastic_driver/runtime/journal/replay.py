@@ -53,7 +53,7 @@ class Step(NamedTuple):
     """An event, and what its machine decided."""
 
     n: int
-    at: float  # machine time (`runtime.clock`)
+    at: float  # machine time (`runtime.mailbox`)
     machine: str
     event: Any
     decisions: list[Any]  # each knows `n` as its cause

@@ -334,7 +334,7 @@ class PlainSum(StepSum):
 
 
 class ExactSum(StepSum):
-    """Sums in the fixed tree of `policies.microbatches`, with the same bits on any world size.
+    """Sums in the fixed tree of `arithmetic`, with the same bits on any world size.
 
     Each rank keeps O(log N) partial sums of its own leaves. At the end each rank is given one part
     of a bucket's elements: it receives that part of all ranks' partial sums (one all-to-all),

@@ -8,7 +8,7 @@ dead group on live parameters.
 For `--auto-scale` the wrapper measures how much the gradients of the ranks differ from their mean.
 The larger a batch is, the less each of its samples teaches. How much less follows from the noise of
 the gradients: from the squared norm of each rank's own gradient, and that of the mean over ranks
-(`policies.scaling.noise`). Both are measured in DistributedDataParallel's communication hook, in
+(`features.sizes.gauge`). Both are measured in DistributedDataParallel's communication hook, in
 the first steps of a world and then in every `EVERY`th, which all ranks count alike. Gradients on a
 GPU are not measured: reading their norm would stop the stream.
 """

@@ -122,7 +122,7 @@ def _run(
         register_host(client, machine, contract.host_of_worker(worker))
         ready = WorkerReady(worker, task, -1, clean=True, reason="ready to measure")
         client.post_json(EVENTS_PATH, msgspec.json.encode(ready))
-        store.wait(["go"])  # `messages.go_key`: `policies.nodecheck.tasks` lets all begin at once
+        store.wait(["go"])  # `messages.go_key`: `features.checks.tasks` lets all begin at once
         shared = is_shared(client, machine)
         lock = partial(lock_machines, client, worker)
         result = NodeCheckTask(settings, rank, places, lock=lock, shared=shared).measure()

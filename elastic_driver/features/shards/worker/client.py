@@ -1,6 +1,6 @@
 """The worker's client for data shards that the driver hands out.
 
-`worker.sharded` uses it, and scripts that train shards by themselves:
+`features.shards.worker.dataset` uses it, and scripts that train shards by themselves:
 
     clicks = elastic.ShardClient("clicks", records=10**9, shard_records=4096)
     while (granted := clicks.next()) is not None:
