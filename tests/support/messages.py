@@ -36,7 +36,15 @@ SAYING = {
 TELLING = {
     *("exceeded", "shortage", "outlook", "check_host", "judge", "explain", "_look", "_attend"),
     *("describe_login", "_describe_proof", "_describe_loss"),
-    *("ending", "describe_end", "unfollowed", "name_problem", "_not_found", "_describe_exit"),
+    *(
+        "ending",
+        "describe_end",
+        "unfollowed",
+        "name_problem",
+        "_refuse",
+        "_not_found",
+        "_describe_exit",
+    ),
     *("_shadowed", "_unsafe", "refuse", "_sentence", "_silent", "_unfinished", "_why_lost"),
     "_why_it_ends",
     *("cost_of_drain", "cost_of_scale", "_who_may_join"),
