@@ -7,6 +7,7 @@ feature. So a folder that is added or removed changes no other file.
 |---|---|---|
 | `machine` | `MACHINES`: the declarations of its machines | the driver, and replay |
 | `routes` | `ROUTES`: rows; perhaps `STATUS`: of HTTP, by the code of a `Rejection` | the driver |
+| `metrics` | `families(document)`: those of Prometheus, from the status | the driver |
 | `companion` | `begin(run)`: starts what runs beside a job | the driver |
 | `sentences` | `SENTENCES`: what people read of it | `elasticctl` |
 

@@ -19,13 +19,13 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from elastic_driver.features import chapters
 from elastic_driver.job.events import Evidence
 from elastic_driver.job.workers import WorkerState
 from elastic_driver.kernel.log import name_of
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.status_document import (
     JobDocument,
-    StartingDocument,
     StatusDocument,
     read_status,
 )
@@ -139,16 +139,8 @@ class _Picture(Collector):
         text = "From the arrival of a request to its answer, by kind of route."
         name, kinds = "elastic_request_duration_seconds", self._server.times
         yield _histogram(name, text, {(kind,): kinds[kind] for kind in sorted(kinds)}, "route")
-        nodes = None if isinstance(document, StartingDocument) else document.tf
-        if nodes is not None:
-            text = "How often a cluster of TensorFlow nodes has formed."
-            yield GaugeMetricFamily("elastic_tf_generation", text, value=nodes.generation)
-            counts = {
-                "member": len(nodes.members),
-                "waiting": len(nodes.waiting),
-                "lost": len(nodes.lost),
-            }
-            yield _by_label("elastic_tf_nodes", "TensorFlow nodes by state.", "state", counts)
+        for chapter in chapters("metrics"):
+            yield from chapter.families(document)
         if isinstance(document, JobDocument):
             yield from self._of_the_job(document)
             yield from _of_measured(document.measured)
