@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from elastic_driver import features
 from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
-from elastic_driver.runtime import api
 from elastic_driver.runtime.api import ROUTES, DriverRoutes, job_access
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.log_routes import LogRoutes
@@ -125,13 +125,10 @@ def test_the_document_needs_a_token_like_every_route(routes: Routes) -> None:
 def test_the_folder_of_a_feature_brings_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("", "one", "two"):
-        folder = tmp_path / "features_of_a_test" / name
-        folder.mkdir()
-        (folder / "__init__.py").touch()
-    (folder.parent / "one" / "routes.py").write_text("ROUTES = (1, 2)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(api, "FEATURES", "features_of_a_test")
-    assert collect(api.features()) == (1, 2)
-    monkeypatch.setattr(api, "FEATURES", "elastic_driver.no_such_folder")
-    assert list(api.features()) == []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    (tmp_path / "one" / "routes_of_a_test.py").write_text("ROUTES = (1, 2)\n")
+    monkeypatch.setattr(features, "__path__", [*features.__path__, str(tmp_path)])
+    assert collect(features.chapters("routes_of_a_test")) == (1, 2)
+    assert features.chapters("no_such_chapter") == ()

@@ -169,7 +169,9 @@ def test_the_user_hears_of_a_line_that_has_failed(monkeypatch: pytest.MonkeyPatc
         )
         with submit.bottom_line(now, LaunchOptions(), said.append):
             eventually(lambda: said, within=30.0, what="it is told")
-    assert said[0].startswith("the status line is gone (a bug of ours: KeyError at test_status_line")
+    assert said[0].startswith(
+        "the status line is gone (a bug of ours: KeyError at test_status_line"
+    )
     assert said[0].endswith("; the job goes on")
 
 
