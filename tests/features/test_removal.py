@@ -24,7 +24,7 @@ for package in sys.argv[1:]:
             print(module)
 """
 TRAIN = "from launcher.cli import main; main()"
-REST = ("tests/kernel", "tests/words", "tests/job")
+REST = ("tests/kernel", "tests/job")
 
 
 def run(copy: Path, *argv: str) -> str:

@@ -76,7 +76,10 @@ def test_the_state_comes_back_with_types_order_and_identities_and_nothing_else()
     assert after.passing == []
     after.passing = before.passing
     assert after == before
-    assert repr(after) == repr(before)
+    # A set has no order.
+    assert repr(after).replace("{'y', 'x'}", "{'x', 'y'}") == repr(before).replace(
+        "{'y', 'x'}", "{'x', 'y'}"
+    )
     assert after._red["b"] is after.boxes["b"]
     assert after._of[Colour.BLUE]["z"] is after.boxes["z"]
     assert list(after._of[Colour.BLUE]) == ["a", "z"]
