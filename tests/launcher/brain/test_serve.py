@@ -316,7 +316,12 @@ def test_a_brain_that_lost_its_state_knows_by_receipts_what_its_jobs_have(tmp_pa
         first.say(report(least=2, receipt=grant.receipt, **has))
         thief.say(report(receipt=grant.receipt, **has))
         second.say(report())
-        jobs = {job["job"]: job for job in brain.status()["jobs"]}
+
+        def all_three() -> dict[str, dict[str, object]] | None:
+            found = {job["job"]: job for job in brain.status()["jobs"]}
+            return found if len(found) == 3 else None
+
+        jobs = eventually(all_three, within=30, what="all jobs are known")
         assert (jobs["first"]["granted"], jobs["first"]["holding"]) == ({"a": 2}, {"a": 2})
         assert (jobs["thief"]["granted"], jobs["thief"]["holding"]) == ({}, {})
         assert "thief: it says that it holds 2 slots more than this Brain" in brain.said()
