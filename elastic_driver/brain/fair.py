@@ -3,8 +3,8 @@
 How fast a job is with so many workers comes from its measured sizes and the model of the step time
 (`features.sizes.search`), which is optimistic about sizes that were not tried: so they are
 tried when slots are there. A job of which nothing is measured counts as one that grows linearly.
-`shares` gives each job its number of workers, `placement` their hosts; `space` knows which hosts
-have the memory and the processors for whom. A plan differs from what is there only if that makes
+`shares` gives each job its number of workers, `placement` their hosts, which have the memory and
+the processors for them. A plan differs from what is there only if that makes
 the jobs faster by a noticeable part, or saves slots. Pure.
 """
 

@@ -1,7 +1,7 @@
 """Recorded jobs, played through an algorithm: what it would have made of them. Pure.
 
-`recorded_jobs` reads the jobs from a database, `play` plays them, and `comparison` shows two
-algorithms against what has happened.
+`recorded_jobs` reads the jobs from a database, `play` plays them, and two algorithms are shown
+against what has happened.
 
 Each job is there from its recorded beginning to its recorded end. At a size that was measured it is
 as fast as it was then; at another one as fast as the model of the step time says, and that size is

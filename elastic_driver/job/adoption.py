@@ -8,7 +8,7 @@ An agent that was up is *awaited*: it gets no orders until it has returned and s
 runs. Then these are compared with the books. A worker that was ordered and is not known there was
 never started, so it is ordered again; an agent starts no worker twice. A worker that the books do
 not have is stopped. One that was to stop is told so again, unless the newest state may be lost with
-it. An agent that does not return is found by probes like any silent one (`suspicion`), and lost
+it. An agent that does not return is found by probes like any silent one (`lost_hosts`), and lost
 after `heartbeat_timeout` at the latest. Nobody knows the process of an agent that was being
 started, so it is refused from now on and another one is started. An agent that the books do not
 have is told to shut down.

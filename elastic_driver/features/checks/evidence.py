@@ -1,14 +1,13 @@
-"""The conclusions from a node check's rounds so far: good, faulty and slow nodes.
+"""The method of a node check: short tasks in changing pairs find faulty and slow nodes.
 
-`check` builds an `Evidence` from all rounds and decides from it what runs next. Times are seconds.
+`NodeCheck.plan()` returns the next groups, `report()` takes their results, `verdicts()` judges. It
+builds an `Evidence` from all rounds so far, and decides from it what runs next.
 
 The rules. A node is *proved good* when a task it shared with another node has passed. It is
 *faulty* when it failed alone, or beside a node proved good in an earlier round. If its partner
 proves good only later, it is *likely* faulty: it is tried once more, because the first failure may
 have been an accident. A failure beside a faulty node is *explained* and says nothing. If two nodes
 proved good fail together, one of them has changed: both are suspects again.
-
-The node check's method: short tasks in changing pairs find faulty and slow nodes.
 
 Round 1 runs the task in pairs (an odd node joins the last pair). If nothing failed and the
 times agree, the check is over. Otherwise every suspect is paired with a node *proved good*,
@@ -19,8 +18,7 @@ A node is good or slow by its own best times, one for computing and one for the 
 of three the task times each pair by itself and a node reports its best time, so that a slow third
 node does not make the other two look slow.
 
-`NodeCheck.plan()` returns the next groups, `report()` takes their results, `verdicts()` judges.
-Pure: `checker` (or the simulation) runs the tasks. Times are seconds.
+Pure: `machine` (or the simulation) runs the tasks. Times are seconds.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Nodes that start by themselves and join: a host discovery and a backend in one.
 
-A node proves that it knows the job's secret (`node_proofs`) and reports that it is there. It gets
+A node proves that it knows the job's secret (`NodeProofs`) and reports that it is there. It gets
 tokens of its own, and is a host like any other from then on: `find` lists it, and `start` writes
 the wanted incarnation into the store, where the node waits for it. The node lives as long as it
 renews its lease in the store. When the lease expires, or the node leaves or joins again, it is no
@@ -13,11 +13,10 @@ and orders for them wait. A node that comes back in time keeps its name and its 
 A lock guards the table: routes and leases run on the server's thread, `find` on the discovery
 thread, `start` and `kill` on the driver's thread. Times are seconds.
 
-The server's part in the proof of a node that wants to join (`rendezvous.auth`).
-
-These are the only routes besides `/healthz` that need no token, and the only ones that a secret
-opens. A wrong proof is answered late; each address that fails is reported once. The routes run on
-the server's loop, `expire` on any thread. Times are seconds.
+`NodeProofs` is the server's part in that proof (`rendezvous.auth`). Its routes are the only ones
+besides `/healthz` that need no token, and the only ones that a secret opens. A wrong proof is
+answered late; each address that fails is reported once. The routes run on the server's loop,
+`expire` on any thread. Times are seconds.
 """
 
 import asyncio

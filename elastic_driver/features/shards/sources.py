@@ -1,12 +1,10 @@
 """Sources of data shards: a data set of known length, or partitions that grow.
 
 A source makes one shard at a time, when the ledger asks for the next. So 10⁹ records in 10⁶ shards
-take no more memory than ten shards. A source only goes forward; `shard_ledger`
-keeps account of the shards. Counts and offsets are records.
+take no more memory than ten shards. A source only goes forward; `ledger` keeps account of the
+shards. A saved state is checked here, too, as a checkpoint comes from outside.
 
-Whether a saved state can be one of a data set: a checkpoint comes from outside. Pure.
-
-Counts and offsets are records.
+Pure. Counts and offsets are records.
 """
 
 from collections.abc import Callable, Iterable

@@ -2,15 +2,14 @@
 
 First the size doubles as long as that makes the job faster; where a second host joins, it doubles
 once more even if that costs speed. If the first size is not the smallest allowed, half of the best
-size is tried, too. Then the model (`speed_model`) names the best size that was not tried. When it
+size is tried, too. Then the model names the best size that was not tried. When it
 names none, sizes beside the fastest one are tried whose speed may be better by a rule of thumb:
 between two measured sizes, a curve of speed lies below the lines through its neighbours on as many
 hosts. Last come smaller sizes that may be as fast. The smallest size that is certainly within 5 %
 of the fastest one wins.
 
-A model of the time of a step for any number of workers, fitted to the sizes that were measured.
-
-A step of n workers takes, in seconds,
+The model gives the time of a step for any number of workers, fitted to the sizes that were
+measured. A step of n workers takes, in seconds,
 
     T(n) = (m − 1)·g + (g^γ + s^γ)^(1/γ)
 

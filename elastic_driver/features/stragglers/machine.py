@@ -1,12 +1,12 @@
 """The watch over a running job's ranks: it finds slow ranks and moves work (a `Machine`).
 
 At each *look* the machine reads the workers' progress (`ReadKeys`), compares the times in it
-(`slow_ranks`, `slow_links`) and moves work away from slow ranks (`balance`). A rank that computes
+(`slowness`) and moves work away from slow ranks (`balance`). A rank that computes
 slowly becomes an event for the job, which may replace its worker. With `--balance`, ranks report
 their share of a step; until all of them do, no work is moved.
 
-The same looks compare the states that the ranks hold (`state_watch`), and the commits that they
-make (`commit_watch`). A difference of states becomes an event for the job.
+The same looks compare the states that the ranks hold and the commits that they make
+(`states`). A difference of states becomes an event for the job.
 
 A look takes at most a twentieth of the driver's time. Pure. Times are seconds.
 """

@@ -1,8 +1,8 @@
-"""Detection of ranks that compute slowly while the job trains.
+"""Detection of ranks that compute slowly, and of slow network links, while the job trains.
 
-Workers report the compute time of each step, without the time they waited for other ranks. All
-ranks of a synchronous step *finish* together, so only the compute time shows the slow one.
-(`slow_links` finds slow networks.)
+**Ranks.** Workers report the compute time of each step, without the time they waited for other
+ranks. All ranks of a synchronous step *finish* together, so only the compute time shows the slow
+one.
 
 A rank's time is the median of its last reports. At each *look* (all ranks have reported a step) it
 is compared with the usual time of all ranks. An alarm needs several looks in a row that agree, and
@@ -15,12 +15,8 @@ A report may stand for several short steps. Their mean is steadier than one step
 are needed. Long steps are reported one by one; a processor quota may stop a process in every second
 one of them, so the mean of two neighbours is taken.
 
-Pure: the driver hands reports in and passes the alarms on. Times are seconds.
-
-Detection of hosts with a slow network link while the job trains.
-
-Ranks report how long their data has been under way to each host (`worker.world.gloo`): the
-seconds in which something that was sent was not yet acknowledged. Between two *looks* at these
+**Links.** Ranks report how long their data has been under way to each host (`worker.world.gloo`):
+the seconds in which something that was sent was not yet acknowledged. Between two *looks* at these
 reports, each directed pair of hosts that exchange data has one figure: seconds a step. A slow link
 shows on every pair of its host, in both directions, since acknowledgements also queue behind the
 data. It does not show on pairs without that host. So a host's own figure is the *smallest* of its
@@ -29,7 +25,8 @@ step. There are two series of looks: a narrow link shows in any third of a secon
 loses packets only stalls now and then.
 
 A host that exchanges data with only one other cannot be told from its partner, and is not judged.
-Pure. Times are seconds.
+
+Pure: the driver hands reports in and passes the alarms on. Times are seconds.
 """
 
 from collections import Counter, deque

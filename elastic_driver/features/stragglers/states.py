@@ -1,31 +1,21 @@
-"""The comparison of what the ranks of a round hold: a part of the watch (`stragglers`).
+"""The comparison of what the ranks of a round hold: a part of the watch (`machine`).
 
 All ranks mark their states after the same committed steps, with a digest of everything that they
 keep, and their heartbeats carry the marks (`words.progress`). Equal digests mean equal states.
 Where they differ, one rank of each kind is asked to describe its state leaf by leaf, and the first
-leaf that differs is named (`state_difference`). What follows is the job's to decide
+leaf that differs is named, with what each rank holds there. What follows is the job's to decide
 (`job.boundary`).
-
-Pure. Times are seconds.
-
-Where the states of some ranks differ, in words: the first leaf, and what each rank holds there.
-
-`state_watch` asks one rank of each kind to describe its state leaf by leaf, in the order in which
-the state is walked. Pure.
-
-Which buffers of modules all ranks have alike, and where that ends: a part of `state_watch`.
 
 A floating-point buffer may be a running statistic, which each rank computes from its own batches,
 or an average of the weights, which all have alike; its name does not tell. So it is learned:
 buffers that have moved, and were equal on all ranks after each of these moves, are alike by nature.
 What was different once is each rank's own. What has never moved may become a statistic any time.
 
-Pure.
-
-Ranks that commit while others only train, or the other way round: the script is wrong. Pure.
-
+Ranks that commit while others only train, or the other way round, show that the script is wrong.
 Every rank has to call `commit()` after the same steps. A rank that never does is not seen by
 anything else until the world changes: then its state is that of the round's beginning.
+
+Pure. Times are seconds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

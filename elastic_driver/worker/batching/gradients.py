@@ -10,7 +10,7 @@ gradients then, of the model and of the state's optimizers. Buffers (BatchNorm's
 are combined by their rules (`batching.buffers`), so they, too, depend on the step alone.
 
 **All ranks must sum the same**, or gloo would wait for bytes that never come. When an iteration
-begins they compare their layouts (`batching.agreement`), which costs one small all-reduce. Later
+begins they compare their layouts (`batching.layout`), which costs one small all-reduce. Later
 steps cost nothing: a rank with another layout than the agreed one takes part in the exchange as
 agreed, without values, and *calls* by the flag that each bucket has. Then all ranks compare again,
 and exchange by the new layout, or raise the same error. A rank that has something to refuse calls,
