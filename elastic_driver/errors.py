@@ -38,17 +38,22 @@ class ClusterError(ElasticError):
 
 
 class NotEnoughSlotsError(ClusterError):
-    """Too few slots stayed available until the deadline; `began`: the job has trained before."""
+    """Too few slots stayed available until the deadline.
 
-    def __init__(self, *, needed: int, available: int, waited: float, began: bool = False) -> None:
+    `began`: the job has trained before. `booting`: the workers that were not ready yet, in words.
+    """
+
+    def __init__(
+        self, *, needed: int, available: int, waited: float, began: bool = False, booting: str = ""
+    ) -> None:
         hint = "lower -np or --min-np, raise --start-timeout"
         if began:
             hint = "lower --min-np, raise --elastic-timeout"
         where = "check the hosts" if available else "check why no host can be used"
         slots = "1 slot" if needed == 1 else f"{needed} slots"
         super().__init__(
-            f"need {slots}, found {available} after {waited:.0f} s; "
-            f"{hint}, or {where} (elasticctl events)"
+            f"need {slots}, found {available} after {waited:.0f} s"
+            f"{booting and f' ({booting})'}; {hint}, or {where} (elasticctl events)"
         )
         self.needed, self.available = needed, available
 

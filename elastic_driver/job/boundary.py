@@ -5,7 +5,9 @@ that no rank has reached yet. It has to lie far enough ahead that each worker's 
 knows of it before `commit()` gets there, and no further, because newcomers wait for it. A rank that
 learns of it too late breaks the process group for the others; no step is lost then, but all have to
 recover. A step here is a commit or a check for changes of the hosts: both are counted. The executor
-asks the members how far they are (`AskProgress`) and reports what they said (`ProgressReported`).
+asks the members how far they are (`AskProgress`) and reports what they said (`ProgressReported`). A
+member that does not answer is asked once more before its progress is guessed: a guess names a step
+that may be two seconds away.
 
 The watch over states finds differences; `Differences` announces each and acts by
 `--on-difference`. By default a difference that began at a change of the world is repaired: the
@@ -66,12 +68,15 @@ class Boundary(Rule):
     _answers: list[float] = saved(factory=list, name="answers")  # seconds, of the last questions
     # The time of the next question, if some members did not answer.
     _ask_at: float | None = saved(None, name="ask_at")
+    # The members were asked a second time, as some of them had not answered.
+    _asked_again: bool = saved(False, name="asked_again")
     # Until then, only answers of all members count.
     _all_until: float = saved(-math.inf, name="all_until")
 
     def leave(self, now: float, reason: str) -> None:
         """Begin to close the round at a boundary: ask the members how far they are."""
         if self.rounds.close(now, reason, at_boundary=True):
+            self._asked_again = False
             self._ask(now, reason)
 
     def resume(self, now: float) -> None:
@@ -101,13 +106,17 @@ class Boundary(Rule):
         if asked_at is None or event.number != self.asked or not current.at_boundary:
             raise ev.StaleEvent("progress was reported for a question that is not open")
         self._asked_at, waited = None, now - asked_at
+        versions = [worker.version for worker in self.workers.having(RUNNING)]
         ages = {True: waited, False: waited + min(self.settings.heartbeat_timeout / 3, STALE_S)}
         readings = [Reading(r.step, r.step_time, ages[r.answered], r.since) for r in event.readings]
-        versions = [worker.version for worker in self.workers.having(RUNNING)]
         if len(readings) < len(versions) and now < self._all_until:
             self._ask_at = now + AGAIN_S
             return
         all_answered = sum(reading.answered for reading in event.readings) >= len(versions)
+        if not all_answered and not self._asked_again:
+            self._asked_again = True
+            self._ask(now, self._reason)
+            return
         self._answers = [*self._answers, waited][-ANSWERS_KEPT:]
         margin = margin_for(len(versions), max(self._answers) if all_answered else None)
         step = leave_after(readings, base=max([0, *versions]), margin=margin)

@@ -372,7 +372,8 @@ class Membership(Rule):
             need = need if least is None else min(need, least)
             if have < max(need, 1):
                 waited = now - current.since
-                self.outcome.give_up(need, len(ready), waited, self._shortage(ready))
+                shortage = self._shortage(ready)
+                self.outcome.give_up(need, len(ready), waited, shortage, self._booting())
         if have >= max(need, 1):
             self._complete(ready, now, "every worker is ready")
 
@@ -396,6 +397,12 @@ class Membership(Rule):
             self.outcome.give_up(need, len(ready), now - since, shortage)
         else:
             yield wait
+
+    def _booting(self) -> str:
+        """Return which workers are still booting, in words; empty if none is."""
+        hosts = [worker.host for worker in self.workers.having(STARTING)]
+        are = counted(len(hosts), "worker is", "workers are")
+        return f"{are} still booting, on {', '.join(sorted({*hosts}))}" if hosts else ""
 
     def _shortage(self, ready: list[Worker]) -> str:
         return units.shortage(len({worker.host for worker in ready}), self.settings)

@@ -246,10 +246,16 @@ class Outcome:
         """End the job with the exit status of this failure."""
         self.finish(exit_status(failure), reason, failure)
 
-    def give_up(self, needed: int, available: int, waited: float, why: str = "") -> None:
+    def give_up(
+        self, needed: int, available: int, waited: float, why: str = "", booting: str = ""
+    ) -> None:
         """End the job because workers, slots or the leaving of a round took too long."""
         error = NotEnoughSlotsError(
-            needed=needed, available=available, waited=waited, began=self.has_progress
+            needed=needed,
+            available=available,
+            waited=waited,
+            began=self.has_progress,
+            booting=booting,
         )
         reason = f"{why} for {waited:.0f} s; check the hosts" if why else str(error)
         if self.committed > self.on_disk:

@@ -168,7 +168,7 @@ def test_two_hosts_that_do_not_reach_each_other_are_named_with_port_and_directio
         (cluster.folder / "steps").mkdir()
         for one, other in (("node0", "node1"), ("node1", "node0")):
             cluster.node(one).refuse_from(cluster.node(other), OPEN)
-        three = ("--ports", PORTS, "-np", "3", "-H", "node[0-2]:1", "--start-timeout", "15")
+        three = ("--ports", PORTS, "-np", "3", "-H", "node[0-2]:1", "--start-timeout", "40")
         done = run(cluster, *three, *elastic(cluster))
         assert done.returncode == 75, done.stderr
         last = done.stderr.splitlines()[-1]

@@ -153,9 +153,21 @@ def test_the_slowest_of_the_last_answers_counts_until_enough_were_faster(
     assert [steps_ahead(0.015) for _ in range(ANSWERS_KEPT)] == [2] * (ANSWERS_KEPT - 1) + [1]
 
 
-def test_who_did_not_answer_is_taken_to_be_further(scenario: MakeScenario) -> None:
+def test_who_did_not_answer_is_asked_once_more(scenario: MakeScenario) -> None:
     s, question = asked(scenario)
-    s.send(ProgressReported(question.number, (reading(50), reading(51, answered=False))))
+    s.send(ProgressReported(question.number, (reading(50), reading(50, answered=False))))
+    assert s.all(PublishNotice) == []
+    again = s.all(AskProgress)[-1]
+    assert (again.number, again.workers) == (question.number + 1, question.workers)
+    s.now += 0.01
+    s.send(ProgressReported(again.number, (reading(50), reading(51))))
+    assert s.notice.after_step == 52
+
+
+def test_who_does_not_answer_twice_is_taken_to_be_further(scenario: MakeScenario) -> None:
+    s, question = asked(scenario)
+    for number in (question.number, question.number + 1):
+        s.send(ProgressReported(number, (reading(50), reading(51, answered=False))))
     assert s.notice.after_step == 51 + 20 + 1 + 1  # two seconds of steps, and the longest margin
 
 

@@ -76,6 +76,18 @@ def test_after_the_start_timeout_too_few_slots_end_the_job_with_75(scenario: Mak
     assert s.job.deadline() is None
 
 
+def test_workers_that_still_boot_when_the_job_is_given_up_are_named(scenario: MakeScenario) -> None:
+    s = scenario(start_np=3, start_timeout=30.0)
+    s.hosts(a=2, b=1)
+    s.ready("a.0.1", "a.1.1")
+    s.wait(30.0)
+    assert s.end is not None
+    assert s.end.exit_code == 75
+    assert s.end.reason.startswith(
+        "need 3 slots, found 2 after 30 s (1 worker is still booting, on b); lower -np"
+    )
+
+
 def test_no_host_at_all_ends_the_job_with_75_too(scenario: MakeScenario) -> None:
     s = scenario(start_timeout=30.0)
     s.send(DiscoveryFailed("script exited 1"))

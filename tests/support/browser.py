@@ -25,6 +25,7 @@ from tests.support.processes import descendants, select
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WITHIN_S = 60.0
+_NAVIGATED = "Inspected target navigated or closed"  # meanwhile: the page of before cannot answer
 needs_chromium = pytest.mark.skipif(
     not any(map(shutil.which, NAMES)), reason="chromium is not installed"
 )
@@ -33,6 +34,10 @@ _FLAGS = (
     *("--disable-background-networking", "--no-first-run", "--remote-debugging-port=0"),
     *("--disable-component-update", "--disable-sync", "--password-store=basic"),
 )
+
+
+class NavigatedError(Exception):
+    """The page was replaced by another one before it had answered."""
 
 
 class Tab:
@@ -62,6 +67,8 @@ class Tab:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
         found = await asyncio.wait_for(answer, WITHIN_S)
+        if found.get("error", {}).get("message") == _NAVIGATED:
+            raise NavigatedError(params)
         assert "error" not in found, found
         result: dict[str, Any] = found["result"]
         return result
@@ -79,13 +86,16 @@ class Tab:
         return found["result"].get("value")
 
     async def until(self, script: str, what: str = "") -> Any:
-        """Return the value of an expression as soon as it is true."""
+        """Return the value of an expression as soon as it is true, in this page or in the next."""
         until = time.monotonic() + WITHIN_S
-        while not (value := await self.evaluate(script)):
-            text = "document.body.innerText"
-            assert time.monotonic() < until, f"{what or script}\n{await self.evaluate(text)}"
+        while True:
+            text = "it was being replaced"
+            with contextlib.suppress(NavigatedError):
+                if value := await self.evaluate(script):
+                    return value
+                text = await self.evaluate("document.body.innerText")
+            assert time.monotonic() < until, f"{what or script}\n{text}"
             await asyncio.sleep(0.05)
-        return value
 
     async def press(self, key: str, code: int) -> None:
         """Press a key that has this virtual key code."""
