@@ -88,14 +88,13 @@ class Tab:
     async def until(self, script: str, what: str = "") -> Any:
         """Return the value of an expression as soon as it is true, in this page or in the next."""
         until = time.monotonic() + WITHIN_S
-        while True:
-            text = "it was being replaced"
+        while time.monotonic() < until:
             with contextlib.suppress(NavigatedError):
                 if value := await self.evaluate(script):
                     return value
-                text = await self.evaluate("document.body.innerText")
-            assert time.monotonic() < until, f"{what or script}\n{text}"
             await asyncio.sleep(0.05)
+        shown = await self.evaluate("document.body?.innerText")
+        raise AssertionError(f"{what or script}\n{shown}")
 
     async def press(self, key: str, code: int) -> None:
         """Press a key that has this virtual key code."""
