@@ -5,7 +5,7 @@ from statistics import fmean
 
 from elastic_driver.brain.algorithm import HostView
 from elastic_driver.brain.replay import Outcome, Played, Recorded, best_possible
-from elastic_driver.words import counted
+from elastic_driver.words import aligned, counted
 
 _MARK = "*"
 
@@ -32,7 +32,7 @@ def comparison(
         for number, (job, most) in enumerate(zip(jobs, best, strict=True))
     ]
     what = f"{counted(len(jobs), 'job')} on {counted(slots, 'slot')}"
-    lines = [f"{what} ({names})", "", *_columns([head, *rows]), ""]
+    lines = [f"{what} ({names})", "", *aligned([head, *rows], right=range(2, len(head))), ""]
     for name, outcome in outcomes.items():
         lines += _summary(name, jobs, best, outcome)
     if any(job.extrapolated for outcome in outcomes.values() for job in outcome.jobs):
@@ -71,14 +71,3 @@ def _amount(job: Recorded, batches: float) -> str:
 
 def _played(job: Recorded, played: Played) -> str:
     return _amount(job, played.trained) + (_MARK if played.extrapolated else "")
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if number < 2 else text.rjust(width)
-            for number, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
