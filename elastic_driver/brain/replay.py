@@ -21,7 +21,7 @@ from elastic_driver.brain.store.figures import HOUR, JOB, MINUTE, JobKey, Row
 from elastic_driver.brain.store.records import Record, work_of
 from elastic_driver.features.sizes.gauge import LEAST_STEPS, WARM_UP_S, WARM_UP_STEPS
 from elastic_driver.features.sizes.search import Layout, fit
-from elastic_driver.words import counted
+from elastic_driver.words import aligned, counted
 
 CHANGE_S = 0.3  # lost by a change of the size or the hosts
 AGAIN_S = 61.0  # after the last event, for algorithms that leave a job alone for some time
@@ -312,7 +312,7 @@ def comparison(
         for number, (job, most) in enumerate(zip(jobs, best, strict=True))
     ]
     what = f"{counted(len(jobs), 'job')} on {counted(slots, 'slot')}"
-    lines = [f"{what} ({names})", "", *_columns([head, *rows]), ""]
+    lines = [f"{what} ({names})", "", *aligned([head, *rows], right=range(2, len(head))), ""]
     for name, outcome in outcomes.items():
         lines += _summary(name, jobs, best, outcome)
     if any(job.extrapolated for outcome in outcomes.values() for job in outcome.jobs):
@@ -351,14 +351,3 @@ def _amount(job: Recorded, batches: float) -> str:
 
 def _played(job: Recorded, played: Played) -> str:
     return _amount(job, played.trained) + (_MARK if played.extrapolated else "")
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.ljust(width) if number < 2 else text.rjust(width)
-            for number, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

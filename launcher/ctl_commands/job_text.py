@@ -317,12 +317,7 @@ def stacks(found: ShownEvent) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return aligned columns; only the head if there are no rows."""
-    lines = [tuple(head), *(tuple(map(printable, row)) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    return "\n".join(words.aligned([head, *(tuple(map(printable, row)) for row in rows)]))
 
 
 def printable(text: str) -> str:

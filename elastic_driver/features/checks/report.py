@@ -13,6 +13,7 @@ from statistics import median
 from msgspec import Struct
 
 from elastic_driver.features.checks.evidence import SLOW_FACTOR, Measurement, NodeVerdict, Verdict
+from elastic_driver.words import aligned
 
 KEPT = 20  # checks of a node; the oldest are dropped
 MOST_NODES = 5000  # those not checked for longest are dropped
@@ -104,16 +105,8 @@ def _seconds(time: float | None) -> str:
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines with aligned columns; the last cell is free text."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if i < 2 else cell.rjust(width)  # names and verdicts are words
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
-    return lines
+    """Return the rows as lines: names, verdicts and the last cell are words, the others numbers."""
+    return aligned(rows, right=range(2, len(rows[0]) - 1))
 
 
 # ---- earlier checks ---------------------------------------------------------------------

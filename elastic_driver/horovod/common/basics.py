@@ -12,8 +12,8 @@ from elastic_driver.horovod.common import process_sets as sets
 from elastic_driver.horovod.common import util
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.engine import running
-from elastic_driver.horovod.engine.environment import exchange_timeout
-from elastic_driver.horovod.engine.world import EngineWorld
+from elastic_driver.horovod.engine.operation import EngineWorld
+from elastic_driver.horovod.engine.running import exchange_timeout
 from elastic_driver.worker import current
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.membership import add_companion, remove_companion

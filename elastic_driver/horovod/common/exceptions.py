@@ -1,7 +1,7 @@
 """Horovod's exceptions, which are ours too, so a script may catch either."""
 
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
-from elastic_driver.horovod.engine.errors import DuplicateNameError, HorovodInternalError
+from elastic_driver.horovod.engine.operation import DuplicateNameError, HorovodInternalError
 from elastic_driver.worker.current import NotInitializedError
 
 __all__ = [

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.engine import running
 from elastic_driver.horovod.engine.engine import Engine
-from elastic_driver.horovod.engine.log import INFO
-from elastic_driver.horovod.engine.messages import Request
 from elastic_driver.horovod.engine.operation import Operation
+from elastic_driver.horovod.engine.operation_log import INFO
+from elastic_driver.horovod.engine.requests import Request
 
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _added: list["ProcessSet"] = []  # in the present world

@@ -11,14 +11,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from elastic_driver.horovod.engine import messages
-from elastic_driver.horovod.engine.channel import Channel
-from elastic_driver.horovod.engine.errors import (
+from elastic_driver.horovod.engine.coordination import Channel, Office
+from elastic_driver.horovod.engine.negotiation import NegotiationLimits
+from elastic_driver.horovod.engine.operation import (
     DuplicateNameError,
+    EngineWorld,
     HorovodInternalError,
+    Operation,
+    SetPlace,
     first_line,
 )
-from elastic_driver.horovod.engine.messages import (
+from elastic_driver.horovod.engine.operation_log import Timeline
+from elastic_driver.horovod.engine.requests import (
     Agreement,
     Broken,
     Farewell,
@@ -28,13 +32,12 @@ from elastic_driver.horovod.engine.messages import (
     Received,
     Request,
     Sent,
+    decode_from_coordinator,
+    decode_to_coordinator,
+    encode,
+    is_repeated,
 )
-from elastic_driver.horovod.engine.negotiation import NegotiationLimits
-from elastic_driver.horovod.engine.office import Office
-from elastic_driver.horovod.engine.operation import Operation, SetPlace
-from elastic_driver.horovod.engine.timeline import Timeline
 from elastic_driver.horovod.engine.transfer_thread import TransferThread
-from elastic_driver.horovod.engine.world import EngineWorld
 from elastic_driver.worker.world.gloo import note_loss
 
 GATHER_S = 0.002  # that requests wait for the next one, unless someone waits for them
@@ -46,7 +49,7 @@ END_S = 5.0  # the longest wait for threads to end, after the connections were e
 
 
 class Engine:
-    """The operations of this process in one world; see the module."""
+    """The operations of this process in one world."""
 
     def __init__(
         self, world: EngineWorld, limits: NegotiationLimits, say: Callable[[str], None]
@@ -237,9 +240,9 @@ class Engine:
             self._office.ready(0, requests)
             self._watch(self._office)
             return
-        shorts = self._sent.shorten(requests, repeated=messages.is_repeated)
+        shorts = self._sent.shorten(requests, repeated=is_repeated)
         assert self._channel is not None  # noqa: S101 - more than one rank
-        self._channel.send(0, messages.encode(Ready(shorts)))
+        self._channel.send(0, encode(Ready(shorts)))
 
     def _leave(self) -> None:
         self._closing = True
@@ -247,7 +250,7 @@ class Engine:
             self._let_go(self._office, 0)
         elif self._channel is not None:
             with self._sending:
-                self._channel.send(0, messages.encode(Leave()))
+                self._channel.send(0, encode(Leave()))
 
     def _watch(self, office: Office) -> None:
         """Wake the sending thread in time for the next stall, on rank 0."""
@@ -295,7 +298,7 @@ class Engine:
         assert channel is not None  # noqa: S101 - more than one rank
         try:
             while True:
-                message = messages.decode_from_coordinator(channel.receive(0))
+                message = decode_from_coordinator(channel.receive(0))
                 if isinstance(message, Farewell):
                     break
                 if isinstance(message, Broken):
@@ -317,7 +320,7 @@ class Engine:
         received: Received[Request] = Received()
         try:
             while True:
-                message = messages.decode_to_coordinator(channel.receive(rank))
+                message = decode_to_coordinator(channel.receive(rank))
                 if isinstance(message, Leave):
                     break
                 office.ready(rank, [received.expand(short) for short in message.requests])

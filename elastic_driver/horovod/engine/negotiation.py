@@ -10,8 +10,15 @@ or socket; times are seconds.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from elastic_driver.horovod.engine.agreement import OPERATIONS, agree, ranks, title
-from elastic_driver.horovod.engine.messages import Agreement, Key, Request
+from elastic_driver.horovod.engine.requests import (
+    OPERATIONS,
+    Agreement,
+    Key,
+    Request,
+    agree,
+    ranks,
+    title,
+)
 
 Batch = list[Agreement]
 _FUSED = frozenset({"allreduce", "broadcast", "allgather", "reducescatter"})
@@ -66,7 +73,7 @@ class _Pending:
 
 
 class Coordinator:
-    """Collects the requests of all ranks; see the module."""
+    """Collects the requests of all ranks, and orders what they agree on."""
 
     def __init__(self, size: int, limits: NegotiationLimits = NegotiationLimits()) -> None:
         self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}

@@ -1,11 +1,41 @@
-"""An operation of this rank, from its call to its result."""
+"""An operation of this rank, from its call to its result, with its world, set and errors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_driver.errors import WorldBrokenError
 from elastic_driver.horovod.engine import streams
-from elastic_driver.horovod.engine.messages import Request
+from elastic_driver.horovod.engine.requests import Request
+
+
+class HorovodInternalError(WorldBrokenError, RuntimeError):
+    """An operation failed: ranks disagree about a tensor, or the world is broken."""
+
+
+class DuplicateNameError(HorovodInternalError, ValueError):
+    """A tensor was given a name under which another one is pending."""
+
+
+def first_line(error: Exception) -> str:
+    """Return an error in one line."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@dataclass(frozen=True)
+class EngineWorld:
+    """The place of this process in one world, and the ways to reach the others.
+
+    `connect` returns torch's process group of some ranks; None on other ranks, and in a world of
+    one. All ranks of the world call it with the same ranks, on the training thread. `disconnect`
+    ends every call that waits for a peer, on any thread; a world that was disconnected is of no
+    use any more.
+    """
+
+    rank: int
+    size: int
+    connect: Callable[[Sequence[int]], Any]
+    disconnect: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -29,7 +59,7 @@ class SetPlace:
 
 
 class Operation:
-    """One call; the engine sets `done`, and then `error` or `result`.
+    """One call of an operation; the engine sets `done`, and then `error` or `result`.
 
     Args:
         tensors: the inputs, detached.

@@ -12,10 +12,14 @@ from queue import SimpleQueue
 import torch
 
 from elastic_driver.horovod.engine import streams
-from elastic_driver.horovod.engine.errors import HorovodInternalError, first_line
-from elastic_driver.horovod.engine.messages import Agreement
-from elastic_driver.horovod.engine.operation import Operation, SetPlace
-from elastic_driver.horovod.engine.timeline import Timeline
+from elastic_driver.horovod.engine.operation import (
+    HorovodInternalError,
+    Operation,
+    SetPlace,
+    first_line,
+)
+from elastic_driver.horovod.engine.operation_log import Timeline
+from elastic_driver.horovod.engine.requests import Agreement
 from elastic_driver.horovod.engine.transfer import Finish, Transfers
 
 AT_ONCE = 3  # batches that move or are prepared; gloo moves two at a time
@@ -32,7 +36,7 @@ class _UnderWay:
 
 
 class TransferThread:
-    """The queue of one engine's batches, and what its thread does; see the module."""
+    """The queue of one engine's batches, and the work of its thread."""
 
     def __init__(
         self,

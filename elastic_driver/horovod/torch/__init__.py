@@ -1,4 +1,4 @@
-"""`import elastic_driver.horovod.torch as hvd`."""
+"""Horovod's API for PyTorch: `import elastic_driver.horovod.torch as hvd`."""
 
 from elastic_driver.horovod.torch import elastic as elastic
 from elastic_driver.horovod.torch import mpi_ops as mpi_ops

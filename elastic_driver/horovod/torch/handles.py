@@ -11,12 +11,11 @@ import torch
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.common.process_sets import ProcessSet
 from elastic_driver.horovod.engine import running, streams
-from elastic_driver.horovod.engine.agreement import title
-from elastic_driver.horovod.engine.arithmetic import DTYPES
 from elastic_driver.horovod.engine.engine import Engine
-from elastic_driver.horovod.engine.log import DEBUG, TRACE
-from elastic_driver.horovod.engine.messages import REMEMBERED, Kind, Request
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
+from elastic_driver.horovod.engine.operation_log import DEBUG, TRACE
+from elastic_driver.horovod.engine.requests import REMEMBERED, Kind, Request, title
+from elastic_driver.horovod.engine.transfer import DTYPES
 
 _OURS = ("elastic_driver.", "torch.")
 Pick = Callable[[Any], Any]

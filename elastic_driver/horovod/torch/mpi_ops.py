@@ -36,17 +36,23 @@ from elastic_driver.horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from elastic_driver.horovod.engine.timeline import Timeline
+from elastic_driver.horovod.engine.operation_log import Timeline
 from elastic_driver.horovod.torch.handles import begin, engine_now, poll, synchronize
 from elastic_driver.horovod.torch.movements import (
     allgather,
     allgather_async,
+    alltoall,
+    alltoall_async,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
     sparse_allreduce_async,
 )
 from elastic_driver.horovod.torch.reductions import (
@@ -64,14 +70,6 @@ from elastic_driver.horovod.torch.reductions import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-)
-from elastic_driver.horovod.torch.scattering import (
-    alltoall,
-    alltoall_async,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
 )
 
 __all__ = [

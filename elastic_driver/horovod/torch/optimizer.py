@@ -12,15 +12,16 @@ import torch
 from elastic_driver.horovod.common.exceptions import HorovodUsageError
 from elastic_driver.horovod.common.process_sets import ProcessSet, global_process_set
 from elastic_driver.horovod.torch.compression import Compression
-from elastic_driver.horovod.torch.gradient_reducer import GradientReducer, HowToReduce
-from elastic_driver.horovod.torch.handles import synchronize
-from elastic_driver.horovod.torch.optimizer_state import same_objects
-from elastic_driver.horovod.torch.parameter_names import (
+from elastic_driver.horovod.torch.functions import same_objects
+from elastic_driver.horovod.torch.gradient_reducer import (
+    GradientReducer,
     Groups,
+    HowToReduce,
     ParameterNames,
     Parameters,
     groups_of,
 )
+from elastic_driver.horovod.torch.handles import synchronize
 from elastic_driver.horovod.torch.reductions import (
     Adasum,
     Average,

@@ -14,22 +14,6 @@ from elastic_driver.horovod.common.util import (
 from elastic_driver.horovod.torch.compression import Compression, Compressor
 from elastic_driver.horovod.torch.handles import begin, first, synchronize
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "Sum",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-]
 Average = Reduction.Average
 Sum = Reduction.Sum
 Adasum = Reduction.Adasum

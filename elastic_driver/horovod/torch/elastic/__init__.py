@@ -1,4 +1,4 @@
-"""`hvd.elastic`: jobs whose workers come and go."""
+"""Horovod's API for jobs whose workers come and go: `hvd.elastic`."""
 
 from elastic_driver.horovod.common.elastic import ObjectState as ObjectState
 from elastic_driver.horovod.common.elastic import broadcast_with

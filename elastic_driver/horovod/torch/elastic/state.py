@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from elastic_driver.horovod.common.elastic import ObjectState, State
+from elastic_driver.horovod.common.elastic import Kept, ObjectState, State
 from elastic_driver.horovod.common.exceptions import HorovodUsageError
-from elastic_driver.horovod.common.kept import Kept
 from elastic_driver.horovod.torch.elastic.sampler import ElasticSampler
 from elastic_driver.horovod.torch.optimizer import forget_reductions, unfinished
 from elastic_driver.worker.state_sync.parts import Outgoing, StatePart, part_for

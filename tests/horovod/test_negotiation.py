@@ -5,7 +5,8 @@ from collections import deque
 
 import pytest
 
-from elastic_driver.horovod.engine.messages import (
+from elastic_driver.horovod.engine.negotiation import Coordinator, NegotiationLimits, Ordered
+from elastic_driver.horovod.engine.requests import (
     Agreement,
     Ready,
     Received,
@@ -15,7 +16,6 @@ from elastic_driver.horovod.engine.messages import (
     encode,
     is_repeated,
 )
-from elastic_driver.horovod.engine.negotiation import Coordinator, NegotiationLimits, Ordered
 
 SUM = 1
 

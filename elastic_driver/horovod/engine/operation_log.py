@@ -1,23 +1,62 @@
-"""The timeline of operations, in the format of Chrome's tracing (chrome://tracing, Perfetto).
+"""Writes about operations: lines on the worker's stderr, and a timeline.
 
-The coordinator writes it. Each operation is a row: when the first rank requested it, when each
-rank did, and its transfer on rank 0. Times are microseconds since the timeline was started.
+`HOROVOD_LOG_LEVEL` says how important a line has to be, `HOROVOD_LOG_HIDE_TIME=0` that it begins
+with the time. A line says who called what; data never stand in it.
+
+The timeline has the format of Chrome's tracing (chrome://tracing, Perfetto), and the coordinator
+writes it. Each operation is a row: when the first rank requested it, when each rank did, and its
+transfer on rank 0. Times are microseconds since the timeline was started.
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from elastic_driver.errors import UsageError
-from elastic_driver.horovod.engine.messages import Agreement, Key, Request
+from elastic_driver.horovod.engine.requests import Agreement, Key, Request
 from elastic_driver.line_writer import LineWriter
+from elastic_driver.worker.worker_log import say
 from rendezvous.own_files import open_named
 
+LEVEL = "HOROVOD_LOG_LEVEL"
+HIDE_TIME = "HOROVOD_LOG_HIDE_TIME"
+LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+TRACE, DEBUG, INFO, WARNING, ERROR, _ = range(len(LEVELS))
 CLOSE_S = 5.0  # the longest wait until the last events are written
 WAITING_BYTES = 16 * 2**20  # of events that may wait for a slow disk
+
+
+class Log:
+    """Writes the lines that are important enough; any thread calls it."""
+
+    def __init__(self, level: int = WARNING, *, with_time: bool = False) -> None:
+        self.level = level
+        self._with_time = with_time
+
+    def write(self, level: int, text: str) -> None:
+        """Write a line, unless its level is below that of the log."""
+        if level < self.level:
+            return
+        now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S.%f} " if self._with_time else ""
+        say(f"{now}{text}")
+
+    def warn(self, text: str) -> None:
+        """Write a warning."""
+        self.write(WARNING, text)
+
+
+def log_from_environment() -> Log:
+    """Return the log that the variables ask for; raises `UsageError` for an unknown level."""
+    name = os.environ.get(LEVEL) or "WARNING"
+    if name.upper() not in LEVELS:
+        raise UsageError(f"{LEVEL}={name}: give one of {', '.join(LEVELS)}")
+    with_time = os.environ.get(HIDE_TIME, "").lower() in ("0", "false")
+    return Log(LEVELS.index(name.upper()), with_time=with_time)
 
 
 class Timeline:

@@ -7,7 +7,7 @@ import torch
 
 import elastic_driver.horovod.torch as hvd
 from elastic_driver.errors import UsageError
-from elastic_driver.horovod.engine.log import ERROR, WARNING, log_from_environment
+from elastic_driver.horovod.engine.operation_log import ERROR, WARNING, log_from_environment
 from elastic_driver.worker import current
 
 
