@@ -17,7 +17,7 @@ The other chapters are the feature's own: `messages` are its documents, events a
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,12 +36,10 @@ class Sentences:
     """What people read of a feature.
 
     Args:
-        events: by the type of its machines' events, what `elasticctl explain` says of one.
         status: returns what `elasticctl status` shows below the job, from the decoded document of
             `GET /v1/status`: a row of headings and rows of a table, or one row of one line.
     """
 
-    events: Mapping[type[Any], Callable[[Any], str]] = field(default_factory=dict)
     status: Callable[[Mapping[str, Any]], list[Row]] = _no_rows
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from elastic_driver.job.boundary import Boundary
 from elastic_driver.job.decisions import AwaitHeartbeats, KillAgent, PublishNotice, StopAgent
-from elastic_driver.job.events import DriverResumed
+from elastic_driver.job.events import DriverResumed, Turn, takes
 from elastic_driver.job.fleet import AgentNews, first_number
 from elastic_driver.job.hangs import Stacks
 from elastic_driver.job.leaving import Drains
@@ -69,6 +69,7 @@ class Adoption(Rule):
     resumed_at: float = saved(0.0)
     _returned: set[tuple[str, int]] = saved(factory=set, name="returned")  # agents, in this term
 
+    @takes(DriverResumed)
     def on_resumed(self, event: DriverResumed, now: float) -> None:
         """Begin the term of a driver that goes on with the job."""
         self._begin_term(event)
@@ -92,6 +93,7 @@ class Adoption(Rule):
         if self.outcome.elastic and heard:  # the workers of a plain job send no heartbeats
             self.effects.decide(AwaitHeartbeats(heard, self.settings.heartbeat_timeout, AGAIN))
 
+    @takes(ev.AgentReturned)
     def on_returned(self, event: ev.AgentReturned, now: float) -> None:
         """Adopt an agent, and give it the orders that it lacks; or let it go."""
         self._check_new(event)
@@ -104,16 +106,26 @@ class Adoption(Rule):
         self._compare(event, now)
         self.rounds.give_ranks(event.host, AGAIN)
 
-    def on_round(self, number: int, *, trains: bool = False) -> None:
-        """Note a round that a worker has been in; `trains`: it was still in it when it said so.
+    @takes(ev.WorkerReady, turn=Turn.FIRST)
+    def on_left(self, event: ev.WorkerReady) -> None:
+        """Note the round that a worker has left."""
+        if self._is_unknown(event.round):
+            self.rounds.continue_after(event.round)
 
-        If the books do not have it, its members have to leave it, because they are not known.
+    @takes(ev.WorkerStepped, ev.WorkerStalled, turn=Turn.FIRST)
+    def on_trains(self, event: ev.WorkerStepped | ev.WorkerStalled) -> None:
+        """Note the round that a worker is in; have all leave one of which the books know nothing.
+
+        Its members are not known.
         """
-        if self.term > 1 and number > self.rounds.newest:
-            if trains:
-                unknown = f"the driver that began round {number} has died, and kept no record of it"
-                self.effects.decide(PublishNotice(number, None, unknown))
+        number = event.round
+        if self._is_unknown(number):
+            unknown = f"the driver that began round {number} has died, and kept no record of it"
+            self.effects.decide(PublishNotice(number, None, unknown))
             self.rounds.continue_after(number)
+
+    def _is_unknown(self, number: int) -> bool:
+        return self.term > 1 and number > self.rounds.newest
 
     def take_in_after_the_end(self, event: DriverResumed | ev.AgentReturned) -> None:
         """Repeat that the job is over; returning agents shut down."""

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from elastic_driver.errors import ExitCode
 from elastic_driver.job.decisions import AskProgress, PublishNotice
-from elastic_driver.job.events import ProgressReported, StatesDiffer, StatesEqual
+from elastic_driver.job.events import ProgressReported, StatesDiffer, StatesEqual, takes
 from elastic_driver.job.rounds import CLOSING, COMPLETE
 from elastic_driver.job.rule import Rule
 from elastic_driver.job.workers import ENDING, READY, RUNNING
@@ -100,6 +100,7 @@ class Boundary(Rule):
         workers = tuple(worker.id for worker in self.workers.having(RUNNING))
         self.effects.decide(AskProgress(self.asked, self.rounds.current.number, workers, reason))
 
+    @takes(ProgressReported)
     def on_progress_reported(self, event: ProgressReported, now: float) -> None:
         """Name the step after which the members leave."""
         asked_at, current = self._asked_at, self.rounds.current
@@ -196,6 +197,7 @@ class Differences(Rule):
     repaired_in: int = saved(0)  # the last round that was left for a repair
     proven: bool = saved(True)  # no repair was made since all ranks were equal last
 
+    @takes(StatesEqual)
     def on_equal(self, event: StatesEqual, now: float) -> None:
         """Record that all ranks of the round were equal after a step."""
         if event.round != self.rounds.current.number or self.equal_in == event.round:
@@ -204,6 +206,7 @@ class Differences(Rule):
         if event.round > self.repaired_in:
             self.proven = True
 
+    @takes(StatesDiffer)
     def on_differ(self, event: StatesDiffer, now: float) -> None:
         """Announce a difference, and decide what follows from it."""
         current = self.rounds.current

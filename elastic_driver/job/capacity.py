@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from elastic_driver.job import units
-from elastic_driver.job.events import HostsGranted, SizeProposed
+from elastic_driver.job.events import HostsGranted, SizeProposed, takes
 from elastic_driver.job.fleet import Effects
 from elastic_driver.kernel.tables import saved
 from elastic_driver.settings import Settings
@@ -220,6 +220,7 @@ class Capacity:
         """Return `need`, or the number wanted if that is less."""
         return need if self.wanted is None else min(need, self.wanted)
 
+    @takes(ev.ScaleRequested)
     def on_scale_requested(self, event: ev.ScaleRequested) -> None:
         """Aim at another number of workers, within the limits; it outranks that of a plan."""
         asked, before = event.num_proc, self.wanted
@@ -254,6 +255,7 @@ class Capacity:
         self.target = None if event.workers is None else self._within_limits(event.workers)
         self._request(before)
 
+    @takes(SizeProposed)
     def on_size_proposed(self, event: SizeProposed) -> None:
         """Aim at the number of workers that `--auto-scale` proposes, unless a user has chosen."""
         before, self.proposed = self.wanted, self._within_limits(event.num_proc)

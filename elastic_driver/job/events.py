@@ -1,14 +1,17 @@
-"""The events for the job: those that the driver's own process posts, and the union of all.
+"""The events for the job that the driver's own process posts, and how a part takes events in.
 
 What the driver itself has seen never crosses a network, so its fields have no bounds; the events of
 agents, workers and users are in `words.wire_events`. All are in the journal, each by its tag.
 """
 
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Callable
+from enum import IntEnum
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from msgspec import Struct
 
 from elastic_driver import contract
+from elastic_driver.words import counted
 from elastic_driver.words import wire_events as events
 from elastic_driver.words.findings import StateValue
 from elastic_driver.words.wire_events import AgentEvent, Event, Reason, WorkerEvent
@@ -18,11 +21,58 @@ from elastic_driver.words.wire_events import AgentEvent, Event, Reason, WorkerEv
 Evidence: TypeAlias = Literal["silent", "disconnected", "backend", "peers"]
 
 
+# ---- who takes in an event -------------------------------------------------------------------
+
+
+class Turn(IntEnum):
+    """When a part takes in an event that several take in; of equal turns, in the order of parts."""
+
+    FIRST = 0  # before the part that the event is for
+    OWNER = 1  # the part that the event is for: there is one
+    AFTER = 2  # once that part knows
+
+
+class Taken(NamedTuple):
+    """What a method takes in; `spare`: only from workers that are spares."""
+
+    kinds: tuple[type[Event], ...]
+    turn: Turn
+    spare: bool
+
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def takes(
+    *kinds: type[Event], turn: Turn = Turn.OWNER, spare: bool = False
+) -> Callable[[_Method], _Method]:
+    """Have a method of a part take in events of these kinds; nothing else names the two together.
+
+    The method has the parameter `event`; and, where it needs them, `now`, and for a `WorkerReport`
+    `worker`, the one that the report is of. It changes the part's own state, or raises
+    `StaleEvent` for an event that came late or twice.
+    """
+
+    def mark(method: _Method) -> _Method:
+        for kind in kinds:
+            if not issubclass(kind, method.__annotations__["event"]):
+                raise TypeError(f"{method.__qualname__} cannot take in {kind.__name__}")
+        vars(method)["taken"] = Taken(kinds, turn, spare)
+        return method
+
+    return mark
+
+
+# ---- events of the driver's process ----------------------------------------------------------
+
+
 class DriverResumed(Event, frozen=True, tag="driver_resumed"):
     """This driver goes on with the job of one that has died; its first event.
 
     `moved`: it is on another host, so it is not known yet which agents it can reach.
     """
+
+    says: ClassVar[str] = "a driver goes on with the job, in term {e.term}: {e.reason}"
 
     term: int
     reason: str
@@ -32,12 +82,16 @@ class DriverResumed(Event, frozen=True, tag="driver_resumed"):
 class StopRequested(Event, frozen=True, tag="stop_requested"):
     """End the job now, with this exit status (Ctrl-C, `elasticctl stop`)."""
 
+    says: ClassVar[str] = "the end of the job was requested: {e.reason}"
+
     reason: str
     exit_code: int
 
 
 class JobLeaving(Event, frozen=True, tag="job_leaving"):
     """The whole job has to be gone in `deadline` seconds (SIGTERM to `elasticrun`)."""
+
+    says: ClassVar[str] = "all workers have to leave in {e.deadline:g} s: {e.reason}"
 
     reason: str
     deadline: float
@@ -47,6 +101,11 @@ class HostsDiscovered(Event, frozen=True, tag="hosts_discovered"):
     """The hosts there are now: (host, slots) in the order of the source, without repeats."""
 
     hosts: tuple[tuple[str, int], ...]
+
+    def in_words(self) -> str:
+        """See `InWords.in_words`."""
+        hosts = ", ".join(f"{host}:{slots}" for host, slots in self.hosts)
+        return f"there are the hosts {hosts or '(none)'}"
 
 
 class HostsGranted(Event, frozen=True, tag="hosts_granted"):
@@ -65,9 +124,16 @@ class HostsGranted(Event, frozen=True, tag="hosts_granted"):
     too_small: tuple[str, int] | None = None
     receipt: str = ""
 
+    def in_words(self) -> str:
+        """See `InWords.in_words`."""
+        slots = sum(slots for _, slots in self.hosts)
+        return f"the Brain granted {counted(slots, 'slot')} (grant {self.number}): {self.reason}"
+
 
 class DiscoveryFailed(Event, frozen=True, tag="discovery_failed"):
     """Discovery gave no usable answer; the last known hosts stay."""
+
+    says: ClassVar[str] = "discovery failed: {e.reason}"
 
     reason: str
 
@@ -78,6 +144,8 @@ class HostsMeasured(Event, frozen=True, tag="hosts_measured"):
     It comes before the `WorkerExited` of a worker that ran out of memory.
     """
 
+    says: ClassVar[str] = "the agents have told the idle memory of their hosts"
+
     idle: tuple[tuple[str, int], ...]
 
 
@@ -86,6 +154,8 @@ class HostProbed(Event, frozen=True, tag="host_probed"):
 
     `answered` False: no probe can find out whether it is back, so the start of an agent is tried.
     """
+
+    says: ClassVar[str] = "host {e.host} was probed; it answered: {e.answered}"
 
     host: str
     number: int
@@ -98,6 +168,8 @@ class AgentLost(AgentEvent, frozen=True, tag="agent_lost"):
     `unreachable`: because its host cannot be reached, or is silent. `refused`: because its host
     refuses us or lacks something, which somebody has to mend.
     """
+
+    says: ClassVar[str] = "the agent {e.host}.{e.incarnation} is gone: {e.reason}"
 
     reason: str
     unreachable: bool = False
@@ -112,12 +184,16 @@ class AgentSuspected(AgentEvent, frozen=True, tag="agent_suspected"):
     to its host closed ("backend").
     """
 
+    says: ClassVar[str] = "the agent {e.host}.{e.incarnation} may be lost: {e.reason}"
+
     evidence: Evidence
     reason: str
 
 
 class AgentHeard(AgentEvent, frozen=True, tag="agent_heard"):
     """An agent has sent a heartbeat: the first one, or the first after it was suspected."""
+
+    says: ClassVar[str] = "the agent {e.host}.{e.incarnation} has sent a heartbeat"
 
 
 class AgentProbed(AgentEvent, frozen=True, tag="agent_probed"):
@@ -126,6 +202,10 @@ class AgentProbed(AgentEvent, frozen=True, tag="agent_probed"):
     `result`: the agent answered; its host answered that no process listens there ("refused");
     nothing answered in time, or the agent accepted the connection and sent nothing ("silent").
     """
+
+    says: ClassVar[str] = (
+        "a probe of agent {e.host}.{e.incarnation}: {e.result} in {e.seconds:.3f} s"
+    )
 
     number: int
     result: Literal["answered", "refused", "silent"]
@@ -139,6 +219,8 @@ class LeaseExpired(Event, frozen=True, tag="lease_expired"):
     `owner`: `<host>.<incarnation>` of the agent, or the worker's name. `timeout`: seconds of a
     whole lease.
     """
+
+    says: ClassVar[str] = "{e.owner} is silent: {e.reason}"
 
     kind: Literal["agent", "worker", "half"]
     owner: str
@@ -178,12 +260,16 @@ class ProgressReading(Struct, frozen=True):
 class ProgressReported(Event, frozen=True, tag="progress_reported"):
     """The answer to `AskProgress`: the readable progress of the workers in this round."""
 
+    says: ClassVar[str] = "the members have told their steps"
+
     number: int
     readings: tuple[ProgressReading, ...]
 
 
 class Tick(Event, frozen=True, tag="tick"):
     """Only time has passed; sent when `Job.deadline()` is reached."""
+
+    says: ClassVar[str] = "time has passed"
 
 
 # ---- events from machines beside the job ----------------------------------------------------
@@ -192,6 +278,8 @@ class Tick(Event, frozen=True, tag="tick"):
 class SizeProposed(Event, frozen=True, tag="size_proposed"):
     """`--auto-scale` wants another number of workers; what a user has asked for outranks it."""
 
+    says: ClassVar[str] = "a size of {e.num_proc} is proposed: {e.reason}"
+
     num_proc: int
     reason: Reason
 
@@ -199,12 +287,16 @@ class SizeProposed(Event, frozen=True, tag="size_proposed"):
 class MemoryExpected(Event, frozen=True, tag="memory_expected"):
     """A worker probably needs `need` bytes, as those of similar jobs did; 0: not known."""
 
+    says: ClassVar[str] = "a worker is expected to need {e.need} bytes: {e.reason}"
+
     need: int
     reason: Reason
 
 
 class HostStarved(Event, frozen=True, tag="host_starved"):
     """Workers wait for a host's processors; it is to have at most `workers`."""
+
+    says: ClassVar[str] = "a size of {e.workers} at most is proposed for {e.host}: {e.reason}"
 
     host: str
     workers: int
@@ -214,6 +306,8 @@ class HostStarved(Event, frozen=True, tag="host_starved"):
 class RankSlow(WorkerEvent, frozen=True, tag="rank_slow"):
     """A member of this round computes slowly: `ratio` times the usual time."""
 
+    says: ClassVar[str] = "{e.worker} is slow: {e.ratio:.1f} times the usual time"
+
     round: int
     ratio: float
 
@@ -221,11 +315,15 @@ class RankSlow(WorkerEvent, frozen=True, tag="rank_slow"):
 class RankRecovered(WorkerEvent, frozen=True, tag="rank_recovered"):
     """A member of this round that was slow is no longer slow."""
 
+    says: ClassVar[str] = "{e.worker} is no longer slow"
+
     round: int
 
 
 class StatesEqual(Event, frozen=True, tag="states_equal"):
     """All ranks of a round hold the same state after `step`; sent once a round."""
+
+    says: ClassVar[str] = "all ranks of round {e.round} hold the same state after step {e.step}"
 
     round: int
     step: int
@@ -237,6 +335,8 @@ class StatesDiffer(Event, frozen=True, tag="states_differ"):
     `leaf`: the first part of the state that differs, in the order in which it is walked; "": that
     is not known. `values`: what the ranks hold there. `reason`: the difference in words.
     """
+
+    says: ClassVar[str] = "the ranks hold different states after step {e.step}: {e.reason}"
 
     round: int
     step: int
@@ -259,57 +359,11 @@ class HostsChecked(Event, frozen=True, tag="hosts_checked"):
     results: tuple[HostResult, ...]
     number: int  # of the CheckHosts that this answers
 
+    def in_words(self) -> str:
+        """See `InWords.in_words`."""
+        good = sum(result.passed for result in self.results)
+        return f"the check of {counted(len(self.results), 'host')} is over; {good} may be used"
 
-ProcessEvent: TypeAlias = (
-    events.WorkerStarted
-    | events.WorkerReady
-    | events.WorkerStepped
-    | events.WorkerStalled
-    | events.WorkerResumed
-    | events.WorkerEnding
-    | events.WorkerExited
-)  # every WorkerReport
-AnyAgentEvent: TypeAlias = (
-    events.AgentReady
-    | events.AgentReturned
-    | events.HostLeaving
-    | events.ConnectionUnanswered
-    | AgentLost
-    | AgentSuspected
-    | AgentHeard
-    | AgentProbed
-)  # every AgentEvent
-OtherEvent: TypeAlias = (
-    events.WorkerLeaving
-    | events.WorkerStack
-    | events.WorkerSaved
-    | events.ScaleRequested
-    | events.PlanApplied
-    | events.DrainRequested
-    | events.DrainCancelled
-    | events.StacksRequested
-    | DriverResumed
-    | StopRequested
-    | JobLeaving
-    | HostsDiscovered
-    | HostsGranted
-    | DiscoveryFailed
-    | HostsMeasured
-    | HostProbed
-    | LeaseExpired
-    | ProgressReported
-    | SizeProposed
-    | MemoryExpected
-    | HostStarved
-    | RankSlow
-    | RankRecovered
-    | StatesEqual
-    | StatesDiffer
-    | HostsChecked
-    | Tick
-)
-# Every event for the job; mypy reports one that no rule takes in (`job/job.py`).
-JobEvent: TypeAlias = ProcessEvent | AnyAgentEvent | OtherEvent
 
 Together: TypeAlias = events.ManyReports | AgentLost | AgentSuspected | AgentHeard | AgentProbed
 # Events that come from all workers or hosts at about the same time.

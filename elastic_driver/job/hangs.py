@@ -36,6 +36,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from elastic_driver.job.decisions import AskStacks
+from elastic_driver.job.events import takes
 from elastic_driver.job.reports import Reports
 from elastic_driver.job.rounds import COMPLETE, FORMING
 from elastic_driver.job.rule import Rule
@@ -96,10 +97,12 @@ class Stacks(Rule):
             self._asked_at = now
             self.effects.decide(AskStacks(self.asked, self._reason))
 
+    @takes(ev.StacksRequested)
     def on_requested(self, event: ev.StacksRequested, now: float) -> None:
         """Ask every worker, because a user wants it."""
         self.ask(now, event.reason or "a user asks")
 
+    @takes(ev.WorkerStack)
     def on_worker_stack(self, event: ev.WorkerStack, now: float) -> None:
         """Record an answer."""
         stale = self._asked_at is None or event.number != self.asked
@@ -224,6 +227,7 @@ class Hangs(Rule):
         """The stalls of the present round, by worker."""
         return self._stalls_of if self._stalls_in == self.rounds.current.number else {}
 
+    @takes(ev.WorkerStalled)
     def on_stalled(self, worker: Worker, event: ev.WorkerStalled, now: float) -> None:
         """Record that a worker makes no progress.
 
@@ -255,6 +259,7 @@ class Hangs(Rule):
             self._give_up(worker, "and does not leave a round that this driver does not know", now)
         self.stacks.note(worker.id, StackAnswer(event.where, stack, own=True))
 
+    @takes(ev.WorkerResumed)
     def on_resumed(self, worker: Worker, event: ev.WorkerResumed, now: float) -> None:
         """Forget the stall of a worker that makes progress again."""
         same_round = event.round == self.rounds.current.number

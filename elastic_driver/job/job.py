@@ -6,22 +6,14 @@ nothing changes any more. `now` is in monotonic seconds and never goes back. An 
 repeated or out of order changes nothing and is counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from elastic_driver.errors import assert_never
 from elastic_driver.job import events as seen
 from elastic_driver.job.decisions import Decision
-from elastic_driver.job.events import (
-    TOGETHER,
-    AnyAgentEvent,
-    EventBatch,
-    JobEvent,
-    OtherEvent,
-    ProcessEvent,
-    Together,
-)
+from elastic_driver.job.events import TOGETHER, EventBatch, Together
 from elastic_driver.job.invariants import violations
-from elastic_driver.job.parts import JobParts
+from elastic_driver.job.parts import TAKERS, JobParts, Taker
 from elastic_driver.job.rule import Rule
 from elastic_driver.job.status import JobStatus, status_of
 from elastic_driver.kernel.machine import Declaration
@@ -70,8 +62,9 @@ class Job(JobParts):
         self._began = False if found is None else bool(found["job"]["began"])
         self._decided: tuple[Decision, ...] = ()  # upon the last event
         self._rules: tuple[tuple[str, Rule], ...] = tuple((n, getattr(self, n)) for n in RULES)
+        self._takers = {key: [_bind(self, t) for t in takers] for key, takers in TAKERS.items()}
 
-    def handle(self, event: JobEvent | EventBatch, now: float) -> list[Decision]:
+    def handle(self, event: ev.Event | EventBatch, now: float) -> list[Decision]:
         """Take in one event; return the decisions to carry out, in order. Never raises for one."""
         if not self._began:
             self._began = True
@@ -102,137 +95,25 @@ class Job(JobParts):
 
     # ---- events --------------------------------------------------------------------------
 
-    def _take_in(self, event: JobEvent, now: float) -> None:
+    def _take_in(self, event: ev.Event, now: float) -> None:
         try:
             if self.outcome.end is not None:
                 self._take_in_after_the_end(event)
             elif isinstance(event, ev.WorkerReport):
-                self._take_in_report(event, now)
-            elif isinstance(event, ev.AgentEvent):
-                self._take_in_agent_event(event, now)
+                worker = self.workers.with_process(event, event.worker)
+                for take in self._takers[type(event), worker.spare]:
+                    take(worker, event, now)
             else:
-                self._take_in_other(event, now)
+                for take in self._takers[type(event), False]:
+                    take(None, event, now)
         except ev.StaleEvent as stale:
             self.effects.ignore(str(stale))
 
-    def _take_in_after_the_end(self, event: JobEvent) -> None:
+    def _take_in_after_the_end(self, event: ev.Event) -> None:
         if isinstance(event, seen.DriverResumed | ev.AgentReturned):
             self.adoption.take_in_after_the_end(event)
         else:
             self.reports.take_in_after_the_end(event)
-
-    def _take_in_report(self, event: ProcessEvent, now: float) -> None:
-        worker = self.workers.with_process(event, event.worker)
-        match event:
-            case ev.WorkerStarted():
-                self.reports.on_started(worker, event, now)
-            case ev.WorkerReady() if worker.spare:
-                self.spares.on_ready(worker, event, now)
-            case ev.WorkerExited() if worker.spare:
-                self.spares.on_exited(worker, event, now)
-            case ev.WorkerReady():
-                self.adoption.on_round(event.round)
-                self.reports.on_ready(worker, event, now)
-                self.suspicion.on_left(worker, event, now)
-            case ev.WorkerStepped():
-                self.adoption.on_round(event.round, trains=True)
-                self.reports.on_stepped(worker, event, now)
-            case ev.WorkerEnding():
-                self.reports.on_ending(worker, event, now)
-            case ev.WorkerExited():
-                self.reports.on_exited(worker, event, now)
-                self.memory.on_exited(worker, event, now)
-            case ev.WorkerStalled():
-                self.adoption.on_round(event.round, trains=True)
-                self.hangs.on_stalled(worker, event, now)
-            case ev.WorkerResumed():
-                self.hangs.on_resumed(worker, event, now)
-            case _:
-                assert_never(event)
-
-    def _take_in_agent_event(self, event: AnyAgentEvent, now: float) -> None:
-        match event:
-            case ev.AgentReady():
-                self.agents.on_ready(event, now)
-                self.discovered.on_agent_up(event)
-                self.suspicion.on_ready(event, now)
-            case ev.AgentReturned():
-                self.adoption.on_returned(event, now)
-                self.discovered.on_agent_up(event)
-            case seen.AgentLost():
-                self.agents.on_lost(event, now)
-            case seen.AgentSuspected():
-                self.suspicion.on_suspected(event, now)
-            case seen.AgentHeard():
-                self.suspicion.on_heard(event, now)
-            case seen.AgentProbed():
-                self.suspicion.on_probed(event, now)
-            case ev.HostLeaving():
-                self.notices.on_host_leaving(event, now)
-            case ev.ConnectionUnanswered():
-                self.unanswered.on_unanswered(event, now)
-            case _:
-                assert_never(event)
-
-    def _take_in_other(self, event: OtherEvent, now: float) -> None:  # noqa: PLR0912, PLR0915
-        match event:
-            case seen.HostProbed():
-                self.unreachable.on_probed(event, now)
-            case seen.LeaseExpired():
-                self.agents.on_lease_expired(event, now)
-            case seen.HostsMeasured():
-                self.memory.on_hosts_measured(event, now)
-            case seen.HostsDiscovered():
-                self.discovered.on_hosts(event, now)
-            case seen.HostsGranted():
-                self.discovered.on_granted(event)
-            case seen.DiscoveryFailed():
-                self.discovered.on_failed(event, now)
-            case seen.HostsChecked():
-                self.rechecks.on_hosts_checked(event, now)
-            case ev.WorkerLeaving():
-                self.notices.on_worker_leaving(event, now)
-            case ev.DrainRequested():
-                self.drains.on_requested(event, now)
-            case ev.DrainCancelled():
-                self.drains.on_cancelled(event, now)
-            case seen.RankSlow():
-                self.drains.on_slow(event, now)
-            case seen.RankRecovered():
-                self.drains.on_recovered(event, now)
-            case seen.StatesEqual():
-                self.differences.on_equal(event, now)
-            case seen.StatesDiffer():
-                self.differences.on_differ(event, now)
-            case ev.WorkerStack():
-                self.stacks.on_worker_stack(event, now)
-            case ev.StacksRequested():
-                self.stacks.on_requested(event, now)
-            case ev.WorkerSaved():
-                self.final_checkpoint.on_saved(event, now)
-            case seen.JobLeaving():
-                self.preemption.on_job_leaving(event, now)
-            case seen.ProgressReported():
-                self.boundary.on_progress_reported(event, now)
-            case ev.ScaleRequested():
-                self.capacity.on_scale_requested(event)
-                self.discovered.on_target_set(event)
-            case ev.PlanApplied():
-                self.discovered.on_plan_applied(event)
-            case seen.SizeProposed():
-                self.capacity.on_size_proposed(event)
-            case seen.MemoryExpected():
-                self.discovered.on_memory_expected(event)
-            case seen.HostStarved():
-                self.discovered.on_host_starved(event)
-            case seen.StopRequested():
-                self.outcome.on_stop_requested(event, now)
-            case seen.DriverResumed():
-                self.adoption.on_resumed(event, now)
-            case seen.Tick():
-                pass  # only time has passed: the rules draw the consequences
-            case _:
-                assert_never(event)
 
     # ---- consequences --------------------------------------------------------------------
 
@@ -264,6 +145,19 @@ class Job(JobParts):
         return (*mark, capacity.changed, capacity.placement_due, len(self.effects.decisions))
 
 
+def _bind(job: JobParts, taker: Taker) -> Callable[[Any, Any, float], None]:
+    """Return a part's method as a function of worker, event and time; it gets what it names."""
+    method = getattr(getattr(job, taker.part), taker.method)
+    match taker.parameters:
+        case ("event",):
+            return lambda _worker, event, _now: method(event)
+        case ("event", "now"):
+            return lambda _worker, event, now: method(event, now)
+        case ("worker", "event", "now"):
+            return method  # type: ignore[no-any-return]
+    raise TypeError(f"{taker.part}.{taker.method} has the parameters {taker.parameters}")
+
+
 def _together(events: Sequence[Together]) -> Together | EventBatch:
     return EventBatch(tuple(events)) if len(events) > 1 else events[0]
 
@@ -271,7 +165,7 @@ def _together(events: Sequence[Together]) -> Together | EventBatch:
 DECLARATION = Declaration(
     name="job",
     kind=Job,
-    events=JobEvent | EventBatch,
+    events=ev.Event,
     decisions=Decision,
     together=TOGETHER,
     batch=_together,

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from elastic_driver.job import units
-from elastic_driver.job.events import RankRecovered, RankSlow
+from elastic_driver.job.events import RankRecovered, RankSlow, takes
 from elastic_driver.job.hosts import Drain
 from elastic_driver.job.rounds import CLOSING, COMPLETE
 from elastic_driver.job.rule import Rule
@@ -74,6 +74,7 @@ class Drains(Rule):
 
     # ---- requests and notices ------------------------------------------------------------
 
+    @takes(ev.DrainRequested)
     def on_requested(self, event: ev.DrainRequested, now: float) -> None:
         """Drain a host."""
         if not self.drain(event.host, self.drain_for(event, now)):
@@ -96,6 +97,7 @@ class Drains(Rule):
             left = round(deadline, 3)
             self.effects.announce(worker_log.WorkerLeaving(deadline=left), drain.reason, worker)
 
+    @takes(ev.DrainCancelled)
     def on_cancelled(self, event: ev.DrainCancelled, now: float) -> None:
         """Use the host again; workers that have not left yet stay."""
         if not self.hosts.undrain(event.host):
@@ -158,6 +160,7 @@ class Drains(Rule):
         """Forget who is slow: a driver that goes on measures anew."""
         self.slow.clear()
 
+    @takes(RankSlow)
     def on_slow(self, event: RankSlow, now: float) -> None:
         """Record that a rank has become slow."""
         worker = self.workers.workers.get(event.worker)
@@ -167,6 +170,7 @@ class Drains(Rule):
         self._slow, self._slow_in = self.slow, event.round
         self._slow.setdefault(event.worker, SlowVerdict(event.ratio, now))
 
+    @takes(RankRecovered)
     def on_recovered(self, event: RankRecovered, now: float) -> None:
         """Record that a rank is no longer slow: it stays, and its host counts like any other."""
         round_is_over = event.round != self.rounds.current.number
@@ -330,6 +334,7 @@ class Notices(Rule):
         """Whether more notices are awaited, so that the world is to stay as it is."""
         return bool(self._hosts or self._workers) and self.outcome.departure is None
 
+    @takes(ev.HostLeaving)
     def on_host_leaving(self, event: ev.HostLeaving, now: float) -> None:
         """Take in the notice of an agent's host."""
         self.fleet.current(event)  # an earlier agent's notice is stale
@@ -341,6 +346,7 @@ class Notices(Rule):
         elif not self.drains.drain(event.host, drain):
             raise ev.StaleEvent(f"host {event.host} is not there, or is drained already")
 
+    @takes(ev.WorkerLeaving)
     def on_worker_leaving(self, event: ev.WorkerLeaving, now: float) -> None:
         """Take in the notice of a single worker."""
         if event.worker in self._workers:

@@ -43,6 +43,8 @@ from elastic_driver.job.events import (
     Evidence,
     HostProbed,
     LeaseExpired,
+    Turn,
+    takes,
 )
 from elastic_driver.job.fleet import AgentNews, AgentState, HostAgent
 from elastic_driver.job.hangs import Stacks
@@ -69,6 +71,7 @@ class Unanswered(Rule):
 
     since: dict[str, float] = saved(factory=dict)  # "host address" → the first report
 
+    @takes(ev.ConnectionUnanswered)
     def on_unanswered(self, event: ev.ConnectionUnanswered, now: float) -> None:
         """Name the pair once; end a job that was kept from its first step for too long."""
         self.fleet.current(event)
@@ -125,6 +128,7 @@ class Unreachable(Rule):
         what = f"gone for {gone:.0f} s, {counted(first.probed, 'try', 'tries')}{others}"
         self.effects.announce(host_log.HostStillAway(), f"{what}: {first.reason}", first.name)
 
+    @takes(HostProbed)
     def on_probed(self, event: HostProbed, now: float) -> None:
         """Use a host again that answers, or that cannot be probed."""
         host = self.hosts.record_answer(event.host, event.number)
@@ -169,6 +173,7 @@ class Agents(Rule):
     placement: Placement
     stacks: Stacks
 
+    @takes(ev.AgentReady)
     def on_ready(self, event: ev.AgentUp, now: float) -> None:
         """Record that an agent is up, or has returned, and its host's slots can be used."""
         has_returned = event.host in self.fleet.awaited
@@ -179,6 +184,7 @@ class Agents(Rule):
         what = host_log.AgentReturned() if has_returned else host_log.AgentStarted()
         self.effects.decide(Announce(what, at, number, event.host, pid=event.pid))
 
+    @takes(AgentLost)
     def on_lost(self, event: AgentLost, now: float, what: host_log.AgentLost = _LOST) -> None:
         """Record that an agent has ended, or is silent, and its workers with it."""
         agent = self.fleet.current(event)
@@ -196,6 +202,7 @@ class Agents(Rule):
                 return
             self._host_without_agent(event.host, reason, now, was_up=was_up, unreachable=gone)
 
+    @takes(LeaseExpired)
     def on_lease_expired(self, event: LeaseExpired, now: float) -> None:
         """Give up a silent agent or worker; after half the time, ask for stacks."""
         if event.kind == "agent":
@@ -331,6 +338,7 @@ class Suspicion(Rule):
             suspect = self.suspects[agent.host] = Suspect(now, silent)
             self._probe(agent, suspect)
 
+    @takes(ev.AgentReady, turn=Turn.AFTER)
     def on_ready(self, event: ev.AgentUp, now: float) -> None:
         """Find out whether probes reach the agent: only then their failure means anything."""
         self.suspects.pop(event.host, None)
@@ -338,10 +346,12 @@ class Suspicion(Rule):
         if event.probe_port and self.reachable.get(event.host) != event.incarnation:
             self._ask(self.fleet.agents[event.host], FIRST_PROBE_S, "find out if probes reach it")
 
+    @takes(AgentSuspected)
     def on_suspected(self, event: AgentSuspected, now: float) -> None:
         """Record evidence against an agent."""
         self._suspect(self._up(event), event.evidence, event.reason, now)
 
+    @takes(AgentHeard)
     def on_heard(self, event: AgentHeard, now: float) -> None:
         """Clear an agent that sends heartbeats."""
         agent = self._up(event)
@@ -349,6 +359,7 @@ class Suspicion(Rule):
         if suspect is not None and agent.state is AgentState.READY:
             self._announce_cleared(suspect, "it was heard again", event.host, now)
 
+    @takes(ev.WorkerReady, turn=Turn.AFTER)
     def on_left(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         """Suspect the hosts whose connections broke, by the error for which a worker left."""
         own = self.fleet.agents.get(worker.host)
@@ -360,6 +371,7 @@ class Suspicion(Rule):
                 if own is not None and own.address != address:
                     self._suspect(agent, "peers", f"{worker.id} lost its connection to it", now)
 
+    @takes(AgentProbed)
     def on_probed(self, event: AgentProbed, now: float) -> None:
         """Draw the consequence of a probe's result."""
         if event.number in self._witnesses:

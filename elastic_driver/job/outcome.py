@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from elastic_driver.errors import ExitCode, NotEnoughSlotsError
 from elastic_driver.job.decisions import EndJob
-from elastic_driver.job.events import StopRequested
+from elastic_driver.job.events import StopRequested, takes
 from elastic_driver.job.fleet import Effects
 from elastic_driver.kernel.tables import saved
 from elastic_driver.settings import Settings
@@ -221,6 +221,7 @@ class Outcome:
             self.fail(exceeded)
         return exceeded is None
 
+    @takes(StopRequested)
     def on_stop_requested(self, event: StopRequested, now: float) -> None:
         """End the job, because a user wants it."""
         self.finish(event.exit_code, event.reason or "a user asked it to stop")

@@ -1,4 +1,4 @@
-"""The parts of a job: tables of what is known, and the rules that decide.
+"""The parts of a job: tables of what is known, and the rules that decide; what each takes in.
 
 Each part owns its state and alone writes it; other parts read it, or call methods of its owner
 (tests/job/test_ownership.py). The fields of a part that have no default name the parts it needs.
@@ -12,13 +12,15 @@ placement, budget, target size, losses, stalls, and the order in which they leav
 """
 
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
 from elastic_driver.job.adoption import Adoption
 from elastic_driver.job.boundary import Boundary, Differences
 from elastic_driver.job.capacity import Capacity, Limits
+from elastic_driver.job.events import EventBatch, Taken, Tick, Turn
 from elastic_driver.job.fleet import Effects, Fleet
 from elastic_driver.job.hangs import Hangs, Stacks, Waits
 from elastic_driver.job.hosts import Hosts
@@ -33,9 +35,11 @@ from elastic_driver.job.reports import Reports
 from elastic_driver.job.rounds import Rounds
 from elastic_driver.job.supply import Discovered, Memory, Rechecks
 from elastic_driver.job.workers import Workers
+from elastic_driver.kernel.machine import kinds
 from elastic_driver.kernel.tables import Snapshots, Tables, table, values
 from elastic_driver.settings import Settings
 from elastic_driver.words.tf_config import TfLayout
+from elastic_driver.words.wire_events import Event, WorkerReport
 
 Part = TypeVar("Part")
 Made = TypeVar("Made", bound="JobParts")
@@ -109,3 +113,44 @@ class JobParts(Snapshots):
 PARTS: dict[str, Any] = {
     name: kind for name, kind in get_type_hints(JobParts).items() if is_dataclass(kind)
 }
+
+
+# ---- who takes in an event -------------------------------------------------------------------
+
+
+class Taker(NamedTuple):
+    """A method of a part that takes in an event, with its parameters beside `self`."""
+
+    part: str
+    method: str
+    parameters: tuple[str, ...]
+
+
+def _takers() -> dict[tuple[type[Event], bool], list[Taker]]:
+    """Return, by the kind of event and whether a spare sent it, who takes it in, in order.
+
+    Raises `TypeError` for a kind of event that is for no part, or for two.
+    """
+    found: dict[tuple[type[Event], bool], list[tuple[Turn, Taker]]] = {}
+    for part, kind in PARTS.items():
+        for name, method in vars(kind).items():
+            taken: Taken | None = getattr(method, "taken", None)
+            if taken is None:
+                continue
+            needed = method.__code__.co_argcount - len(method.__defaults__ or ())
+            taker = Taker(part, name, method.__code__.co_varnames[1:needed])
+            for event in taken.kinds:
+                found.setdefault((event, taken.spare), []).append((taken.turn, taker))
+    found[Tick, False] = []  # only time has passed: the rules draw the consequences
+    for event in kinds(Event):
+        owners = sum(turn is Turn.OWNER for turn, _ in found.get((event, False), ()))
+        if owners != 1 and event not in (Tick, EventBatch):
+            raise TypeError(f"{owners} parts take in {event.__name__}; it is for one")
+    in_turn = {k: [t for _, t in sorted(v, key=itemgetter(0))] for k, v in found.items()}
+    reports = ((event, takers) for (event, _), takers in in_turn.items())
+    # What spares report is taken in like that of other workers where nothing else is said.
+    of_spares = {(event, True): t for event, t in reports if issubclass(event, WorkerReport)}
+    return of_spares | in_turn
+
+
+TAKERS = _takers()

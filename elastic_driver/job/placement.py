@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from elastic_driver.job import units
 from elastic_driver.job.decisions import PublishPlace, StartAgent, StopAgent
+from elastic_driver.job.events import takes
 from elastic_driver.job.fleet import AgentNews, HostAgent
 from elastic_driver.job.hosts import Host
 from elastic_driver.job.leaving import Drains
@@ -385,6 +386,7 @@ class Spares(Rule):
 
     # ---- reports -------------------------------------------------------------------------
 
+    @takes(ev.WorkerReady, spare=True)
     def on_ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         """Record that a spare waits for a slot."""
         self.workers.record_ready(worker, event)
@@ -393,6 +395,7 @@ class Spares(Rule):
             failures.early = 0
         self.effects.announce(worker_log.SpareReady(), "it waits for a free slot", worker)
 
+    @takes(ev.WorkerExited, spare=True)
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         """Record the end of a spare, which is a failure of neither the job nor the host."""
         code, told, early = event.exit_code, worker.state is STOPPING, worker.state is WARMING

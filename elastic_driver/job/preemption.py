@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from elastic_driver.errors import ExitCode
 from elastic_driver.job.decisions import PublishSave
-from elastic_driver.job.events import JobLeaving
+from elastic_driver.job.events import JobLeaving, takes
 from elastic_driver.job.leaving import Drains, Notices
 from elastic_driver.job.outcome import Departure
 from elastic_driver.job.rounds import CLOSING, FORMING
@@ -111,6 +111,7 @@ class FinalCheckpoint(Rule):
         self._finish(known, problem="it could not be written in time; raise --grace-period")
         return None
 
+    @takes(ev.WorkerSaved)
     def on_saved(self, event: ev.WorkerSaved, now: float) -> None:
         """Record the result: the first member reports success, any member reports a problem."""
         known = self.save
@@ -160,6 +161,7 @@ class Preemption(Rule):
     final_checkpoint: FinalCheckpoint
     notices: Notices
 
+    @takes(JobLeaving)
     def on_job_leaving(self, event: JobLeaving, now: float) -> None:
         """Begin to end the job within the time that the event names."""
         if self.outcome.departure is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from elastic_driver.errors import ExitCode
 from elastic_driver.job.decisions import KillAgent
-from elastic_driver.job.events import LeaseExpired
+from elastic_driver.job.events import LeaseExpired, takes
 from elastic_driver.job.outcome import KILLED, TERMINATED, Cause, Loss, ScriptKind, failed_by_itself
 from elastic_driver.job.rounds import COMPLETE, FORMING
 from elastic_driver.job.rule import Rule
@@ -60,6 +60,7 @@ class Reports(Rule):
 
     # ---- reports of one worker -----------------------------------------------------------
 
+    @takes(ev.WorkerStarted)
     def on_started(self, worker: Worker, event: ev.WorkerStarted, now: float) -> None:
         """Record a worker's process."""
         if worker.pid:
@@ -68,6 +69,7 @@ class Reports(Rule):
         bound = f", bound to CPUs {event.cpus}" if event.cpus else ""
         self.effects.announce(worker_log.WorkerStarted(), f"pid {event.pid}{bound}", worker)
 
+    @takes(ev.WorkerReady)
     def on_ready(self, worker: Worker, event: ev.WorkerReady, now: float) -> None:
         """Record that a worker waits for the next round; the round that it left is broken."""
         if not self.outcome.elastic:
@@ -86,6 +88,7 @@ class Reports(Rule):
         if running and current.state is COMPLETE:
             self.rounds.leave(now, f"{worker.id} left: {event.reason}")
 
+    @takes(ev.WorkerStepped)
     def on_stepped(self, worker: Worker, event: ev.WorkerStepped, now: float) -> None:
         """Record that a worker has finished its first step in a round."""
         in_round = worker.state is RUNNING and event.round == self.rounds.current.number
@@ -118,6 +121,7 @@ class Reports(Rule):
         synced = log.StateSynced(step=step, receivers=many, first_step=event.step, seconds=seconds)
         self.effects.announce(synced, reason, worker)
 
+    @takes(ev.WorkerEnding)
     def on_ending(self, worker: Worker, event: ev.WorkerEnding, now: float) -> None:
         """Record that a worker has left for good; its exit status says later what that means."""
         if event.unfit:
@@ -144,6 +148,7 @@ class Reports(Rule):
         more = f"no more workers are started on {worker.host}, until another size is asked for"
         self.effects.announce(worker_log.WorkerUnfit(), f"{why}; {more}", worker)
 
+    @takes(ev.WorkerExited)
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         """Record the end of a worker's process: a success, a failure, or a stop that was ordered.
 

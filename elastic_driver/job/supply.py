@@ -42,6 +42,8 @@ from elastic_driver.job.events import (
     HostStarved,
     MemoryExpected,
     SizeProposed,
+    Turn,
+    takes,
 )
 from elastic_driver.job.hosts import Host
 from elastic_driver.job.outcome import Cause
@@ -112,6 +114,7 @@ class Rechecks(Rule):
         slots = tuple((name, self.hosts.known[name].slots) for name in self._checking)
         self.effects.decide(CheckHosts(slots, reason, self._checks))
 
+    @takes(HostsChecked)
     def on_hosts_checked(self, event: HostsChecked, now: float) -> None:
         """Release the hosts that passed, put the others in cool-down.
 
@@ -182,6 +185,7 @@ class Discovered(Rule):
 
     limits: Limits
 
+    @takes(HostsDiscovered)
     def on_hosts(self, event: HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
         self.limits.record_discovered(event.hosts)
@@ -191,6 +195,7 @@ class Discovered(Rule):
             if self.hosts.count_refusal(host, now, reason):
                 self.effects.announce(host_log.HostRefused(told=True), reason, host)
 
+    @takes(HostsGranted)
     def on_granted(self, event: HostsGranted) -> None:
         """Use the slots of a grant from now on; raises `StaleEvent` for one that is not newer."""
         self.limits.record_granted(event)
@@ -200,6 +205,7 @@ class Discovered(Rule):
         if self._take_in(f"grant {event.number} leaves it no slots"):
             self.capacity.note_hosts_limited()
 
+    @takes(ev.AgentReady, ev.AgentReturned, turn=Turn.AFTER)
     def on_agent_up(self, event: ev.AgentUp) -> None:
         """Record what a host has; a plan may leave it fewer slots for that."""
         self.limits.record_equipment(event.host, event.cpus, event.memory)
@@ -234,6 +240,7 @@ class Discovered(Rule):
         """Leave hosts the slots for which they have the memory."""
         self._take_in(TOO_SMALL)
 
+    @takes(MemoryExpected)
     def on_memory_expected(self, event: MemoryExpected) -> None:
         """Leave hosts the slots for which they probably have the memory."""
         if self.limits.expected != event.need:
@@ -242,6 +249,7 @@ class Discovered(Rule):
             if self._take_in(TOO_SMALL):
                 self.capacity.note_hosts_limited()
 
+    @takes(ev.PlanApplied)
     def on_plan_applied(self, event: ev.PlanApplied) -> None:
         """Carry out a plan; raises `StaleEvent` for one that cannot be."""
         left = sum(slots for _, slots in self.limits.slots(event, self.capacity.least))
@@ -250,6 +258,7 @@ class Discovered(Rule):
         self.effects.announce(log.PlanApplied(number=event.number, wanted=wanted), str(event))
         self._limit(event)
 
+    @takes(ev.ScaleRequested, turn=Turn.AFTER)
     def on_target_set(self, event: ev.ScaleRequested) -> None:
         """Use the hosts as the new target needs them; None releases the plan, too."""
         if event.num_proc is None:
@@ -258,6 +267,7 @@ class Discovered(Rule):
         else:
             self._take_in(TOO_SMALL)  # the user's number outranks wishes
 
+    @takes(HostStarved)
     def on_host_starved(self, event: HostStarved) -> None:
         """Leave a host fewer slots; raises `StaleEvent` where that cannot be, or is old.
 
@@ -321,6 +331,7 @@ class Discovered(Rule):
         if self.settings.checked_hosts is not None:
             self.hosts.hold(host, reason)
 
+    @takes(DiscoveryFailed)
     def on_failed(self, event: DiscoveryFailed, now: float) -> None:
         """Announce that discovery failed; the known hosts stay."""
         stay = counted(len(self.hosts.known), "known host stays", "known hosts stay")
@@ -368,10 +379,12 @@ class Memory(Rule):
     # Hosts of several, until the job trains again.
     _shared: set[str] = saved(factory=set, name="shared")
 
+    @takes(HostsMeasured)
     def on_hosts_measured(self, event: HostsMeasured, now: float) -> None:
         """Record the idle memory of hosts."""
         self.idle = dict(event.idle)
 
+    @takes(ev.WorkerExited, turn=Turn.AFTER)
     def on_exited(self, worker: Worker, event: ev.WorkerExited, now: float) -> None:
         """Record the end of a worker that ran out of memory, if it counts as a failure."""
         found, losses = event.out_of_memory, self.outcome.losses

@@ -7,7 +7,7 @@ which says all that others have to know of it: the kernel, the journal and its r
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, get_args, runtime_checkable
 
 import msgspec
 from msgspec import Struct
@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from elastic_driver.kernel.tables import Snapshots
 
 Event_contra = TypeVar("Event_contra", contravariant=True)
+Kind = TypeVar("Kind")
 Decision_co = TypeVar("Decision_co", covariant=True)
 
 
@@ -27,7 +28,27 @@ class ForMachine(Protocol):
         """The name of the machine that the event is for."""
 
 
-class CausedDecision(Struct, frozen=True, kw_only=True):
+class InWords(Struct, frozen=True):
+    """An event or a decision that people read as a sentence.
+
+    `says` is the sentence, in which `e` stands for the event or the decision itself; "": it has
+    none, and its fields are shown.
+    """
+
+    says: ClassVar[str] = ""
+
+    def in_words(self) -> str:
+        """Return the sentence."""
+        return type(self).says.format(e=self)
+
+
+def kinds(base: type[Kind]) -> tuple[type[Kind], ...]:
+    """Return the classes below this one that have no class below them, as they were declared."""
+    below = tuple(kind for child in base.__subclasses__() for kind in kinds(child))
+    return below or (base,)
+
+
+class CausedDecision(InWords, frozen=True, kw_only=True):
     """A decision; `cause` is the number of the event that led to it (0: not numbered yet).
 
     The kernel fills it in (`stamped`).
@@ -122,7 +143,7 @@ class Declaration:
 
     Args:
         name: of the machine; its own events have it as their `machine`.
-        events: a type, or a union of types: what it takes in.
+        events: a type, or a union of types: what it takes in. A class stands for all below it.
         decisions: likewise, what it decides.
         new: makes the machine when a process begins; its argument: the seconds for which a client
             may be silent. None: another part has it begin, or not.
@@ -156,8 +177,13 @@ class Declaration:
 
     def event_types(self) -> tuple[type[Any], ...]:
         """Return the types of the events that it takes in."""
-        return get_args(self.events) or (self.events,)
+        return _types(self.events)
 
     def decision_types(self) -> tuple[type[Any], ...]:
         """Return the types of its decisions."""
-        return get_args(self.decisions) or (self.decisions,)
+        return _types(self.decisions)
+
+
+def _types(found: Any) -> tuple[type[Any], ...]:
+    named = get_args(found) or (found,)
+    return tuple(dict.fromkeys(kind for base in named for kind in kinds(base)))

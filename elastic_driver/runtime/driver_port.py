@@ -4,13 +4,12 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from elastic_driver.features.checks.messages import TaskEnded
-from elastic_driver.job.events import JobEvent
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.words.progress import History
-from elastic_driver.words.wire_events import StateDescribed
+from elastic_driver.words.wire_events import Event, StateDescribed
 
 # An event that a client sends.
-Request: TypeAlias = JobEvent | TaskEnded | StateDescribed
+Request: TypeAlias = Event | TaskEnded | StateDescribed
 
 
 class DriverPort(Protocol):

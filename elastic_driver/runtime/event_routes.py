@@ -17,7 +17,6 @@ from msgspec import Struct
 from elastic_driver import contract, token_roles
 from elastic_driver.errors import ExitCode
 from elastic_driver.features.checks.messages import TaskEnded
-from elastic_driver.job.events import JobEvent
 from elastic_driver.runtime import machine_api
 from elastic_driver.runtime.driver_port import DriverPort, Request
 from elastic_driver.token_roles import JOBS, MEMBERS, OPERATORS
@@ -117,10 +116,10 @@ class EventRoutes:
         if self._loop is not None:
             machine_api.call_on(self._loop, _call_all, acts)
 
-    async def take_request(self, request: web.Request, kind: type[JobEvent]) -> web.Response:
+    async def take_request(self, request: web.Request, kind: type[ev.Event]) -> web.Response:
         """Take in a user's request: an event of this kind."""
 
-        def decode(body: bytes) -> JobEvent:
+        def decode(body: bytes) -> ev.Event:
             fields = msgspec.json.decode(body or b"{}", type=dict[str, Any])
             return msgspec.convert({**fields, **request.match_info}, kind)
 
@@ -128,7 +127,7 @@ class EventRoutes:
         await self._check(event)
         return await self._accept(caller_of(request), event)
 
-    async def _check(self, event: JobEvent) -> None:
+    async def _check(self, event: ev.Event) -> None:
         """Raise Problem for a request that does not fit the job."""
         match event:
             case ev.ScaleRequested(num_proc=wished):
@@ -230,7 +229,7 @@ def _body_of(kind: type[Struct], path: str) -> type[Struct]:
     return body
 
 
-def _of_user(path: str, kind: type[JobEvent], *errors: str, note: str = "") -> Route:
+def _of_user(path: str, kind: type[ev.Event], *errors: str, note: str = "") -> Route:
     """Return the row of a user's request that becomes an event of this kind.
 
     The event's fields are those of the JSON body and the names in the path; the body may be empty

@@ -19,7 +19,7 @@ from elastic_driver.job import decisions as do
 from elastic_driver.job.events import AgentLost, LeaseExpired, ProgressReading, ProgressReported
 from elastic_driver.job.workers import OCCUPYING
 from elastic_driver.kernel.kernel import Handler
-from elastic_driver.kernel.machine import ForMachine
+from elastic_driver.kernel.machine import ForMachine, kinds
 from elastic_driver.kernel.services import (
     AdmitMembers,
     KeysRead,
@@ -96,13 +96,8 @@ class Executor:
             do.AwaitHeartbeats: self._await_heartbeats,
             do.PublishWorld: lambda d: self._publish_world(d.world),
             do.AskProgress: self._ask_progress,
-            do.PublishNotice: self._publish_notice,
-            do.PublishPlace: lambda d: self._set(
-                contract.worker_place(d.worker), doc.encode(d.place)
-            ),
-            do.PublishSave: lambda d: self._set(contract.JOB_SAVE, doc.encode(d.request)),
             do.SealRound: lambda d: self._seal_rounds(d.round),
-            do.AskStacks: lambda d: self._set(contract.JOB_STACKS, str(d.number).encode()),
+            **dict.fromkeys(kinds(do.Publish), self._publish),
             do.Announce: self.record.announce,
         }
 
@@ -115,9 +110,8 @@ class Executor:
         agent = decision.host, decision.incarnation
         self._give(agent, doc.ShutdownOrder(decision.grace, decision.reason))
 
-    def _publish_notice(self, decision: do.PublishNotice) -> None:
-        notice = decision.round, decision.after_step, decision.reason, decision.silent
-        self._set(contract.JOB_NOTICE, doc.encode(doc.Notice(*notice)))
+    def _publish(self, decision: do.Publish) -> None:
+        self._set(*decision.entry())
 
     def _show_line(self, decision: ShowLine) -> None:
         if self.checks is not None:

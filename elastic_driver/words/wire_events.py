@@ -1,11 +1,8 @@
 """The events that agents, workers and users send to the job, each with one line of meaning.
 
 They come over the network, so their fields have bounds and unknown fields are refused. The events
-that the driver posts itself are in `job.events`, and so is the union of all.
-
-All are frozen; the decisions that follow are in `job.decisions`. Times are not in them:
-`Job.handle(event, now)` gets the time, in monotonic seconds. A part of the job takes in an event
-with its method `on_…`, which names the kind of event as its annotation.
+that the driver posts itself are in `job.events`; the decisions that follow, in `job.decisions`.
+All are frozen. Times are not in them: `Job.handle(event, now)` gets the time, in monotonic seconds.
 
 A thread that stands still is placed by the file of its innermost Python frame: the worker asks for
 its own training thread, the agent for a thread that py-spy sees from outside. Pure.
@@ -18,6 +15,8 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from elastic_driver import contract
+from elastic_driver.kernel.machine import InWords
+from elastic_driver.words import counted
 from elastic_driver.words.orders import Count, Host, LongText, Seconds, Text, WorkerId
 from elastic_driver.words.progress import MAX_DIGEST_CHARS, Bytes, Marks
 
@@ -68,8 +67,8 @@ class StaleEvent(Exception):
     """An event that changes nothing, because it is late, repeated or out of order."""
 
 
-class Event(Struct, frozen=True):
-    """An event for the job."""
+class Event(InWords, frozen=True):
+    """An event for the job. A part of the job takes it in: `takes` in `job.events`."""
 
     @property
     def machine(self) -> Literal["job", "check"]:
@@ -129,6 +128,8 @@ class AgentUp(AgentEvent, frozen=True):
 class AgentReady(AgentUp, frozen=True, tag="agent_ready", forbid_unknown_fields=True):
     """An agent is up for the first time."""
 
+    says: ClassVar[str] = "the agent {e.host}.{e.incarnation} is up"
+
 
 class RunningWorker(Struct, frozen=True):
     """A worker that an agent runs; `pid` 0: it was ordered and is not started yet."""
@@ -145,12 +146,18 @@ class AgentReturned(
     Workers that have ended were reported before. `term`: of the driver that it reports to.
     """
 
+    says: ClassVar[str] = (
+        "the agent {e.host}.{e.incarnation} reports to the driver of term {e.term}"
+    )
+
     term: Count
     workers: Annotated[tuple[RunningWorker, ...], Meta(max_length=MAX_WORKERS)]
 
 
 class WorkerStarted(WorkerReport, frozen=True, tag="worker_started", forbid_unknown_fields=True):
     """An agent has started a worker's process; `cpus`: those it is bound to, as `0-3,8`."""
+
+    says: ClassVar[str] = "the process of {e.worker} is up"
 
     pid: Count
     cpus: Annotated[str, Meta(max_length=1000)] = ""
@@ -175,12 +182,19 @@ class WorkerReady(WorkerReport, frozen=True, tag="worker_ready", forbid_unknown_
     phase: Count = 0
     told: Annotated[int, Meta(ge=-1, le=2**53)] = -1
 
+    def in_words(self) -> str:
+        """See `InWords.in_words`."""
+        steps = counted(max(self.version, 0), "committed step")
+        return f"{self.worker} waits for a round ({steps}): {self.reason}"
+
 
 class WorkerStepped(WorkerReport, frozen=True, tag="worker_stepped", forbid_unknown_fields=True):
     """A worker has committed its first step of this round: the step of this number.
 
     Sent once a round. `seconds`: since all ranks had the same state.
     """
+
+    says: ClassVar[str] = "{e.worker} has finished step {e.step}, its first in round {e.round}"
 
     round: Count
     step: Count
@@ -196,6 +210,8 @@ class WorkerStalled(WorkerReport, frozen=True, tag="worker_stalled", forbid_unkn
     is the first one. `collectives`: those of the whole world that it has begun in this round.
     """
 
+    says: ClassVar[str] = "{e.worker} has made no progress for {e.seconds:.1f} s"
+
     round: Count
     seconds: Seconds
     where: Literal["collective", "elsewhere"]
@@ -210,6 +226,8 @@ class WorkerStalled(WorkerReport, frozen=True, tag="worker_stalled", forbid_unkn
 class WorkerResumed(WorkerReport, frozen=True, tag="worker_resumed", forbid_unknown_fields=True):
     """A worker that reported a stall makes progress again."""
 
+    says: ClassVar[str] = "{e.worker} makes progress again"
+
     round: Count
 
 
@@ -219,6 +237,8 @@ class WorkerStack(WorkerEvent, frozen=True, tag="worker_stack", forbid_unknown_f
     `where`: collective, elsewhere, or what its agent sees in words (`own` False), because the
     worker may be unable to answer. `stack`: of its training thread, innermost last.
     """
+
+    says: ClassVar[str] = "{e.worker} was asked for its stack: {e.where}"
 
     number: Count
     where: Annotated[str, Meta(max_length=200)]
@@ -247,6 +267,8 @@ class WorkerExited(WorkerReport, frozen=True, tag="worker_exited", forbid_unknow
     `victim`: its last output says that it failed because a peer was lost (a broken collective).
     """
 
+    says: ClassVar[str] = "{e.worker} has ended with status {e.exit_code}"
+
     exit_code: Annotated[int, Meta(ge=-128, le=255)]
     log_tail: Text
     victim: bool = False
@@ -272,6 +294,8 @@ class WorkerEnding(WorkerReport, frozen=True, tag="worker_ending", forbid_unknow
     `step`: the committed steps of the whole job; 0: none in this round.
     """
 
+    says: ClassVar[str] = "the script of {e.worker} is over; its process is about to end"
+
     round: Count
     failed: bool = False
     marks: Marks = ()
@@ -290,9 +314,18 @@ class WorkerSaved(WorkerEvent, frozen=True, tag="worker_saved", forbid_unknown_f
     folder: Annotated[str, Meta(max_length=4096)] = ""
     problem: Annotated[str, Meta(max_length=1000)] = ""
 
+    def in_words(self) -> str:
+        """See `InWords.in_words`."""
+        if self.folder:
+            return f"{self.worker} has written the state to disk: {self.folder}"
+        why = self.problem or "it has no checkpoint_dir"
+        return f"{self.worker} has not written the state to disk: {why}"
+
 
 class HostLeaving(AgentEvent, frozen=True, tag="host_leaving", forbid_unknown_fields=True):
     """An agent got a preemption notice: its host goes away in `deadline` seconds."""
+
+    says: ClassVar[str] = "host {e.host} goes away in {e.deadline:g} s: {e.reason}"
 
     deadline: Seconds
     reason: Text
@@ -306,6 +339,8 @@ class ConnectionUnanswered(
     `seconds`: for how long. It is sent again as long as that lasts.
     """
 
+    says: ClassVar[str] = "{e.worker} on {e.host} gets no answer from {e.address}:{e.port}"
+
     worker: WorkerId
     address: Host
     port: Port
@@ -314,6 +349,8 @@ class ConnectionUnanswered(
 
 class WorkerLeaving(WorkerEvent, frozen=True, tag="worker_leaving", forbid_unknown_fields=True):
     """A worker got a signal or a preemption notice: it has to leave in `deadline` seconds."""
+
+    says: ClassVar[str] = "{e.worker} has to leave in {e.deadline:g} s: {e.reason}"
 
     deadline: Seconds
     reason: Text
@@ -351,6 +388,8 @@ class ScaleRequested(Event, frozen=True, tag="scale_requested", forbid_unknown_f
     None: the user leaves the number to the job again, which is --max-np or what --auto-scale finds.
     """
 
+    says: ClassVar[str] = "the number of workers was requested: {e.num_proc}"
+
     num_proc: Annotated[int, Meta(ge=1, le=10**6)] | None
 
 
@@ -365,6 +404,8 @@ class PlanApplied(Event, frozen=True, tag="plan_applied", forbid_unknown_fields=
     workers, and no more than its processors and its memory (bytes) are enough for. None: the plan
     does not say.
     """
+
+    says: ClassVar[str] = "the user applied {e}"
 
     number: Annotated[int, Meta(ge=1, le=2**53)]
     workers: _Workers | None = None
@@ -406,6 +447,8 @@ class DrainRequested(Event, frozen=True, tag="drain_requested", forbid_unknown_f
     `deadline`: seconds in which it has to be empty; None: there is no hurry.
     """
 
+    says: ClassVar[str] = "a drain of {e.host} was requested: {e.reason}"
+
     host: str
     reason: Reason = ASKED
     deadline: Seconds | None = None
@@ -414,11 +457,15 @@ class DrainRequested(Event, frozen=True, tag="drain_requested", forbid_unknown_f
 class DrainCancelled(Event, frozen=True, tag="drain_cancelled", forbid_unknown_fields=True):
     """A user lets workers run again on a host that was drained."""
 
+    says: ClassVar[str] = "the drain of {e.host} was cancelled: {e.reason}"
+
     host: str
     reason: Reason = ASKED
 
 
 class StacksRequested(Event, frozen=True, tag="stacks_requested", forbid_unknown_fields=True):
     """A user wants the stacks of all workers."""
+
+    says: ClassVar[str] = "the stacks were requested: {e.reason}"
 
     reason: Reason = ASKED

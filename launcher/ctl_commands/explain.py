@@ -15,18 +15,15 @@ from msgspec.structs import asdict
 
 from elastic_driver.contract import host_of_worker
 from elastic_driver.errors import UsageError
-from elastic_driver.features import chapters
 from elastic_driver.job import decisions as do
 from elastic_driver.job import events as seen
 from elastic_driver.job.decisions import Announce
 from elastic_driver.job.events import EventBatch
 from elastic_driver.job.hangs import name_ranks
+from elastic_driver.kernel.machine import InWords
 from elastic_driver.runtime.journal.replay import NEWEST, Replay, Step
 from elastic_driver.runtime.run_dir import JOURNAL_FILE
-from elastic_driver.words import counted
 from elastic_driver.words import wire_events as ev
-from elastic_driver.words.log_events import RoundCompleted
-from elastic_driver.words.log_lines import sentence
 from elastic_driver.words.orders import StartWorkerOrder, StopWorkerOrder, World
 from launcher.ctl_commands import job_text
 from launcher.ctl_commands.find import file_of_run
@@ -37,64 +34,6 @@ from launcher.ctl_commands.running import CommandParser
 
 
 MAX_CHARS = 300  # of a sentence
-_EVENTS: dict[type, str] = {
-    ev.AgentReady: "the agent {e.host}.{e.incarnation} is up",
-    ev.AgentReturned: "the agent {e.host}.{e.incarnation} reports to the driver of term {e.term}",
-    seen.DriverResumed: "a driver goes on with the job, in term {e.term}: {e.reason}",
-    seen.AgentLost: "the agent {e.host}.{e.incarnation} is gone: {e.reason}",
-    seen.LeaseExpired: "{e.owner} is silent: {e.reason}",
-    ev.WorkerStarted: "the process of {e.worker} is up",
-    ev.WorkerStepped: "{e.worker} has finished step {e.step}, its first in round {e.round}",
-    ev.WorkerStalled: "{e.worker} has made no progress for {e.seconds:.1f} s",
-    ev.WorkerResumed: "{e.worker} makes progress again",
-    ev.WorkerEnding: "the script of {e.worker} is over; its process is about to end",
-    ev.WorkerStack: "{e.worker} was asked for its stack: {e.where}",
-    ev.WorkerExited: "{e.worker} has ended with status {e.exit_code}",
-    ev.ConnectionUnanswered: "{e.worker} on {e.host} gets no answer from {e.address}:{e.port}",
-    ev.HostLeaving: "host {e.host} goes away in {e.deadline:g} s: {e.reason}",
-    ev.WorkerLeaving: "{e.worker} has to leave in {e.deadline:g} s: {e.reason}",
-    ev.DrainRequested: "a drain of {e.host} was requested: {e.reason}",
-    ev.DrainCancelled: "the drain of {e.host} was cancelled: {e.reason}",
-    seen.HostsMeasured: "the agents have told the idle memory of their hosts",
-    seen.DiscoveryFailed: "discovery failed: {e.reason}",
-    seen.HostProbed: "host {e.host} was probed; it answered: {e.answered}",
-    seen.AgentSuspected: "the agent {e.host}.{e.incarnation} may be lost: {e.reason}",
-    seen.AgentHeard: "the agent {e.host}.{e.incarnation} has sent a heartbeat",
-    seen.AgentProbed: "a probe of agent {e.host}.{e.incarnation}: {e.result} in {e.seconds:.3f} s",
-    seen.ProgressReported: "the members have told their steps",
-    seen.RankSlow: "{e.worker} is slow: {e.ratio:.1f} times the usual time",
-    seen.RankRecovered: "{e.worker} is no longer slow",
-    seen.StatesEqual: "all ranks of round {e.round} hold the same state after step {e.step}",
-    seen.StatesDiffer: "the ranks hold different states after step {e.step}: {e.reason}",
-    ev.StacksRequested: "the stacks were requested: {e.reason}",
-    seen.JobLeaving: "all workers have to leave in {e.deadline:g} s: {e.reason}",
-    ev.ScaleRequested: "the number of workers was requested: {e.num_proc}",
-    ev.PlanApplied: "the user applied {e}",
-    seen.SizeProposed: "a size of {e.num_proc} is proposed: {e.reason}",
-    seen.MemoryExpected: "a worker is expected to need {e.need} bytes: {e.reason}",
-    seen.HostStarved: "a size of {e.workers} at most is proposed for {e.host}: {e.reason}",
-    seen.StopRequested: "the end of the job was requested: {e.reason}",
-    seen.Tick: "time has passed",
-}
-_DECISIONS: dict[type, str] = {
-    do.StartAgent: "an agent is started on {d.host}: {d.reason}",
-    do.StopAgent: "the agent of {d.host} is stopped: {d.reason}",
-    do.KillAgent: "the agent of {d.host} is killed: {d.reason}",
-    do.ProbeAgent: "the agent of {d.host} is probed: {d.reason}",
-    do.ProbeHosts: "hosts are probed: {d.reason}",
-    do.AwaitHeartbeats: "the workers have {d.seconds:g} s to send a heartbeat: {d.reason}",
-    do.AskProgress: "the members of round {d.round} are asked for their steps: {d.reason}",
-    do.AskStacks: "the workers are asked for their stacks: {d.reason}",
-    do.PublishSave: "the last members are asked to write the state to disk: {d.reason}",
-    do.SealRound: "round {d.round} is over: {d.reason}",
-    do.CheckHosts: "hosts are checked: {d.reason}",
-    do.PublishNotice: "the members leave round {d.round}: {d.reason}",
-    do.PublishPlace: "{d.worker} is told rank {d.place.rank} of {d.place.size}: {d.reason}",
-    do.PublishWorld: "round {d.world.round} begins with {size}: {d.reason}",
-    do.EndJob: "the job ends with status {d.exit_code}: {d.reason}",
-    StartWorkerOrder: "{o.worker} is started: {d.reason}",
-    StopWorkerOrder: "{o.worker} is stopped: {d.reason}",
-}
 _JOB = "job"  # the machine that all events of workers and agents are for
 # Orders, and the events that may follow from them.
 _ORDERS = (do.StartAgent, do.StopAgent, do.KillAgent, StartWorkerOrder, StopWorkerOrder)
@@ -181,46 +120,17 @@ def of_event(event: Any) -> str:
     if isinstance(event, EventBatch):
         more = f" and {len(event.events) - 1} more" if len(event.events) > 1 else ""
         return f"{of_event(event.events[0])}{more}"
-    if isinstance(event, seen.HostsDiscovered):
-        hosts = ", ".join(f"{host}:{slots}" for host, slots in event.hosts)
-        return _short(f"there are the hosts {hosts or '(none)'}")
-    if isinstance(event, seen.HostsGranted):
-        slots = sum(slots for _, slots in event.hosts)
-        return _short(
-            f"the Brain granted {counted(slots, 'slot')} (grant {event.number}): {event.reason}"
-        )
-    if isinstance(event, seen.HostsChecked):
-        good = sum(result.passed for result in event.results)
-        return f"the check of {counted(len(event.results), 'host')} is over; {good} may be used"
-    if isinstance(event, ev.WorkerReady):
-        steps = counted(max(event.version, 0), "committed step")
-        return _short(f"{event.worker} waits for a round ({steps}): {event.reason}")
-    if isinstance(event, ev.WorkerSaved):
-        if event.folder:
-            return _short(f"{event.worker} has written the state to disk: {event.folder}")
-        why = event.problem or "it has no checkpoint_dir"
-        return _short(f"{event.worker} has not written the state to disk: {why}")
-    for chapter in chapters("sentences"):
-        if (describe := chapter.SENTENCES.events.get(type(event))) is not None:
-            return str(describe(event))
-    words = _EVENTS.get(type(event))
-    return _short(_facts(event) if words is None else words.format(e=event))
+    return _said(event)
 
 
 def of_decision(decision: Any) -> str:
     """Return a sentence that says what was decided, with the reason."""
-    if isinstance(decision, do.Announce):
-        facts = decision.facts()
-        reason = decision.reason
-        if isinstance(decision.what, RoundCompleted):  # its size is in the sentence already
-            reason = reason.partition(": ")[2] or reason
-        return _short(sentence(decision.event, reason, facts))
-    order = getattr(decision, "order", None)
-    words = _DECISIONS.get(type(decision if order is None else order))
-    size = counted(decision.world.size, "worker") if isinstance(decision, do.PublishWorld) else ""
-    return _short(
-        _facts(decision) if words is None else words.format(d=decision, o=order, size=size)
-    )
+    return _said(decision)
+
+
+def _said(thing: Any) -> str:
+    words = thing.in_words() if isinstance(thing, InWords) else ""
+    return _short(words or _facts(thing))
 
 
 def _facts(thing: Any) -> str:

@@ -18,7 +18,7 @@ import msgspec
 
 from elastic_driver.job.decisions import Announce, Decision, GiveOrder, PublishSave, PublishWorld
 from elastic_driver.job.job import Job
-from elastic_driver.kernel.machine import stamped
+from elastic_driver.kernel.machine import kinds, stamped
 from elastic_driver.settings import Settings
 from elastic_driver.words import orders as msg
 from elastic_driver.words.wire_events import Event
@@ -46,17 +46,11 @@ def replay(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def kinds(base: type[Event] = Event) -> tuple[type[Event], ...]:
-    """Every kind of event that the job takes in."""
-    below = [kind for child in base.__subclasses__() for kind in kinds(child)]
-    return tuple(below) if below else (base,)
-
-
 def parse(line: str) -> tuple[float, Event]:
     """The time and the event of a line that begins with `>`."""
     _, when, rest = line.split(" ", 2)
     kind = rest.split(" ", 1)[0]
-    return float(when), msgspec.convert({"type": kind, **_fields(rest)}, Union[kinds()])  # noqa: UP007
+    return float(when), msgspec.convert({"type": kind, **_fields(rest)}, Union[kinds(Event)])  # noqa: UP007
 
 
 def written(when: float, event: Event) -> str:

@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from elastic_driver.job.decisions import Decision
 from elastic_driver.job.events import HostsDiscovered
 from elastic_driver.job.job import Job
+from elastic_driver.kernel.machine import kinds
 from elastic_driver.settings import Settings
 from elastic_driver.words import wire_events as ev
 from tests.job import conversation
@@ -44,7 +44,7 @@ def test_the_stories_tell_of_every_decision_of_the_job(monkeypatch: pytest.Monke
     monkeypatch.setattr(conversation, "render", seen)
     for path in STORIES:
         replay(path.read_text(encoding="utf-8"))
-    assert decided == set(get_args(Decision))
+    assert decided == set(kinds(Decision))
     assert len(STORIES) >= 27
 
 

@@ -9,9 +9,9 @@ import pytest
 from elastic_driver.job import events as seen
 from elastic_driver.job.events import EventBatch
 from elastic_driver.job.job import Job
+from elastic_driver.kernel.machine import kinds
 from elastic_driver.settings import Settings
 from elastic_driver.words import wire_events as ev
-from tests.job.conversation import kinds
 
 WORKERS = [f"{host}.{slot}.{n}" for host in "ab" for slot in range(3) for n in range(1, 6)]
 WHY = "absurd"
@@ -113,7 +113,7 @@ def absurd(random: Random) -> ev.Event:
 def test_every_event_there_is_is_among_them() -> None:
     random = Random(0)
     made = {type(event) for event in (*usual(random), *seldom(random), *ENDS)}
-    assert made == set(kinds())
+    assert made == set(kinds(ev.Event))
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -36,7 +36,6 @@ from elastic_driver.job.events import (
     AgentLost,
     AgentProbed,
     HostProbed,
-    JobEvent,
     ProgressReading,
     ProgressReported,
 )
@@ -105,7 +104,7 @@ class Cluster:
         """The job, as its newest driver knows it."""
         return self.driver.job
 
-    def deliver(self, event: JobEvent) -> None:
+    def deliver(self, event: ev.Event) -> None:
         """Hand the driver an event, unless there is none."""
         self.driver.deliver(event)
 

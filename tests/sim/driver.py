@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from elastic_driver.job import job
 from elastic_driver.job.decisions import Announce, Decision, GiveOrder, PublishWorld, StartAgent
-from elastic_driver.job.events import TOGETHER, AgentLost, DriverResumed, JobEvent, Tick
+from elastic_driver.job.events import TOGETHER, AgentLost, DriverResumed, Tick
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.kernel import Catalog, Kernel, Machines
 from elastic_driver.runtime.journal.codec import decode, encode
@@ -40,7 +40,7 @@ OVERDUE_S = 1.0  # a driver that is to die and gets no event dies between two
 Moment = Literal["unjournalled", "undecided", "amid", "after"]
 MOMENTS: tuple[Moment, ...] = ("unjournalled", "undecided", "amid", "after")
 # An event, and the agent that it, or a worker of it, sends until it is answered.
-Arrived = tuple[JobEvent, "SimAgent | None"]
+Arrived = tuple[ev.Event, "SimAgent | None"]
 
 
 class Cut(NamedTuple):
@@ -156,7 +156,7 @@ class Driver:
 
     # ---- events --------------------------------------------------------------------------
 
-    def deliver(self, event: JobEvent, sender: SimAgent | None = None) -> bool:
+    def deliver(self, event: ev.Event, sender: SimAgent | None = None) -> bool:
         """Take an event in, or hold it back for a moment; return whether the driver lives on.
 
         Without an answer the `sender` keeps it.
@@ -174,7 +174,7 @@ class Driver:
             self._take_in(event, sender)
         return self.up
 
-    def report(self, delay: float, event: JobEvent) -> None:
+    def report(self, delay: float, event: ev.Event) -> None:
         """Take in a report of this driver's own shell, later; it is lost if the driver dies."""
         term = self.term
 
@@ -188,7 +188,7 @@ class Driver:
         if self._gathered:
             self._take_in(*self._gathered.pop())
 
-    def _take_in(self, event: JobEvent, sender: SimAgent | None = None) -> None:
+    def _take_in(self, event: ev.Event, sender: SimAgent | None = None) -> None:
         if self.cluster.end is not None:
             return
         arrived, self._gathered = [*self._gathered, (event, sender)], []
@@ -234,7 +234,7 @@ class Driver:
         else:
             self._left.append(decision)
 
-    def _arm(self, event: JobEvent) -> None:
+    def _arm(self, event: ev.Event) -> None:
         at = self.kernel.deadlines["job"]
         if at is not None and at <= self.now and isinstance(event, Tick):
             raise Violation(f"the deadline {at} is not after the tick at {self.now}")

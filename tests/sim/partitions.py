@@ -12,7 +12,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from elastic_driver.job.events import AgentHeard, AgentSuspected, JobEvent, LeaseExpired
+from elastic_driver.job.events import AgentHeard, AgentSuspected, LeaseExpired
+from elastic_driver.words.wire_events import Event
 from tests.sim.agents import Partition, SimAgent
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Partitions:
             late = delay + self.random.uniform(0.0, 0.01)
             self.cluster.clock.after(late, partial(self._tell, agent, partition, event))
 
-    def _tell(self, agent: SimAgent, partition: Partition, event: JobEvent) -> None:
+    def _tell(self, agent: SimAgent, partition: Partition, event: Event) -> None:
         """Hand the driver an event about an agent that is still parted from it."""
         if agent.alive and agent.parted is partition:
             self.cluster.deliver(event)

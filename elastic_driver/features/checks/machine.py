@@ -24,7 +24,7 @@ from elastic_driver.features.checks.evidence import Group, NodeCheck, NodeVerdic
 from elastic_driver.features.checks.report import CheckReport, shown_times
 from elastic_driver.features.checks.tasks import GroupTask, Process, StartingGate
 from elastic_driver.job import decisions as do
-from elastic_driver.job.events import AgentLost, AnyAgentEvent, LeaseExpired, ProcessEvent, Tick
+from elastic_driver.job.events import AgentLost, LeaseExpired, Tick
 from elastic_driver.job.ranks import Seat, assign
 from elastic_driver.kernel.machine import CausedDecision, Declaration
 from elastic_driver.kernel.services import AdmitMembers, KeysRead, PublishKey, ReadKeys, ShowLine
@@ -55,7 +55,7 @@ class CheckEnded(CausedDecision, frozen=True, tag="check_ended"):
 
 
 CheckEvent: TypeAlias = (
-    AnyAgentEvent | ProcessEvent | LeaseExpired | Tick | messages.TaskEnded | KeysRead
+    ev.AgentEvent | ev.WorkerReport | LeaseExpired | Tick | messages.TaskEnded | KeysRead
 )
 CheckDecision: TypeAlias = (
     do.StartAgent | do.StopAgent | do.KillAgent | do.GiveOrder | do.SealRound | PublishKey

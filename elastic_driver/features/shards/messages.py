@@ -7,7 +7,9 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
+from elastic_driver.kernel.machine import InWords
 from elastic_driver.kernel.services import RepeatableRequest
+from elastic_driver.words import counted
 from elastic_driver.words.orders import WorkerId
 
 # The holder of shards that all members of the job's world train together.
@@ -292,12 +294,16 @@ class ShardRequest(Struct, frozen=True, tag="shard_request"):
     owner: str = ""  # the slot of the worker that asks; "": a person or the driver, without a share
 
 
-class ShardBatch(Struct, frozen=True, tag="shard_batch"):
+class ShardBatch(InWords, frozen=True, tag="shard_batch"):
     """Requests that came together, handled as one event."""
 
     machine: ClassVar[Literal["shards"]] = "shards"
 
     requests: tuple[ShardRequest, ...]
+
+    def in_words(self) -> str:
+        """See `InWords.in_words`."""
+        return f"{counted(len(self.requests), 'request')} for shards"
 
 
 class StopOrdered(Struct, frozen=True, tag="stop_ordered"):

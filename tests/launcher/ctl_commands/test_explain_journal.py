@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.features.shards.machine import DataSets
-from elastic_driver.job.events import EventBatch, HostsDiscovered, JobEvent, ProgressReported
+from elastic_driver.job.events import EventBatch, HostsDiscovered, ProgressReported
 from elastic_driver.job.job import Job
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.settings import Settings
@@ -16,7 +16,7 @@ from elastic_driver.words import wire_events as ev
 from launcher.ctl import main
 
 A, B = "a.0.1", "b.0.1"
-STORY: tuple[JobEvent | EventBatch, ...] = (
+STORY: tuple[ev.Event | EventBatch, ...] = (
     HostsDiscovered((("a", 1), ("b", 1))),
     ev.AgentReady("a", 1, 7, "a", (5000, 5001)),
     ev.AgentReady("b", 1, 8, "b", (5000, 5001)),
