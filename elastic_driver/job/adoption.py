@@ -31,7 +31,7 @@ from elastic_driver.job.leaving import Drains
 from elastic_driver.job.lost_hosts import Agents, Suspicion
 from elastic_driver.job.preemption import FinalCheckpoint
 from elastic_driver.job.reports import Reports
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import Rule
 from elastic_driver.job.supply import Rechecks
 from elastic_driver.job.workers import (
     ACTIVE,

@@ -26,8 +26,7 @@ from typing import NamedTuple
 from elastic_driver.errors import ExitCode
 from elastic_driver.job.decisions import AskProgress, PublishNotice
 from elastic_driver.job.events import ProgressReported, StatesDiffer, StatesEqual, takes
-from elastic_driver.job.rounds import CLOSING, COMPLETE
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import CLOSING, COMPLETE, Rule
 from elastic_driver.job.workers import ENDING, READY, RUNNING
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait

@@ -38,8 +38,7 @@ from msgspec.structs import replace
 from elastic_driver.job.decisions import AskStacks
 from elastic_driver.job.events import takes
 from elastic_driver.job.reports import Reports
-from elastic_driver.job.rounds import COMPLETE, FORMING
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import COMPLETE, FORMING, Rule
 from elastic_driver.job.workers import ACTIVE, READY, RUNNING, STARTING, Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait

@@ -14,7 +14,7 @@ from elastic_driver.job.decisions import Decision
 from elastic_driver.job.events import TOGETHER, EventBatch, Together
 from elastic_driver.job.invariants import violations
 from elastic_driver.job.parts import TAKERS, JobParts, Taker
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import Rule
 from elastic_driver.job.status import JobStatus, status_of
 from elastic_driver.kernel.machine import Declaration
 from elastic_driver.kernel.tables import Tables

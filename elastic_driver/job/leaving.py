@@ -29,8 +29,7 @@ from typing import NamedTuple
 from elastic_driver.job import units
 from elastic_driver.job.events import RankRecovered, RankSlow, takes
 from elastic_driver.job.hosts import Drain
-from elastic_driver.job.rounds import CLOSING, COMPLETE
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import CLOSING, COMPLETE, Rule
 from elastic_driver.job.workers import ACTIVE, READY, RUNNING, STOPPED, STOPPING, Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait

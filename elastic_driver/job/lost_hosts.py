@@ -52,7 +52,7 @@ from elastic_driver.job.hosts import Host
 from elastic_driver.job.outcome import KILLED, Cause
 from elastic_driver.job.placement import Placement
 from elastic_driver.job.reports import Reports
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import Rule
 from elastic_driver.job.supply import Discovered
 from elastic_driver.job.workers import ACTIVE, RUNNING, Worker, WorkerNews
 from elastic_driver.kernel.tables import saved

@@ -17,8 +17,7 @@ from elastic_driver.job.placement import Placement, Spares
 from elastic_driver.job.preemption import FinalCheckpoint, Preemption
 from elastic_driver.job.ranks import NOT_TOLD, assign
 from elastic_driver.job.reports import FIT_HINT, Reports
-from elastic_driver.job.rounds import CLOSING, COMPLETE, FORMING
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.job.workers import ENDING, READY, RUNNING, STARTING, STOPPING, SUCCESS, Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait

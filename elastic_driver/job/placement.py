@@ -28,8 +28,7 @@ from elastic_driver.job.hosts import Host
 from elastic_driver.job.leaving import Drains
 from elastic_driver.job.outcome import ScriptKind
 from elastic_driver.job.ranks import assign
-from elastic_driver.job.rounds import COMPLETE, FORMING
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import COMPLETE, FORMING, Rule
 from elastic_driver.job.workers import (
     ACTIVE,
     ENDING,

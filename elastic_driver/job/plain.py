@@ -11,8 +11,7 @@ from elastic_driver.job import units
 from elastic_driver.job.outcome import KILLED, Cause, ScriptKind
 from elastic_driver.job.placement import Placement
 from elastic_driver.job.reports import Reports
-from elastic_driver.job.rounds import CLOSING, COMPLETE, FORMING
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import CLOSING, COMPLETE, FORMING, Rule
 from elastic_driver.job.workers import ACTIVE, OCCUPYING, STARTING
 from elastic_driver.kernel.wait import Wait
 from elastic_driver.words import counted

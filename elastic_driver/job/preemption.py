@@ -26,8 +26,7 @@ from elastic_driver.job.decisions import PublishSave
 from elastic_driver.job.events import JobLeaving, takes
 from elastic_driver.job.leaving import Drains, Notices
 from elastic_driver.job.outcome import Departure
-from elastic_driver.job.rounds import CLOSING, FORMING
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import CLOSING, FORMING, Rule
 from elastic_driver.job.workers import ACTIVE, READY, RUNNING, Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait

@@ -13,8 +13,7 @@ from elastic_driver.errors import ExitCode
 from elastic_driver.job.decisions import KillAgent
 from elastic_driver.job.events import LeaseExpired, takes
 from elastic_driver.job.outcome import KILLED, TERMINATED, Cause, Loss, ScriptKind, failed_by_itself
-from elastic_driver.job.rounds import COMPLETE, FORMING
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import COMPLETE, FORMING, Rule
 from elastic_driver.job.workers import (
     ACTIVE,
     ENDING,

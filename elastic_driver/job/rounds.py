@@ -4,7 +4,7 @@
 
 `membership` and `plain` decide who may be a member and when a round is complete; this module keeps
 the rounds in order. `Rule` is the base of every rule: it names the tables that all of them read.
-Times are monotonic seconds.
+Every chapter above this one consists of rules. Times are monotonic seconds.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,12 @@ from elastic_driver.contract import host_of_worker
 from elastic_driver.job.capacity import Capacity
 from elastic_driver.job.decisions import PublishNotice, PublishWorld, SealRound
 from elastic_driver.job.fleet import Effects, Fleet
+from elastic_driver.job.hosts import Hosts
 from elastic_driver.job.outcome import Outcome
 from elastic_driver.job.ranks import NOT_TOLD, Seat, assign
 from elastic_driver.job.workers import RUNNING, Worker, Workers
 from elastic_driver.kernel.tables import saved
+from elastic_driver.kernel.wait import Wait
 from elastic_driver.settings import Settings
 from elastic_driver.words import counted
 from elastic_driver.words import log_events as log
@@ -322,3 +324,34 @@ class Rounds:
         self.effects.enter_round(self.current.number)
         self.capacity.note_change()
         self.effects.announce(log.RoundOpened(), reason)
+
+
+@dataclass(slots=True)
+class Rule:
+    """A part of the job that decides; it reads these parts, and writes only its own fields."""
+
+    settings: Settings
+    effects: Effects
+    hosts: Hosts
+    fleet: Fleet
+    workers: Workers
+    capacity: Capacity
+    outcome: Outcome
+    rounds: Rounds
+
+    def advance(self, now: float) -> Iterable[Wait]:
+        """Draw the consequences of the present state; called again until nothing changes.
+
+        Return what the rule waits for: it is called again when the first of these waits is over.
+        """
+        return ()
+
+    def is_needed(self, host: str) -> bool:
+        """Return whether the other usable hosts are too few for the job to go on without it.
+
+        An elastic job goes on with `min_np` workers, a plain one with the number wanted.
+        """
+        wanted, need = self.capacity.wanted, self.capacity.least
+        if wanted is not None and not self.outcome.elastic:
+            need = max(need, wanted)
+        return self.hosts.slots_without(host) < need

@@ -47,8 +47,7 @@ from elastic_driver.job.events import (
 )
 from elastic_driver.job.hosts import Host
 from elastic_driver.job.outcome import Cause
-from elastic_driver.job.rounds import COMPLETE
-from elastic_driver.job.rule import Rule
+from elastic_driver.job.rounds import COMPLETE, Rule
 from elastic_driver.job.workers import ACTIVE, STARTING, Worker
 from elastic_driver.kernel.tables import saved
 from elastic_driver.kernel.wait import Wait

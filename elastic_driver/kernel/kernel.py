@@ -10,6 +10,7 @@ journal has the event. Times are seconds. Used by one thread.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 from elastic_driver.kernel.machine import Declaration, ForMachine, Machine, Reply, stamped
@@ -79,6 +80,16 @@ class Catalog:
             if kinds:
                 names = ", ".join(sorted(kind.__name__ for kind in kinds))
                 raise TypeError(f"{problem} {names}")
+
+
+def _batched(declared: Declaration, events: Iterable[Any]) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Yield each event with those that it consists of: neighbours that are handled as one."""
+    for together, run in groupby(events, lambda each: isinstance(each, declared.together)):
+        found = tuple(run)
+        if together:
+            yield declared.batch(found), found
+        else:
+            yield from ((each, (each,)) for each in found)
 
 
 class Machines:
@@ -157,17 +168,13 @@ class Kernel(Machines):
     def hand_over(self, events: Iterable[ForMachine]) -> None:
         """Hand events to their machines, those that are for one together where it declares so."""
         own: dict[str, list[Any]] = {}
-        for event in events:
-            for name in self.catalog.hearers(event):
-                self.decide(name, event)
-            own.setdefault(event.machine, []).append(event)
+        for each in events:
+            for name in self.catalog.hearers(each):
+                self.decide(name, each)
+            own.setdefault(each.machine, []).append(each)
         for name, found in own.items():
-            declared = self.catalog[name]
-            if isinstance(found[0], declared.together):
-                self.decide(name, declared.batch(found), found)
-            else:
-                for each in found:
-                    self.decide(name, each, (each,))
+            for event, parts in _batched(self.catalog[name], found):
+                self.decide(name, event, parts)
 
     def decide(self, name: str, event: Any, own: Sequence[Any] = ()) -> None:
         """Number an event, have a machine decide, and carry out what it decides.

@@ -135,6 +135,17 @@ def test_events_that_are_declared_so_are_handled_together() -> None:
     assert house.story == [*lights, Open(1, cause=3), Open(2, cause=3)]
 
 
+@pytest.mark.parametrize("first", ["rang", "closed"])
+def test_only_neighbours_that_are_declared_so_are_handled_together(first: str) -> None:
+    house = House()
+    closed = Closed()
+    events = [Rang(1), Rang(2), closed] if first == "rang" else [closed, Rang(1), Rang(2)]
+    house.kernel.hand_over(events)
+    door = house.kernel.machines["door"]
+    heard = [event for event, _ in door.heard]  # type: ignore[attr-defined]
+    assert heard == ([Rangs((1, 2)), closed] if first == "rang" else [closed, Rangs((1, 2))])
+
+
 def test_nothing_acts_before_the_journal_has_the_event() -> None:
     house = House(journal=True)
     house.now = 7.0
