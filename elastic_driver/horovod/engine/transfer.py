@@ -23,7 +23,7 @@ from elastic_driver.horovod.engine.arithmetic import (
 )
 from elastic_driver.horovod.engine.messages import Agreement, Request
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
-from elastic_driver.worker.torch_seams.tensors import copy_all, unflatten, viewed_by
+from elastic_driver.worker.torch_seams import copy_all, unflatten, viewed_by
 
 _GLOO_OP = {
     "Average": dist.ReduceOp.SUM,

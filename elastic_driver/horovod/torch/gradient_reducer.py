@@ -21,7 +21,7 @@ from elastic_driver.horovod.torch.reductions import (
     allreduce_async_,
     grouped_allreduce_async_,
 )
-from elastic_driver.worker.torch_seams.tensors import version_of
+from elastic_driver.worker.torch_seams import version_of
 
 ParamGroups = Sequence[dict[str, Any]]
 

@@ -10,7 +10,7 @@ from elastic_driver.horovod.common.exceptions import HorovodUsageError
 from elastic_driver.horovod.common.process_sets import ProcessSet, global_process_set
 from elastic_driver.horovod.torch.handles import begin, first, place_in, synchronize
 from elastic_driver.horovod.torch.reductions import Average, allreduce, grouped_allreduce
-from elastic_driver.worker.torch_seams.tensors import coordinates, entries
+from elastic_driver.worker.torch_seams import coordinates, entries
 
 __all__ = [
     "allgather",

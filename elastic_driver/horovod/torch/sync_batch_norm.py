@@ -4,7 +4,7 @@ import torch
 
 from elastic_driver.horovod.common.basics import size
 from elastic_driver.horovod.torch.reductions import Sum, allreduce
-from elastic_driver.worker.torch_seams.modules import BatchNorm
+from elastic_driver.worker.torch_seams import BatchNorm
 
 
 class SyncBatchNorm(BatchNorm):  # type: ignore[misc] # torch has no types

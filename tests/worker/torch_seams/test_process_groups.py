@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
-from elastic_driver.worker.torch_seams import process_groups
+from elastic_driver.worker import torch_seams
 
 CPU = torch.device("cpu")
 
@@ -27,23 +27,23 @@ def world() -> Iterator[None]:
 
 @pytest.mark.usefixtures("world")
 def test_the_groups_are_known_with_their_backends() -> None:
-    group = process_groups.default_group()
-    assert list(process_groups.groups) == [group]
-    assert "gloo" in process_groups.backend_names(group)
-    assert CPU in process_groups.device_types(group)
-    assert isinstance(process_groups.backend_for(group, CPU), ProcessGroupGloo)
+    group = torch_seams.default_group()
+    assert list(torch_seams.groups) == [group]
+    assert "gloo" in torch_seams.backend_names(group)
+    assert CPU in torch_seams.device_types(group)
+    assert isinstance(torch_seams.backend_for(group, CPU), ProcessGroupGloo)
     part = dist.new_group([0])
-    assert list(process_groups.groups) == [group, part]
+    assert list(torch_seams.groups) == [group, part]
 
 
 def test_without_a_group_there_is_no_default() -> None:
     with pytest.raises(ValueError, match="not been initialized"):
-        process_groups.default_group()
+        torch_seams.default_group()
 
 
 @pytest.mark.usefixtures("world")
 def test_collectives_are_counted() -> None:
-    count = process_groups.counter_of(process_groups.default_group(), CPU)
+    count = torch_seams.collective_counter(torch_seams.default_group(), CPU)
     before = count()
     dist.all_reduce(torch.ones(1))
     assert count() == before + 1
@@ -53,23 +53,23 @@ def test_collectives_are_counted() -> None:
 def test_a_collective_is_not_point_to_point() -> None:
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None
-    assert not process_groups.is_point_to_point(work)
+    assert not torch_seams.is_point_to_point(work)
     work.wait()
 
 
 def test_dropped_groups_are_gone() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    process_groups.forget_all()
+    torch_seams.forget_groups()
     assert not dist.is_initialized()
-    assert not process_groups.groups
+    assert not torch_seams.groups
 
 
 def test_a_gloo_group_of_our_own_works_at_once() -> None:
     device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
     limit = timedelta(seconds=30)
-    made = process_groups.make_gloo(dist.HashStore(), 0, 1, device, connect=limit, collective=limit)
+    made = torch_seams.make_gloo(dist.HashStore(), 0, 1, device, connect=limit, collective=limit)
     tensor = torch.full((2,), 3.0)
     made.allreduce([tensor]).wait()
     assert tensor.tolist() == [3.0, 3.0]
-    process_groups.set_timeout(made, timedelta(seconds=5))
+    torch_seams.set_timeout(made, timedelta(seconds=5))
     assert made.options._timeout == timedelta(seconds=5)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_driver.worker.torch_seams import modules, tensors
+from elastic_driver.worker import torch_seams as modules
+from elastic_driver.worker import torch_seams as tensors
 
 
 def test_each_change_in_place_raises_the_version() -> None:

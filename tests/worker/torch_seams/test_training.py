@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from elastic_driver.worker.torch_seams import autograd, saved_files, scalers
+from elastic_driver.worker import torch_seams
+from elastic_driver.worker import torch_seams as autograd
+from elastic_driver.worker import torch_seams as saved_files
 
 
 def test_a_backward_pass_has_a_number_and_an_end() -> None:
@@ -38,20 +40,22 @@ def test_an_optimizer_that_torch_has_not_made_calls_no_hooks() -> None:
 
 def test_a_scaler_has_its_numbers_from_its_first_use_and_notes_each_step() -> None:
     scaler = torch.amp.GradScaler("cpu")
-    assert scalers.numbers_of(scaler) == (None, None)
+    assert torch_seams.scaler_state(scaler) is None
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     scaler.scale(parameter.sum()).backward()
-    scale, tracker = scalers.numbers_of(scaler)
-    assert scale is not None
-    assert tracker is not None
-    assert (scale.item(), tracker.item()) == (scaler.get_scale(), 0)
+    state = torch_seams.scaler_state(scaler)
+    assert state is not None
+    plain = {
+        key: getattr(value, "item", lambda value=value: value)() for key, value in state.items()
+    }
+    assert plain == scaler.state_dict()
     scaler.unscale_(optimizer)
-    assert list(scalers.steps_of(scaler)) == [id(optimizer)]
+    assert list(torch_seams.scaler_steps(scaler)) == [id(optimizer)]
     scaler.step(optimizer)
     scaler.update()
-    assert scalers.steps_of(scaler) == {}
-    assert scalers.steps_of(torch.amp.GradScaler("cpu", enabled=False)) == {}
+    assert torch_seams.scaler_steps(scaler) == {}
+    assert torch_seams.scaler_steps(torch.amp.GradScaler("cpu", enabled=False)) == {}
 
 
 def test_the_place_of_a_chunk_has_file_start_and_length() -> None:
