@@ -88,9 +88,19 @@ buffers_of = attrgetter("_buffers")  # name → tensor or None
 children_of = attrgetter("_modules")  # name → module or None
 unsaved_buffers_of = attrgetter("_non_persistent_buffers_set")  # names that no state_dict has
 
-# At import.
-BatchNorm = _BatchNorm  # the base of those that normalise over the batch
-WithStatistics = _NormBase  # the base of those, and of instance normalisations
+WithStatistics = _NormBase  # at import; the base of batch and instance normalisations
+
+
+class BatchNorm(_BatchNorm):  # type: ignore[misc] # at import
+    """Batch normalisation of inputs with two dimensions or more."""
+
+    def check_shape(self, batch: Tensor) -> None:
+        """Raise ValueError for an input with fewer; torch's `forward` calls it, too."""
+        if batch.dim() < 2:
+            raise ValueError(f"expected two dimensions or more, found {batch.dim()}")
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
+        self.check_shape(input)
 
 
 class OpenDataParallel(DistributedDataParallel):  # type: ignore[misc] # torch has no types here
@@ -110,12 +120,12 @@ class OpenDataParallel(DistributedDataParallel):  # type: ignore[misc] # torch h
         self.broadcast_tensors(tensors, buffer_size, authoritative_rank)
 
     def check_hook(self, hook: Callable[..., Any]) -> None:
-        """Raise TypeError or ValueError for a function that is no communication hook."""
+        """Raise what torch raises for an object that is no communication hook."""
         self._check_comm_hook(hook)
 
     @property
     def divides_by_first_size(self) -> bool:
-        """Whether a mean in `join()` is over all ranks, also those without data."""
+        """Whether a mean in `join()` is over all ranks, also those without data; asked in it."""
         return bool(self._divide_by_initial_world_size)
 
 
