@@ -10,6 +10,8 @@ BENCH  ?=
 BIN    := $(VENV)/bin
 GPU_PYTHON ?= $(BIN)/python
 GPU_TESTS  ?= tests/gpu
+NEWEST       := $(VENV)-newest-torch
+NEWEST_TESTS ?= tests/worker tests/horovod tests/e2e
 READY  := $(VENV)/.installed
 TRAINS := $(VENV)/.trains
 
@@ -17,10 +19,10 @@ TRAINS := $(VENV)/.trains
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help environment install parts demo test test-gpu check docs sim nightly bench recording page format clean
+.PHONY: help environment install parts demo test test-gpu test-newest-torch check docs sim nightly bench recording page format clean
 
 help: ## show this
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 24
 
 environment: $(READY)
 
@@ -39,6 +41,16 @@ test: $(READY) ## run the tests, three files at a time (TESTS=tests/launcher for
 # On a machine with a torch of its own: make test-gpu GPU_PYTHON=python3
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY)) ## the tests that need an NVIDIA GPU, with a table of figures (docs/nccl.md)
 	$(GPU_PYTHON) -m pytest -c tests/gpu/alone.ini --rootdir . -m gpu $(GPU_TESTS) -v -s
+
+# Next to the environment, as it is large (6 GB) and stays. pip looks for a newer one each time.
+test-newest-torch: ## worker, horovod and e2e tests with the newest torch of setup.cfg's range
+	$(call python-is-new-enough)
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+		--constraint $(NEWEST)/constraints.txt --editable '.[torch,dev,examples,stacks]' torch
+	@$(NEWEST)/bin/python -c 'import torch; print("torch", torch.__version__, flush=True)'
+	$(NEWEST)/bin/python -m pytest $(NEWEST_TESTS) -m "not night" -q -n 3 --dist loadfile --no-loadscope-reorder
 
 check: $(READY) ## formatting, lint, types, and which package may import which
 	$(BIN)/ruff format --check .
@@ -82,9 +94,13 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	@touch $(TRAINS) $@
 
 comma := ,
-define install
+define python-is-new-enough
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	{ echo "Python 3.10 or newer is needed; try make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+endef
+
+define install
+$(call python-is-new-enough)
 @test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	--constraint constraints.txt --editable '.[$(1)]'

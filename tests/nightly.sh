@@ -31,6 +31,8 @@ run() { # NAME COMMAND…
 }
 
 run "the tests that \`make test\` leaves out" "$PYTHON" -m pytest -q -m night tests
+run "worker, horovod and e2e tests with the newest torch" \
+    make -s test-newest-torch VENV="${VENV:-.venv}"
 run "$KILLS kills in a row, no step lost" \
     env E2E_KILLS="$KILLS" "$PYTHON" -m pytest -q -s --timeout 900 tests/e2e/test_failures.py \
     -k test_survivors_keep_their_process_and_the_world_grows_back_after_each_kill

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from elastic_driver.worker.heartbeat.progress import StepCost, StepTiming, TrainingProgress
 from elastic_driver.worker.positions import Counted, CountsSamples, count_parameters, division_of
-from elastic_driver.worker.torch_seams.autograd import calls_hooks, when_backward_ends
+from elastic_driver.worker.torch_seams import calls_hooks, when_backward_ends
 
 
 class _Step(Struct):

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError, WorldBrokenError
-from elastic_driver.worker.torch_seams import loaders
+from elastic_driver.worker import torch_seams
 
 
 @runtime_checkable
@@ -171,7 +171,7 @@ class LoaderLoop(BareLoop):
     def __init__(self, iterator: Any, loader: Any, batches: BatchSampler | None) -> None:
         self.unit = batches.batch_size if batches is not None else 1
         self.drop_last = batches is not None and batches.drop_last
-        self._direct = batches is None or loaders.draws_from(iterator) is batches
+        self._direct = batches is None or torch_seams.sampler_of(iterator) is batches
         self._ahead = 0  # batches that are drawn before the loop asks for one
         self._in_order, self._persistent = True, False
         # The fields outlive the iterator until its count is read, and do not hold it. It ends with
@@ -189,13 +189,13 @@ class LoaderLoop(BareLoop):
         """
         if (fields := self._fields) is None:
             return
-        self._drawing = weakref.ref(loaders.draws_of(fields), self._close)
-        if found := loaders.prefetching(fields):
+        self._drawing = weakref.ref(torch_seams.drawing_of(fields), self._close)
+        if found := torch_seams.prefetching(fields):
             self._ahead, self._in_order, self._persistent = found
 
     def batches(self) -> int:
         """Return the batches that the loop has received."""
-        return self._last if self._fields is None else loaders.batches_yielded(self._fields)
+        return self._last if self._fields is None else torch_seams.batches_yielded(self._fields)
 
     def has_ended(self) -> bool | None:
         """See `BareLoop.has_ended`."""
@@ -207,9 +207,9 @@ class LoaderLoop(BareLoop):
         if not self._ahead:
             return exhausted
         if not self._persistent:
-            return loaders.is_shut_down(iterator)
+            return torch_seams.is_shut_down(iterator)
         loader = self._loader() if self._loader is not None else None
-        if loader is not None and loaders.kept_iterator(loader) is iterator:
+        if loader is not None and torch_seams.kept_iterator(loader) is iterator:
             del loader
             if sys.getrefcount(iterator) <= _references_of_one_holder():
                 return True
@@ -230,7 +230,7 @@ class LoaderLoop(BareLoop):
     def _close(self, _: Any) -> None:
         """Read the count for the last time: the iterator is gone, or begins anew."""
         if self._fields is not None:
-            self._last = loaders.batches_yielded(self._fields)
+            self._last = torch_seams.batches_yielded(self._fields)
             self._fields = None
 
 
@@ -255,14 +255,14 @@ def find_loop(frame: FrameType | None, sampler: Sampler[int]) -> BareLoop:
         if frame is None or loader is not None:
             break
         caller = frame.f_locals.get("self")
-        if loaders.is_ready(caller):
+        if torch_seams.is_loader_iterator(caller):
             iterator = caller if iterator is None else iterator
         elif isinstance(caller, DataLoader):
             loader = caller
         frame = frame.f_back
     if iterator is None:
         return BareLoop()
-    if batches is not None or loaders.draws_from(iterator) is sampler:
+    if batches is not None or torch_seams.sampler_of(iterator) is sampler:
         return LoaderLoop(iterator, loader, batches)
     return UnknownBatches(iterator, loader)
 

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.peer_loss import in_short
 from elastic_driver.words.world import StateVersion, source_of
-from elastic_driver.worker import current
+from elastic_driver.worker import current, torch_seams
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
 from elastic_driver.worker.state import (
     State,
@@ -46,7 +46,6 @@ from elastic_driver.worker.state import (
 )
 from elastic_driver.worker.state_sync.sharing import StateLostError, gather_rows
 from elastic_driver.worker.state_sync.values import training_begins, training_ends
-from elastic_driver.worker.torch_seams import loaders
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.gloo import current_waits, tells_of_loss
@@ -284,16 +283,16 @@ def _chain(error: BaseException, *, contexts: bool) -> Iterator[BaseException]:
 _KILLED = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: ([^.]*)\.")
 _OF_DATA_SET = re.compile(r"Caught \w+ in DataLoader worker process")
 ENDS_S = 1.0  # for a process to end whose connection has broken off
-_LOADERS = loaders.WithProcesses.__module__
-_WAIT = loaders.code_of_wait()
+_LOADERS = torch_seams.IteratorWithProcesses.__module__
+_WAIT = torch_seams.code_of_wait()
 _TERM = signal.strsignal(signal.SIGTERM)
 
 
 def watch_loaders() -> None:
     """Let torch's handler raise for a process that SIGTERM has ended only where that is safe."""
-    check = loaders.check_of_ends()
+    check = torch_seams.check_of_ends()
     if check is not None and check.__name__ != _guarded.__name__:
-        loaders.replace_check_of_ends(_guarded(check))
+        torch_seams.replace_check_of_ends(_guarded(check))
 
 
 def _guarded(check: Callable[[], None]) -> Callable[[], None]:
@@ -333,10 +332,10 @@ def loaders_were_ended(error: BaseException) -> bool:
         return False
     ended = set[int | None]()
     for iterator in _iterators(error.__traceback__):
-        by_sentinel = {process.sentinel: process for process in loaders.processes_of(iterator)}
+        by_sentinel = {process.sentinel: process for process in torch_seams.processes_of(iterator)}
         for sentinel in connection.wait(by_sentinel, ENDS_S):
             by_sentinel[sentinel].join(ENDS_S)  # the sentinel comes a little before the status
-        ended |= {process.exitcode for process in loaders.processes_of(iterator)}
+        ended |= {process.exitcode for process in torch_seams.processes_of(iterator)}
     return ended - {None, 0} == {-signal.SIGTERM}
 
 
@@ -346,8 +345,8 @@ def forget_loaders(error: BaseException) -> None:
     for found in gc.get_objects():
         # Not `isinstance`: proxies of other libraries act when their `__class__` is asked for.
         is_loader = issubclass(type(found), DataLoader)
-        if is_loader and any(loaders.kept_iterator(found) is each for each in broken):
-            loaders.drop_iterator(found)
+        if is_loader and any(torch_seams.kept_iterator(found) is each for each in broken):
+            torch_seams.drop_iterator(found)
 
 
 def _iterators(trace: TracebackType | None) -> Iterator[Any]:
@@ -355,6 +354,6 @@ def _iterators(trace: TracebackType | None) -> Iterator[Any]:
         # Of torch's frames alone: the dictionary that is asked for would keep what a script holds.
         if trace.tb_frame.f_globals.get("__name__") == _LOADERS:
             owner = trace.tb_frame.f_locals.get("self")
-            if isinstance(owner, loaders.WithProcesses):
+            if isinstance(owner, torch_seams.IteratorWithProcesses):
                 yield owner
         trace = trace.tb_next

@@ -28,7 +28,10 @@ class Stream:
 
 
 class Module:
-    """`torch.cuda`, as far as streams need it."""
+    """`torch.cuda` as far as streams need it, on a machine without a device."""
+
+    def is_available(self) -> bool:
+        return False
 
     def current_stream(self, device: torch.device) -> Stream:
         assert device.type == "meta"

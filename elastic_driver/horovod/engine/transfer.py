@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
 from elastic_driver.horovod.engine.requests import OPERATIONS, Agreement, Request
-from elastic_driver.worker.torch_seams import tensors as tensors_in_one_call
-from elastic_driver.worker.torch_seams.tensors import copy_all, unflatten, viewed_by
+from elastic_driver.worker import torch_seams
+from elastic_driver.worker.torch_seams import copy_all, unflatten, viewed_by
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -82,7 +82,7 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 def divide_all(tensors: Sequence[torch.Tensor], divisor: int) -> None:
     """Divide tensors of one dtype in place, as `divided` does."""
     if divisor != 1 and tensors[0].is_floating_point():
-        tensors_in_one_call.divide_all(tensors, divisor)
+        torch_seams.divide_all(tensors, divisor)
     elif divisor != 1:
         for tensor in tensors:
             divided(tensor, divisor)

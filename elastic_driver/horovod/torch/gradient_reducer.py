@@ -27,7 +27,7 @@ from elastic_driver.horovod.torch.reductions import (
     grouped_allreduce_async_,
 )
 from elastic_driver.words import counted
-from elastic_driver.worker.torch_seams.tensors import version_of
+from elastic_driver.worker.torch_seams import version_of
 
 Parameters = Iterable[tuple[str, torch.Tensor]]
 Groups = int | Sequence[Sequence[torch.Tensor]] | None

@@ -20,7 +20,7 @@ from elastic_driver.horovod.torch.reductions import (
     allreduce,
     grouped_allreduce,
 )
-from elastic_driver.worker.torch_seams.tensors import coordinates, entries
+from elastic_driver.worker.torch_seams import coordinates, entries
 
 
 def _allgather(tensors: Tensors, name: str | None, process_set: ProcessSet, **more: Any) -> int:

@@ -28,6 +28,7 @@ from elastic_driver.horovod.torch.reductions import (
     Compress,
     grouped_allreduce_async_,
 )
+from elastic_driver.worker.torch_seams import is_step_of_scaler
 
 _TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() after "
@@ -164,7 +165,7 @@ def _is_called_by_a_scaler(optimizer: torch.optim.Optimizer) -> bool:
     for _ in range(_FRAMES):
         if frame is None:
             break
-        if frame.f_code.co_name == "_maybe_opt_step":
+        if is_step_of_scaler(frame.f_code):
             return True
         frame = frame.f_back
     return False

@@ -4,10 +4,10 @@ import torch
 
 from elastic_driver.horovod.common.basics import size
 from elastic_driver.horovod.torch.reductions import Sum, allreduce
-from elastic_driver.worker.torch_seams.modules import BatchNorm
+from elastic_driver.worker.torch_seams import BatchNorm
 
 
-class SyncBatchNorm(BatchNorm):  # type: ignore[misc] # torch has no types
+class SyncBatchNorm(BatchNorm):
     """Normalises with mean and variance of the batches of all ranks while it trains.
 
     Arguments, parameters and buffers are those of `torch.nn.BatchNorm2d`; the input has two
@@ -15,13 +15,9 @@ class SyncBatchNorm(BatchNorm):  # type: ignore[misc] # torch has no types
     and bias are this rank's, for `DistributedOptimizer` to reduce.
     """
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - torch's name
-        if input.dim() < 2:
-            raise ValueError(f"expected two dimensions or more, found {input.dim()}")
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         """Return the normalised input."""
-        self._check_input_dim(input)
+        self.check_shape(input)
         over_ranks = (self.training or self.running_mean is None) and size() > 1
         if not over_ranks:
             return super().forward(input)

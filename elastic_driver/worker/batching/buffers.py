@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.batching.sight import Place, Rule, Sight, describe, names_of
-from elastic_driver.worker.torch_seams.modules import buffers_of
-from elastic_driver.worker.torch_seams.tensors import copy_all, flatten
+from elastic_driver.worker.torch_seams import buffers_of, copy_all, flatten
 
 _LOWEST = torch.iinfo(torch.int64).min
 _HIGHEST = torch.iinfo(torch.int64).max

@@ -39,7 +39,7 @@ from elastic_driver.worker.batching.layout import (
     make_buckets,
     settle_buffers,
 )
-from elastic_driver.worker.torch_seams.tensors import add_all, multiply_all
+from elastic_driver.worker.torch_seams import add_all, multiply_all
 
 # Gradients, None where there is none, then per kind of buffers with a mean the changes, and then
 # the values.

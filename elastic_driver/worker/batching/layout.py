@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker import torch_seams
 from elastic_driver.worker.batching.buffers import Buffers
 from elastic_driver.worker.batching.sight import (
     Place,
@@ -42,9 +43,7 @@ from elastic_driver.worker.batching.sight import (
     is_lazy,
     names_of,
 )
-from elastic_driver.worker.torch_seams import process_groups
-from elastic_driver.worker.torch_seams.modules import buffers_of, unsaved_buffers_of
-from elastic_driver.worker.torch_seams.tensors import buckets
+from elastic_driver.worker.torch_seams import buckets, buffers_of, unsaved_buffers_of
 
 _KIND = attrgetter("requires_grad", "shape", "dtype", "device")
 
@@ -321,7 +320,7 @@ class Agreement:
 def of_control(device: torch.device) -> torch.device:
     """Return the device for small messages: the processor, if the group connects processors."""
     cpu = torch.device("cpu")
-    if device.type != "cpu" and cpu not in process_groups.device_types(dist.group.WORLD):
+    if device.type != "cpu" and cpu not in torch_seams.device_types(dist.group.WORLD):
         return device
     return cpu
 

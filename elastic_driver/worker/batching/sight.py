@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from elastic_driver.worker.torch_seams.modules import buffers_of, children_of, parameters_of
-from elastic_driver.worker.torch_seams.tensors import version_of
+from elastic_driver.worker.torch_seams import buffers_of, children_of, parameters_of, version_of
 
 LARGEST_COUNT = 1024  # elements of an integer buffer that may count; a larger one is a table
 

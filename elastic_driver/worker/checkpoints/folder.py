@@ -512,7 +512,7 @@ def write_index(folder: Path, manifest: Manifest) -> Mark:
     # Importing DCP takes about a second, so only the thread that writes in the background does it.
     from torch.distributed.checkpoint import metadata  # noqa: PLC0415
 
-    from elastic_driver.worker.torch_seams.saved_files import place_in  # noqa: PLC0415
+    from elastic_driver.worker.torch_seams import place_in  # noqa: PLC0415
 
     tensors = {}
     for name, (dtype, shape) in manifest.tensors.items():

@@ -26,6 +26,7 @@ from elastic_driver.worker.mistakes.script_objects import (
     variables,
 )
 from elastic_driver.worker.state_sync.fingerprint import contents
+from elastic_driver.worker.torch_seams import buffers_of, parameters_of
 
 FIRST, LAST = 3, 20  # the commits at which changes are looked for
 SEARCHES = frozenset((3, 4, 8, 16))  # the commits at which variables are looked through
@@ -165,14 +166,14 @@ class _WatchedModule(_Watched):
 
     def __init__(self, variable: Variable, kept: Kept, weights: Weights) -> None:
         super().__init__(variable, must_be_alike=True)
-        found: list[tuple[Tensor, tuple[Any, str, str]]] = []
+        found: list[tuple[Tensor, tuple[Any, Callable[[Any], Any], str]]] = []
         for module in variable.thing.modules():
             owner = weakref.ref(module)
-            for where in ("_parameters", "_buffers"):
-                for name, tensor in getattr(module, where).items():
+            for where in (parameters_of, buffers_of):
+                for name, tensor in where(module).items():
                     if tensor is not None and not kept.has_tensor(tensor):
                         found.append((tensor, (owner, where, name)))
-        parameters = [pair for pair in found if pair[1][1] == "_parameters"]
+        parameters = [pair for pair in found if pair[1][1] is parameters_of]
         self.must_be_alike = not parameters
         chosen = parameters or [pair for pair in found if weights.has_shape(pair[0].shape)]
         chosen.sort(key=lambda pair: -pair[0].numel() if pointer_of(pair[0]) else 0)
@@ -183,7 +184,7 @@ class _WatchedModule(_Watched):
         found = {}
         for number, (owner, where, name) in enumerate(self._places):
             module = owner()
-            tensor = None if module is None else getattr(module, where).get(name)
+            tensor = None if module is None else where(module).get(name)
             if tensor is not None:
                 found[number] = tensor
         return found or None

@@ -17,7 +17,7 @@ from elastic_driver.worker.mistakes.script_objects import Kept, pointer_of, tell
 from elastic_driver.worker.state_sync.fingerprint import contents
 from elastic_driver.worker.state_sync.steps import trained_by
 from elastic_driver.worker.state_sync.tree import Tree
-from elastic_driver.worker.torch_seams.autograd import number_of_pass
+from elastic_driver.worker.torch_seams import number_of_pass
 
 LAST = 20  # the commit at which optimizers that have not stepped are named
 KNOWN_AFTER = 5  # intervals in which an optimizer steps, until it counts as one that stays

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.values import fill_tensor, shares_memory
-from elastic_driver.worker.torch_seams.tensors import copy_all, version_of
+from elastic_driver.worker.torch_seams import copy_all, version_of
 
 LEARNING = 3  # commits after the first one whose contents are compared
 UNPROVEN_BYTES = 64 * 1024 * 1024

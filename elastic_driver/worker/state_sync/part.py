@@ -46,7 +46,7 @@ from elastic_driver.worker.state_sync.values import (
     kind_of,
     too_deep,
 )
-from elastic_driver.worker.torch_seams.tensors import version_of
+from elastic_driver.worker.torch_seams import version_of
 from elastic_driver.worker.worker_log import say
 
 # ---- a glance --------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker import torch_seams
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.optimizer_part import OptimizerPart
 from elastic_driver.worker.state_sync.part import (
@@ -35,8 +36,7 @@ from elastic_driver.worker.state_sync.part import (
 )
 from elastic_driver.worker.state_sync.taking import copied
 from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
-from elastic_driver.worker.torch_seams import scalers
-from elastic_driver.worker.torch_seams.modules import (
+from elastic_driver.worker.torch_seams import (
     WithStatistics,
     buffers_of,
     children_of,
@@ -393,22 +393,14 @@ class ScalerPart(StatePart):
 
     def take(self) -> _KeptScaler:
         """See `StatePart.take`. Waits for no device, as `state_dict()` would."""
-        steps = scalers.steps_of(self.thing)
+        steps = torch_seams.scaler_steps(self.thing)
         return _KeptScaler(self._read(), {key: dict(step) for key, step in steps.items()})
 
     def _read(self) -> dict[str, Any]:
-        scaler = self.thing
-        scale, tracker = scalers.numbers_of(scaler)
-        if scale is None or tracker is None or type(scaler).state_dict is not GradScaler.state_dict:
-            state: dict[str, Any] = super().take()
-            return state
-        return {
-            "scale": scale.clone(),
-            "growth_factor": scaler.get_growth_factor(),
-            "backoff_factor": scaler.get_backoff_factor(),
-            "growth_interval": scaler.get_growth_interval(),
-            "_growth_tracker": tracker.clone(),
-        }
+        keeps_itself = type(self.thing).state_dict is not GradScaler.state_dict
+        found = None if keeps_itself else torch_seams.scaler_state(self.thing)
+        state: dict[str, Any] = super().take() if found is None else found
+        return state
 
     def roll_back(self) -> None:
         """See `StatePart.roll_back`."""
@@ -427,7 +419,7 @@ class ScalerPart(StatePart):
         self._put({})
 
     def _put(self, kept: dict[int, dict[str, Any]]) -> None:
-        steps = scalers.steps_of(self.thing)
+        steps = torch_seams.scaler_steps(self.thing)
         steps.clear()
         steps.update({key: dict(step) for key, step in kept.items()})
 

@@ -32,16 +32,16 @@ from torch.optim.optimizer import (
 )
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker import torch_seams
 from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
 from elastic_driver.worker.state_sync.part import require_tensor
-from elastic_driver.worker.torch_seams import process_groups
-from elastic_driver.worker.torch_seams.tensors import version_of
+from elastic_driver.worker.torch_seams import version_of
 
 
 def collectives() -> int:
     """Return a number that grows with each collective of this process."""
-    if list(map(id, process_groups.groups)) != _counting.groups:
-        _counting.follow(list(process_groups.groups))
+    if list(map(id, torch_seams.groups)) != _counting.groups:
+        _counting.follow(list(torch_seams.groups))
     return sum([count() for count in _counting.counts])
 
 
@@ -57,9 +57,9 @@ def _counts_of(group: Any) -> tuple[list[Callable[[], int]], bool]:
     A group of ours does not count by itself, its halves do.
     """
     counts: list[Callable[[], int]] = []
-    devices = process_groups.device_types(group)
+    devices = torch_seams.device_types(group)
     for device in devices:
-        count = process_groups.counter_of(group, device)
+        count = torch_seams.collective_counter(group, device)
         try:
             count()
         except RuntimeError:  # a backend that counts nothing, or not yet

@@ -30,7 +30,7 @@ import torch
 
 from elastic_driver.contract import VISIBLE_DEVICES
 from elastic_driver.errors import WorldBrokenError
-from elastic_driver.worker.torch_seams import process_groups
+from elastic_driver.worker import torch_seams
 
 CUT_OFF_S = 20.0  # longer than any cut-off takes; a worker that needs more has to end
 
@@ -86,7 +86,7 @@ class Accelerator:
         if self._opening is not None:
             self._opening.join()
         self._module.set_device(self._device)  # of this thread
-        backend = process_groups.backend_for(process_groups.default_group(), self._device)
+        backend = torch_seams.backend_for(torch_seams.default_group(), self._device)
         try:
             backend.eager_connect_single_device(self._device)  # if the backend can do that
             self._use_first(backend)
@@ -138,14 +138,14 @@ class Accelerator:
     def _backends(self) -> list[Any]:
         kind = self._device.type
         return [
-            process_groups.backend_for(group, self._device)
-            for group in list(process_groups.groups)
-            if any(device.type == kind for device in process_groups.device_types(group))
+            torch_seams.backend_for(group, self._device)
+            for group in list(torch_seams.groups)
+            if any(device.type == kind for device in torch_seams.device_types(group))
         ]
 
     def forget(self) -> None:
         """Make torch drop the aborted groups without waiting; on the training thread."""
-        process_groups.forget_all()
+        torch_seams.forget_groups()
 
 
 class DeviceHalf:

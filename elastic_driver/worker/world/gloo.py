@@ -49,7 +49,7 @@ from torch.futures import Future
 from elastic_driver.errors import ExitCode, SwallowedError, WorldBrokenError
 from elastic_driver.peer_loss import in_short, looks_like_peer_loss
 from elastic_driver.words.progress import MAX_LINKS, Links, LinkUse
-from elastic_driver.worker.torch_seams import process_groups
+from elastic_driver.worker import torch_seams
 from elastic_driver.worker.worker_log import say
 
 # ---- connections -----------------------------------------------------------------------
@@ -364,7 +364,7 @@ def _wait(work: dist.Work, timeout: timedelta = timedelta()) -> bool:
     if (
         timeout
         or waits is None
-        or process_groups.is_point_to_point(work)
+        or torch_seams.is_point_to_point(work)
         or (waits.is_exchanging and not of_script)  # it may be an accelerator's
     ):
         return _torch_wait(work, timeout)

@@ -40,7 +40,7 @@ from elastic_driver import contract
 from elastic_driver.errors import ClusterError, UsageError, WorldBrokenError
 from elastic_driver.ports import none_left
 from elastic_driver.words.orders import World
-from elastic_driver.worker.torch_seams import process_groups
+from elastic_driver.worker import torch_seams
 from elastic_driver.worker.world.backend import accelerator_names
 from elastic_driver.worker.world.device import DeviceHalf
 from elastic_driver.worker.world.gloo import GroupConnections
@@ -232,7 +232,7 @@ def make_gloo(store: Store, rank: int, size: int, device: Any) -> ProcessGroupGl
         "connect": timedelta(seconds=CONNECT_TIMEOUT_S),
         "collective": timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     }
-    return process_groups.make_gloo(store, rank, size, device, **limits)
+    return torch_seams.make_gloo(store, rank, size, device, **limits)
 
 
 def gloo_device(world: World) -> Any:
@@ -362,7 +362,7 @@ def of_world() -> str:
     """Return torch's name of the default group's backend; "" where there is none."""
     if not dist.is_initialized():
         return ""
-    return process_groups.backend_names(process_groups.default_group())
+    return torch_seams.backend_names(torch_seams.default_group())
 
 
 def _init_process_group(of_torch: Callable[..., None]) -> Callable[..., None]:

@@ -25,12 +25,11 @@ from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.peer_loss import looks_like_peer_loss
 from elastic_driver.words.orders import World
 from elastic_driver.words.world import Member, SlotInfo, StateVersion
-from elastic_driver.worker import accelerator, context, current
+from elastic_driver.worker import accelerator, context, current, torch_seams
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.preemption import Checkpointed, FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.state_sync.sharing import UnfitError
-from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.backend import BackendChoice
@@ -219,7 +218,7 @@ class JobMembership:
 
         def create_subgroup(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
             part = build(store, rank, size, vote=None)
-            process_groups.set_timeout(part.backend, timeout)
+            torch_seams.set_timeout(part.backend, timeout)
             group.connections.held += part.connections.held
             group.subgroups.append(part.backend)
             return part.backend

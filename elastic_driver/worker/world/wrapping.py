@@ -32,7 +32,13 @@ from elastic_driver.words.progress import GradientNorms
 from elastic_driver.worker import current
 from elastic_driver.worker.state_sync.fingerprint import beginnings
 from elastic_driver.worker.state_sync.sharing import gather_rows as gather
-from elastic_driver.worker.torch_seams.tensors import copy_all, flatten, unflatten, version_of
+from elastic_driver.worker.torch_seams import (
+    OpenDataParallel,
+    copy_all,
+    flatten,
+    unflatten,
+    version_of,
+)
 from elastic_driver.worker.world.gloo import CollectiveWaits, current_waits, refuse_if_lost
 
 
@@ -75,7 +81,7 @@ def wrap(model: Module, **ddp_kwargs: Any) -> DistributedDataParallel:
     return ddp
 
 
-class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torch has no types here
+class ElasticDataParallel(OpenDataParallel):
     """DistributedDataParallel whose waits for gloo can be given up, see `gloo`.
 
     A communication hook makes that possible, and a broadcast of buffers that is ours. Gradients and
@@ -96,18 +102,19 @@ class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torc
         self.last_pass_is_local = not self.require_backward_grad_sync and not _within.shares
         return super().forward(*inputs, **kwargs)
 
-    def _distributed_broadcast_coalesced(
-        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    def broadcast_tensors(
+        self, tensors: Sequence[torch.Tensor], bucket_bytes: int, source: int
     ) -> None:
+        """See `OpenDataParallel`."""
         if self._mean is None:
-            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
+            super().broadcast_tensors(tensors, bucket_bytes, source)
         else:
-            _broadcast(tensors, authoritative_rank, self._mean.group)
+            _broadcast(tensors, source, self._mean.group)
 
     def see_join_work(self, work: Any) -> None:
         """Note what tells, in `join()`, how many ranks take part in this pass; None: all."""
         if self._mean is not None:
-            counts = work is not None and not self._divide_by_initial_world_size
+            counts = work is not None and not self.divides_by_first_size
             self._mean.taking_part = work if counts else None
 
     def forget_group(self) -> None:
@@ -120,7 +127,7 @@ class ElasticDataParallel(DistributedDataParallel):  # type: ignore[misc] # torc
         if self._mean is None:
             super().register_comm_hook(state, hook)
             return
-        self._check_comm_hook(hook)
+        self.check_hook(hook)
         if self._mean.of_script is not None:
             raise RuntimeError("a communication hook is registered once for each wrapper")
         self._mean.of_script = partial(hook, state)

@@ -139,7 +139,7 @@ def test_a_device_is_opened_on_a_thread_for_which_the_connecting_one_waits(
     slow = Slow()
     monkeypatch.setattr(torch, "get_device_module", lambda _: slow)
     group = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(eager_connect_single_device=id))
-    monkeypatch.setattr(device_half.process_groups, "default_group", lambda: group)
+    monkeypatch.setattr(device_half.torch_seams, "default_group", lambda: group)
     device = Accelerator("cuda", "nccl", 0)
     device.open()
     connecting = threading.Thread(target=device.connect, name="connecting")

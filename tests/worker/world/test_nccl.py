@@ -14,7 +14,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.torch_seams import process_groups
+from elastic_driver.worker import torch_seams
 from elastic_driver.worker.world import device as device_half
 from elastic_driver.worker.world import nccl
 from elastic_driver.worker.world.device import DeviceHalf
@@ -89,7 +89,7 @@ def having(monkeypatch: pytest.MonkeyPatch, *aborts: Callable[[], None]) -> None
     """Have torch know a group for each of these, and one without an NCCL half."""
     halves = [Half(cast(Backend, SimpleNamespace(abort=abort))) for abort in aborts]
     names = {half: str(number) for number, half in enumerate([*halves, Half(None)])}
-    monkeypatch.setattr(process_groups, "groups", names)
+    monkeypatch.setattr(torch_seams, "groups", names)
 
 
 def test_no_abort_waits_for_another_to_begin(

@@ -21,7 +21,6 @@ too long is measured again beside a fast node before it counts. Times are second
 
 import contextlib
 import ctypes
-import importlib
 import itertools
 import multiprocessing
 import os
@@ -41,13 +40,12 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.features.checks import messages
 from elastic_driver.features.checks.worker.measure import NodeCheckTask, use_device
 from elastic_driver.words.wire_events import WorkerReady
+from elastic_driver.worker.torch_seams import import_compiler
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 from rendezvous.torch_store import HTTPStore
 from rendezvous.wire import Append, Compared, CompareSet, Written
 
-# DistributedDataParallel imports it: more than a second, better spent before any measurement.
-_USED_BY_DDP = "torch._dynamo"
 _WAIT_S = 60.0  # of one request for the next task; then it is repeated
 _PR_SET_PDEATHSIG = 1
 PATIENCE_S = 12.0  # the longest wait for a lock
@@ -69,7 +67,7 @@ def main() -> None:
         raise ClusterError("no node check is going on at this rendezvous")
     settings = msgspec.json.decode(entry.value, type=messages.TaskSettings)
     if settings.model:
-        importlib.import_module(_USED_BY_DDP)
+        import_compiler()  # before any measurement
     names = {"task": contract.ROUND, "rank": "RANK", "size": "WORLD_SIZE", "node": "GROUP_RANK"}
     part = messages.Assignment(**{field: int(env[name]) for field, name in names.items()})
     for number in itertools.count(1):
