@@ -33,7 +33,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from torch.utils.data import DataLoader
 
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
-from elastic_driver.peer_loss import in_short
+from elastic_driver.failure_causes import in_short
 from elastic_driver.words.world import StateVersion, source_of
 from elastic_driver.worker import current
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed

@@ -37,8 +37,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 from elastic_driver import contract
+from elastic_driver.contract import no_port_left
 from elastic_driver.errors import ClusterError, UsageError, WorldBrokenError
-from elastic_driver.ports import none_left
 from elastic_driver.words.orders import World
 from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.world.backend import accelerator_names
@@ -253,7 +253,7 @@ def gloo_device(world: World) -> Any:
             raise
         low, high = map(int, given.rpartition(":")[2].split("-"))
         host = os.environ.get(contract.HOSTNAME, "this host")
-        raise ClusterError(none_left((low, high), "gloo", host)) from error
+        raise ClusterError(no_port_left((low, high), "gloo", host)) from error
 
 
 def _kinds() -> list[str]:

@@ -22,7 +22,7 @@ from torch.distributed import HashStore, Store
 
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
-from elastic_driver.peer_loss import looks_like_peer_loss
+from elastic_driver.failure_causes import looks_like_peer_loss
 from elastic_driver.words.orders import World
 from elastic_driver.words.world import Member, SlotInfo, StateVersion
 from elastic_driver.worker import accelerator, context, current
