@@ -75,12 +75,13 @@ from elastic_driver.arithmetic import (
 from elastic_driver.errors import UsageError
 from elastic_driver.words import orders as documents
 from elastic_driver.words.progress import Division
-from elastic_driver.worker import accelerator, current
+from elastic_driver.worker import current
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.positions import Counted
 from elastic_driver.worker.sampler import require_length
+from elastic_driver.worker.state_sync.contents import accelerator_in_use
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.wrapping import without_ddp_sync
 
@@ -509,7 +510,7 @@ def seed_everything(*identity: int) -> None:
     # Not torch.manual_seed: for each kind of device that was not used yet it formats a traceback,
     # to seed it later, which costs more than a small micro-batch.
     torch.default_generator.manual_seed(seed)
-    if (device := accelerator.in_use()) is not None:
+    if (device := accelerator_in_use()) is not None:
         getattr(device, "manual_seed_all", device.manual_seed)(seed)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(seed & 0xFFFFFFFF)

@@ -36,6 +36,7 @@ from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.failure_causes import in_short
 from elastic_driver.words.world import StateVersion, source_of
 from elastic_driver.worker import current
+from elastic_driver.worker.current import say
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
 from elastic_driver.worker.state import (
     State,
@@ -47,7 +48,6 @@ from elastic_driver.worker.state import (
 from elastic_driver.worker.state_sync.sharing import StateLostError, gather_rows
 from elastic_driver.worker.state_sync.values import training_begins, training_ends
 from elastic_driver.worker.torch_seams import loaders
-from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.gloo import current_waits, tells_of_loss
 from elastic_driver.worker.world.groups import RoundOverError

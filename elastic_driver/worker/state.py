@@ -32,21 +32,20 @@ from elastic_driver.words import counted
 from elastic_driver.words.orders import SaveRequest, World
 from elastic_driver.words.world import StateVersion
 from elastic_driver.worker import current
-from elastic_driver.worker.checkpoints.keeper import Checkpoints
-from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
+from elastic_driver.worker.checkpoints.keeper import NOTHING, Arrival, Checkpoints, save_together
 from elastic_driver.worker.compute_clock import StepMeter
+from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.marks import Marks
 from elastic_driver.worker.mistakes.watch import Mistakes
 from elastic_driver.worker.positions import Advancing, CountsSamples, advance_all
 from elastic_driver.worker.state_sync import sharing
+from elastic_driver.worker.state_sync.contents import RandomStates
 from elastic_driver.worker.state_sync.parts import StatePart, part_for
-from elastic_driver.worker.state_sync.rng import RandomStates
 from elastic_driver.worker.state_sync.sharing import gather_rows as gather
 from elastic_driver.worker.state_sync.steps import Steps
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import has_part
-from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.wrapping import gradient_norms, mark_in_sync, passes_are_local
 

@@ -10,7 +10,7 @@ import elastic_driver as elastic
 from elastic_driver.words.orders import Notice
 from elastic_driver.worker.world import device as device_half
 from elastic_driver.worker.world import notices, session
-from elastic_driver.worker.world.backend import BackendChoice
+from elastic_driver.worker.world.groups import BackendChoice
 from elastic_driver.worker.world.notices import RoundNotices
 from tests.support.coordinator import Recorder
 from tests.support.second_gloo import SecondGloo

@@ -8,7 +8,7 @@ import os
 from datetime import datetime
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.current import say
 
 LEVEL = "HOROVOD_LOG_LEVEL"
 HIDE_TIME = "HOROVOD_LOG_HIDE_TIME"

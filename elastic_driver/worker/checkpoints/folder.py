@@ -122,7 +122,7 @@ def folder_name(version: int, attempt: str) -> str:
 
 
 def roll_call_name(digest: str) -> str:
-    """Return the name of the folder in which workers without a driver agree (`roll_call`)."""
+    """Return the name of the folder in which workers without a driver agree (`keeper`)."""
     return f"leaving-{digest}"
 
 

@@ -24,7 +24,7 @@ from elastic_driver.words import orders as documents
 from elastic_driver.words import wire_events as events
 from elastic_driver.words.progress import BUFFERS_OF, MAX_DIGEST_CHARS, Progress, StateMark
 from elastic_driver.worker.context import WorkerContext
-from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
+from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.progress import (
     LONGEST_WAIT_S,
     TrainingProgress,
@@ -32,8 +32,7 @@ from elastic_driver.worker.heartbeat.progress import (
     new_leaf_mark,
     usual_pause,
 )
-from elastic_driver.worker.heartbeat.stall_watch import StallWatch
-from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.heartbeat.watches import PreemptionWatch, StallWatch
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, RequestError, WokenError
 from rendezvous.wire import Entries, Result, Set, Watch, expect

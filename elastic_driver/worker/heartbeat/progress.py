@@ -3,19 +3,33 @@
 The training thread writes its progress at every commit and compares one integer; the heartbeat
 thread reads the progress and writes the requests to leave. Each field has one writer and is
 replaced as a whole, and the interpreter makes each assignment atomic, so no lock is needed.
-`version` counts the committed steps of the whole job. Times are monotonic seconds.
+`version` counts the committed steps of the whole job.
+
+The kernel counts for each thread how long it ran, and how long it was ready to run and did not
+(`schedstat`, see `proc(5)`). The second is time taken by other programs or by a CPU quota; time in
+which a thread waits for data or for peers is in neither. `CpuSlowdown` is the slowdown of training.
+
+The accounts of CPU time are for node checks. On a machine of its own, a host is slow if any other
+program takes its processor. Where several hosts share a machine, any other program there takes time
+from all of them, and a little more from the host that is being measured. There a node check
+subtracts the time in which a thread was ready while another program ran. It does not subtract time
+lost to a CPU quota: the kernel stops a host's processes though a processor may be free, and that is
+the host's own slowness.
 
 `in_short` and `new_leaf_mark` describe a state leaf by leaf, within the bounds of the messages that
-carry it.
+carry it. Times are monotonic seconds.
 """
 
+import contextlib
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -34,7 +48,6 @@ from elastic_driver.words.progress import (
     Sample,
     StepTimes,
 )
-from elastic_driver.worker.cpu_time import CpuSlowdown
 
 NEVER = sys.maxsize  # a step that no job reaches
 AT_ONCE = -1  # every step is later than this one
@@ -47,6 +60,103 @@ LARGEST_BACKLOG = 4096  # steps between two heartbeats
 HEARTBEATS_PER_S = 256.0  # of all workers of a world that trains
 LONGEST_WAIT_S = 2.0  # between two heartbeats: the progress the driver reads is never older
 SHORTEST_WAIT_S = 0.25
+
+# ---- CPU time ----------------------------------------------------------------------------
+
+LEAST_RUN_S = 0.02  # a shorter CPU time says nothing
+_CGROUPS = Path("/sys/fs/cgroup")
+_MAIN_THREAD = Path("/proc/self/schedstat")
+_THIS_THREAD = Path("/proc/thread-self/schedstat")
+_THREADS = Path("/proc/self/task")
+
+
+class CpuTime(NamedTuple):
+    """The kernel's account of a thread, or of several."""
+
+    ran: float = 0.0
+    waited: float = 0.0  # ready to run, while something else ran
+    stops: int = 0  # by a CPU quota
+
+    def since(self, before: "CpuTime") -> "CpuTime":
+        """Return the account since an earlier one; `waited` is 0 where a quota has stopped us."""
+        waited = self.waited - before.waited if self.stops == before.stops else 0.0
+        return CpuTime(max(0.0, self.ran - before.ran), max(0.0, waited))
+
+
+CpuAccount = Callable[[], CpuTime]  # returns the account so far
+
+
+def read_cpu_time(*schedstats: Path) -> CpuTime:
+    """Return the sum of the accounts in these `schedstat` files; 0 where the kernel keeps none.
+
+    A file holds nanoseconds run, nanoseconds ready, and a number of time slices (`proc(5)`).
+    """
+    ran = waited = 0
+    for path in schedstats:
+        with contextlib.suppress(OSError, ValueError):  # the thread has ended
+            own_ran, own_waited, _slices = map(int, path.read_text("ascii").split())
+            ran, waited = ran + own_ran, waited + own_waited
+    return CpuTime(ran / 1e9, waited / 1e9)
+
+
+class CpuSlowdown:
+    """The slowdown of this process's main thread, which trains, over the newest interval.
+
+    The heartbeat thread reads it, so it costs training nothing.
+    """
+
+    def __init__(self) -> None:
+        self._before: CpuTime | None = None
+        self._factor = 1.0
+
+    def factor(self) -> float:
+        """Return the seconds that pass for each second of CPU time; 1.0 if they are not known."""
+        now = read_cpu_time(_MAIN_THREAD)
+        passed = now.since(self._before or now)
+        if self._before is None or passed.ran >= LEAST_RUN_S:
+            self._before = now
+        if passed.ran >= LEAST_RUN_S:
+            self._factor = 1.0 + passed.waited / passed.ran
+        return self._factor
+
+
+def cpu_of_thread() -> CpuAccount:
+    """Return the account of the thread that calls it."""
+    return partial(_account, lambda: (_THIS_THREAD,), tuple(_quota_files()))
+
+
+def cpu_of_process() -> CpuAccount:
+    """Return the account of all threads of this process together."""
+    return partial(_account, lambda: _THREADS.glob("*/schedstat"), tuple(_quota_files()))
+
+
+def _account(schedstats: Callable[[], Iterable[Path]], quotas: tuple[Path, ...]) -> CpuTime:
+    """Return the account so far; `waited` is 0 where the kernel does not report quotas."""
+    ran, waited, _ = read_cpu_time(*schedstats())
+    return CpuTime(ran, waited if quotas else 0.0, sum(map(_stops, quotas)))
+
+
+def _stops(stat: Path) -> int:
+    """Return how often the quota of a control group has stopped it so far."""
+    with contextlib.suppress(OSError):
+        lines = stat.read_text("ascii").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("nr_throttled "))
+    return 0
+
+
+def _quota_files() -> Iterator[Path]:
+    """Yield the `cpu.stat` files of our control groups, from our own up to the root."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text("utf-8", "replace").splitlines():
+            _number, controllers, group = line.split(":", 2)
+            if not controllers or "cpu" in controllers.split(","):
+                root = _CGROUPS / "cpu" if controllers else _CGROUPS  # version 1, or 2
+                own = Path(group.lstrip("/"))
+                stats = (root / folder / "cpu.stat" for folder in (own, *own.parents))
+                yield from filter(Path.is_file, stats)
+
+
+# ---- measured steps ----------------------------------------------------------------------
 
 
 class StepCost(Struct, frozen=True):
@@ -142,6 +252,9 @@ def steps_per_sample(step_time: float) -> int:
     while every * step_time < SAMPLE_S and every < LARGEST_BACKLOG:
         every *= 2
     return every
+
+
+# ---- progress ------------------------------------------------------------------------------
 
 
 def usual_pause(size: int) -> float:

@@ -25,7 +25,7 @@ from elastic_driver.worker.mistakes.script_objects import (
     tell,
     variables,
 )
-from elastic_driver.worker.state_sync.fingerprint import contents
+from elastic_driver.worker.state_sync.contents import contents
 
 FIRST, LAST = 3, 20  # the commits at which changes are looked for
 SEARCHES = frozenset((3, 4, 8, 16))  # the commits at which variables are looked through

@@ -30,12 +30,13 @@ from elastic_driver import contract
 from elastic_driver.errors import ExitCode, HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.words import counted
 from elastic_driver.worker import current
+from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.mistakes import left_out
 from elastic_driver.worker.mistakes.left_out import LeftOut
-from elastic_driver.worker.mistakes.optimizers import OptimizerWatch
 from elastic_driver.worker.mistakes.script_objects import (
     Kept,
+    OptimizerWatch,
     Variable,
     in_script,
     is_speaker,
@@ -46,7 +47,6 @@ from elastic_driver.worker.mistakes.script_objects import (
 from elastic_driver.worker.state_sync.parts import ModulePart, StatePart
 from elastic_driver.worker.state_sync.steps import collectives
 from elastic_driver.worker.state_sync.tree import Tree
-from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import wrapping
 from elastic_driver.worker.world.gloo import peer_is_lost, refuse_if_lost
 

@@ -9,7 +9,7 @@ are: it is *learned*.
 
 - A tensor is known by its object, its memory and its version counter. At each commit, and after a
   failure, these are compared.
-- In the first steps, and now and then later, the content is compared as well (`fingerprint`):
+- In the first steps, and now and then later, the content is compared as well (`contents`):
   between the commit and the first optimizer step, and from commit to commit. That finds changes
   which no version shows (`tensor.data`, captured graphs).
 - A tensor that moves outside of an optimizer's step is copied from then on. One that begins to do
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
+from elastic_driver.worker.state_sync.contents import contents, is_capturing
 from elastic_driver.worker.state_sync.steps import Steps, trained_by
 from elastic_driver.worker.state_sync.values import fill_tensor, shares_memory
 from elastic_driver.worker.torch_seams.tensors import copy_all, version_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.rng import new_random, random_more, random_state
+from elastic_driver.worker.state_sync.contents import new_random, random_more, random_state
 from elastic_driver.worker.state_sync.values import (
     LARGEST,
     OTHER,

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.current import say
+from elastic_driver.worker.state_sync.contents import random_state
 from elastic_driver.worker.state_sync.message import Reader, Writer
-from elastic_driver.worker.state_sync.rng import random_state
 from elastic_driver.worker.state_sync.taking import Taker, copied, put_back
 from elastic_driver.worker.state_sync.values import (
     SIMPLE,
@@ -47,7 +48,6 @@ from elastic_driver.worker.state_sync.values import (
     too_deep,
 )
 from elastic_driver.worker.torch_seams.tensors import version_of
-from elastic_driver.worker.worker_log import say
 
 # ---- a glance --------------------------------------------------------------------------
 

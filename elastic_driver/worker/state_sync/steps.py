@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
 )
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
+from elastic_driver.worker.state_sync.contents import contents, is_capturing
 from elastic_driver.worker.state_sync.part import require_tensor
 from elastic_driver.worker.torch_seams import process_groups
 from elastic_driver.worker.torch_seams.tensors import version_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from elastic_driver.worker.state_sync.rng import random_state
+from elastic_driver.worker.state_sync.contents import random_state
 from elastic_driver.worker.state_sync.values import (
     DEEPEST,
     SIMPLE,

@@ -25,17 +25,20 @@ from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
 from elastic_driver.failure_causes import looks_like_peer_loss
 from elastic_driver.words.orders import World
 from elastic_driver.words.world import Member, SlotInfo, StateVersion
-from elastic_driver.worker import accelerator, context, current
-from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-from elastic_driver.worker.heartbeat.preemption import Checkpointed, FinalCheckpointTask
+from elastic_driver.worker import context, current
+from elastic_driver.worker.current import say
+from elastic_driver.worker.heartbeat.driver_connection import (
+    Checkpointed,
+    DriverConnection,
+    FinalCheckpointTask,
+)
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.state_sync.contents import accelerator_in_use
 from elastic_driver.worker.state_sync.sharing import UnfitError
 from elastic_driver.worker.torch_seams import process_groups
-from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import groups
-from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf
-from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
+from elastic_driver.worker.world.groups import BackendChoice, RoundGroup, RoundOverError
 from elastic_driver.worker.world.notices import RoundNotices
 from rendezvous.errors import AbortedError, UnreachableError
 from rendezvous.torch_store import HTTPStore
@@ -289,7 +292,7 @@ class JobMembership:
 
     def _report_ready(self, version: StateVersion, reason: str, *, broken: bool = False) -> None:
         if self._driver is not None:
-            bound = self._choice.device is not None or accelerator.in_use() is not None
+            bound = self._choice.device is not None or accelerator_in_use() is not None
             undone = time.monotonic() - self.progress.committed_at if broken else 0.0
             try:
                 self._driver.report_ready(

@@ -14,10 +14,10 @@ from typing import Any, NoReturn, TypeVar
 
 from elastic_driver.errors import ExitCode
 from elastic_driver.words.orders import Notice
+from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER, TrainingProgress
-from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
+from elastic_driver.worker.heartbeat.watches import TrainingThread
 from elastic_driver.worker.state_sync.steps import collectives_of_world
-from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world.gloo import CollectiveWaits, link_usage
 from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
 

@@ -6,7 +6,7 @@ others do not wait for that. A forked child drops it: it must neither send heart
 the connections of the training process. It keeps rank and size, which the processes of a loader ask
 for. No process that a worker has started joins the job beside it.
 
-A worker that makes no progress for long counts as hung (`heartbeat.stall_watch`,
+A worker that makes no progress for long counts as hung (`heartbeat.watches`,
 `job.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
 phase that is not training, such as an evaluation, runs inside `busy`. Both do nothing in a process
 that `elasticrun` did not start. Scripts call them on the training thread.
@@ -48,10 +48,9 @@ from elastic_driver.words.progress import MAX_NAME_CHARS, MAX_NUMBERS
 from elastic_driver.words.world import Member, SlotInfo
 from elastic_driver.worker import context, current
 from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world.backend import BackendChoice, choose_backend
-from elastic_driver.worker.world.groups import RoundOverError
+from elastic_driver.worker.world.groups import BackendChoice, RoundOverError, choose_backend
 from elastic_driver.worker.world.membership import ALONE, JobMembership, stop_companions
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_driver import contract
 from elastic_driver.words.progress import GradientNorms
 from elastic_driver.worker import current
-from elastic_driver.worker.state_sync.fingerprint import beginnings
+from elastic_driver.worker.state_sync.contents import beginnings
 from elastic_driver.worker.state_sync.sharing import gather_rows as gather
 from elastic_driver.worker.torch_seams.tensors import copy_all, flatten, unflatten, version_of
 from elastic_driver.worker.world.gloo import CollectiveWaits, current_waits, refuse_if_lost

@@ -19,7 +19,7 @@ from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper
 from elastic_driver.worker.checkpoints.folder import file_name
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
-from elastic_driver.worker.state_sync.rng import RandomStates
+from elastic_driver.worker.state_sync.contents import RandomStates
 from elastic_driver.worker.state_sync.sharing import LiveState
 from elastic_driver.worker.state_sync.steps import Steps
 from elastic_driver.worker.state_sync.tree import Tree

@@ -10,9 +10,9 @@ import pytest
 
 import elastic_driver as elastic
 from elastic_driver.words.wire_events import WorkerResumed, WorkerStalled
-from elastic_driver.worker.heartbeat import stall_watch
+from elastic_driver.worker.heartbeat import watches
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.heartbeat.stall_watch import StallWatch, TrainingThread
+from elastic_driver.worker.heartbeat.watches import StallWatch, TrainingThread
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.membership import JobMembership
 from tests.support.job import eventually
@@ -43,7 +43,7 @@ def test_a_slow_first_step_does_not_blow_up_the_limit() -> None:
     assert stalls.limit() == 60.0
 
 
-@pytest.mark.parametrize(("limit", "least"), [(None, stall_watch.FIRST_STEP_S), (1.0, 5.0)])
+@pytest.mark.parametrize(("limit", "least"), [(None, watches.FIRST_STEP_S), (1.0, 5.0)])
 def test_in_the_first_step_of_a_process_only_waiting_in_a_collective_is_a_stall(
     limit: float | None,
     least: float,
@@ -54,7 +54,7 @@ def test_in_the_first_step_of_a_process_only_waiting_in_a_collective_is_a_stall(
     progress.entered(1, 0)
     progress.active_at = 0.0
     monkeypatch.setattr(TrainingThread, "look", lambda _thread: ("elsewhere", ""))
-    monkeypatch.setattr(stall_watch.time, "process_time", lambda: 0.0)
+    monkeypatch.setattr(watches.time, "process_time", lambda: 0.0)
     assert StallWatch("a.0.1", progress, limit).check(1e9) is None, "it may compile"
     stalls = StallWatch("a.0.1", progress, limit)
     monkeypatch.setattr(TrainingThread, "look", lambda _thread: ("collective", ""))
@@ -70,7 +70,7 @@ def test_a_process_that_computes_before_its_first_step_is_left_alone(
 ) -> None:
     used = [0.0]
     monkeypatch.setattr(TrainingThread, "look", lambda _thread: ("collective", ""))
-    monkeypatch.setattr(stall_watch.time, "process_time", lambda: used[0])
+    monkeypatch.setattr(watches.time, "process_time", lambda: used[0])
     progress = TrainingProgress()
     progress.entered(1, 0)
     progress.active_at = 0.0
@@ -82,8 +82,8 @@ def test_a_process_that_computes_before_its_first_step_is_left_alone(
 
 def test_the_first_step_of_a_later_round_gets_more_time() -> None:
     for limit, expected in (
-        (None, stall_watch.FIRST_STEP_S),
-        (2.0, 2.0 * stall_watch.FIRST_STEP_FACTOR),
+        (None, watches.FIRST_STEP_S),
+        (2.0, 2.0 * watches.FIRST_STEP_FACTOR),
     ):
         stalls = training(limit=limit)
         progress_of(stalls).entered(2, 10)

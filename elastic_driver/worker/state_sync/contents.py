@@ -1,23 +1,51 @@
-"""The random number generators of this process: Python's, NumPy's, torch's, the accelerator's.
+"""What random generators and tensors hold: states of the first, numbers for the second.
 
-`TorchState` keeps their states at a commit, puts them back after a failed step, and gives a
-newcomer the states of the member that sends it the model. NumPy and the accelerator count only
-where the script has loaded them already; nothing here imports or initialises them.
+`TorchState` keeps the states of all generators of this process at a commit (Python's, NumPy's,
+torch's, the accelerator's), puts them back after a failed step, and gives a newcomer the states of
+the member that sends it the model. NumPy and the accelerator count only where the script has loaded
+them already; nothing here imports or initialises them. A script may also keep generators of its own
+in a state. Those are values: the state of each is read, written, and put into a new one
+(`random_state`, `new_random`).
 
-A script may also keep generators of its own in a state. Those are values: the state of each is
-read, written, and put into a new one (`random_state`, `new_random`).
+Equal content of a tensor gives equal numbers, on every rank (`contents`). Memory on the CPU is read
+once, by CRC-32 (zlib computes it at several GB/s and without the interpreter's lock). On a device
+three sums of its words are taken, and only these are copied to the CPU. Two numbers that differ
+prove that the contents differ; contents that differ give equal numbers once in four billion cases.
 """
 
 import ctypes
+import functools
 import importlib
 import random
 import sys
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from elastic_driver.worker import accelerator
+# ---- the accelerator ---------------------------------------------------------------------
+
+
+def accelerator_in_use() -> Any:
+    """Return torch's module for the accelerator (`torch.xpu`) if this process uses it, else None.
+
+    No device is touched.
+    """
+    module = _accelerator_module()
+    if module is None or not getattr(module, "is_initialized", module.is_available)():
+        return None
+    return module
+
+
+@functools.cache
+def _accelerator_module() -> Any:
+    kind = torch.accelerator.current_accelerator()
+    return None if kind is None else torch.get_device_module(kind)
+
+
+# ---- the generators of this process ------------------------------------------------------
 
 _WORD_BYTES = 4
 _KEY_BYTES = 624 * _WORD_BYTES  # NumPy stores the position behind the key
@@ -73,7 +101,7 @@ class RandomStates:
         states["torch"] = torch.default_generator.clone_state()
         if (numpy_random := sys.modules.get("numpy.random")) is not None:
             states["numpy"] = self._numpy_state(numpy_random)
-        if (device := accelerator.in_use()) is not None:
+        if (device := accelerator_in_use()) is not None:
             states["device"] = device.get_rng_state()
         return states
 
@@ -109,7 +137,7 @@ class RandomStates:
         torch.set_rng_state(kept.get_state() if isinstance(kept, torch.Generator) else kept)
         if "numpy" in states and "numpy.random" in sys.modules:
             sys.modules["numpy.random"].set_state(states["numpy"])
-        if "device" in states and (device := accelerator.in_use()) is not None:
+        if "device" in states and (device := accelerator_in_use()) is not None:
             device.set_rng_state(states["device"])
 
 
@@ -164,3 +192,65 @@ def random_more(value: Any) -> Any:
         return f"{_OF_TORCH}{value.device.type}"
     bits = getattr(value, "bit_generator", None)
     return None if bits is None else type(bits).__name__
+
+
+# ---- the content of tensors --------------------------------------------------------------
+
+_BEGINNING = 64  # bytes
+_STRIDES = (1, 3, 7)  # of the words in each sum on a device: what moves changes at least one
+
+
+def contents(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the number of each tensor's content; waits once for a device."""
+    found: list[int | None] = [_on_cpu(t) if t.device.type == "cpu" else None for t in tensors]
+    elsewhere = [number for number, value in enumerate(found) if value is None]
+    if elsewhere:
+        sums = [_sums_on_device(tensors[number]) for number in elsewhere]
+        home = sums[0].device
+        rows = torch.stack([each.to(home) for each in sums]).tolist()
+        for number, row in zip(elsewhere, rows, strict=True):
+            found[number] = zlib.crc32(repr(row).encode())
+    return [value or 0 for value in found]
+
+
+def beginnings(tensors: Sequence[Tensor]) -> list[bytes]:
+    """Return the first bytes of tensors: a new content mostly begins otherwise.
+
+    Costs a microsecond for each tensor on the CPU, and one wait for a device.
+    """
+    found = [_beginning(tensor) for tensor in tensors if tensor.device.type == "cpu"]
+    elsewhere = [t for t in tensors if t.device.type != "cpu" and t.is_contiguous() and t.numel()]
+    if elsewhere:
+        heads = [t.detach().reshape(-1)[:4].view(torch.uint8) for t in elsewhere]
+        home = heads[0].device
+        found.append(bytes(torch.cat([each.to(home) for each in heads]).tolist()))
+    return found
+
+
+def _beginning(tensor: Tensor) -> bytes:
+    size = min(tensor.nbytes, _BEGINNING) if tensor.is_contiguous() else 0
+    address = tensor.data_ptr() if size else 0
+    return ctypes.string_at(address, size) if address else b""
+
+
+def is_capturing() -> bool:
+    """Return whether a graph is captured at this moment, in which no content can be read."""
+    device = accelerator_in_use()
+    return bool(getattr(device, "is_current_stream_capturing", bool)())
+
+
+def _on_cpu(tensor: Tensor) -> int:
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    size = tensor.nbytes
+    address = tensor.data_ptr()
+    if not size or not address:  # it has no memory at this moment
+        return 0
+    return zlib.crc32((ctypes.c_char * size).from_address(address))
+
+
+def _sums_on_device(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    kind = torch.int32 if flat.nbytes % 4 == 0 and flat.nbytes else torch.uint8
+    words = flat.view(torch.uint8).view(kind) if flat.numel() else flat.new_zeros(1, dtype=kind)
+    return torch.stack([words[::stride].sum(dtype=torch.int64) for stride in _STRIDES])
