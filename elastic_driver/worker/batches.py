@@ -82,6 +82,7 @@ from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.positions import Counted
 from elastic_driver.worker.sampler import require_length
 from elastic_driver.worker.state_sync.contents import accelerator_in_use
+from elastic_driver.worker.state_sync.part import trained_by
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.wrapping import without_ddp_sync
 
@@ -210,8 +211,8 @@ class Step:
         """Refuse steps of optimizers that would use the gradients of this step too early."""
 
         def refuse(optimizer: Optimizer, *_: object) -> None:
-            trained = (each for group in optimizer.param_groups for each in group["params"])
-            if self._pass.batches.current is self and self._pass.sums.subject.trains_any(trained):
+            subject = self._pass.sums.subject
+            if self._pass.batches.current is self and subject.trains_any(trained_by(optimizer)):
                 self.require_summed("the optimizer stepped")
 
         hook = register_optimizer_step_pre_hook(refuse)

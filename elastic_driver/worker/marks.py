@@ -25,10 +25,9 @@ from elastic_driver import contract
 from elastic_driver.words import counted
 from elastic_driver.words.progress import BUFFERS_DIGEST_CHARS, BUFFERS_OF, MAX_BUFFERS
 from elastic_driver.worker.heartbeat.progress import Leaf, TrainingProgress, usual_pause
-from elastic_driver.worker.state_sync.contents import contents
+from elastic_driver.worker.state_sync.contents import UnkeptError, contents
 from elastic_driver.worker.state_sync.message import Reader
 from elastic_driver.worker.state_sync.tree import Tree
-from elastic_driver.worker.state_sync.values import UnkeptError
 
 FIRST = (2, 4, 8, 16)  # commits of a round
 SHARE = 0.0006  # of the training time

@@ -20,7 +20,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.contents import RandomStates
 from elastic_driver.worker.state_sync.parts import StatePart, part_for
 from elastic_driver.worker.state_sync.sharing import gather_rows as gather
-from elastic_driver.worker.state_sync.steps import Steps
+from elastic_driver.worker.state_sync.steps import Steps, weakly
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import has_part
 from elastic_driver.worker.world import session
@@ -99,28 +98,6 @@ def begin_phase(number: int) -> None:
     _Phase.number = number
 
 
-def _of(me: "weakref.ref[State]") -> "State":
-    state = me()
-    assert state is not None  # noqa: S101 - its tree is called by itself alone
-    return state
-
-
-def _stepped(me: "weakref.ref[State]", optimizer: Optimizer) -> None:
-    """Note a finished step of any optimizer."""
-    state = me()
-    if state is not None:
-        state._tree.gradients.used(optimizer)
-        if state._leads:
-            state._progress.optimizer_stepped()
-            state._mistakes.stepped(state._progress)
-
-
-def _ends(me: "weakref.ref[State]") -> None:
-    state = me()
-    if state is not None:
-        state._mark_end()
-
-
 class _GoingBack(NamedTuple):
     """How a state goes back together with others."""
 
@@ -172,16 +149,13 @@ class State:
     ) -> None:
         self._values: dict[str, Any] = {}
         self._counter = Steps()
-        me = weakref.ref(self)  # a state ends with its last reference, not with a cycle
+        # A state ends with its last reference, not with a cycle.
         self._tree = Tree(
-            self._values,
-            self._counter,
-            lambda name, thing: _of(me)._part_for(name, thing),
-            lambda value: _of(me)._has_part(value),
+            self._values, self._counter, weakly(self._part_for), weakly(self._has_part)
         )
         self._tree.gradients.is_local = passes_are_local
         self._tree.leaves.copy_all = snapshot
-        self._counter.on_step = lambda optimizer: _stepped(me, optimizer)
+        self._counter.on_step = weakly(self._stepped)
         self._going: _GoingBack | None = None  # all states go back
         self._last = _Last()
         self._random = RandomStates()
@@ -427,7 +401,7 @@ class State:
             self._progress.synced_at = time.monotonic()
             self._meter.tell_sizes(self._progress)
             self._marks.entered(self._progress, world.size)
-            self._progress.on_end = partial(_ends, weakref.ref(self))
+            self._progress.on_end = weakly(self._mark_end)
             self._mistakes.entered(self._progress, world.size)
         self._meter.clock.restart()
 
@@ -522,6 +496,13 @@ class State:
             if s is not self and s._round == self._round and s._last.at > self._last.before
         ]
         return [(each._tree, each._local) for each in (self, *alike)]
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        """Note a finished step of any optimizer."""
+        self._tree.gradients.used(optimizer)
+        if self._leads:
+            self._progress.optimizer_stepped()
+            self._mistakes.stepped(self._progress)
 
     def _mark_end(self) -> None:
         """Mark the last commit: the training function, or the script, is over."""

@@ -11,7 +11,7 @@ from elastic_driver.horovod.torch.mpi_ops import broadcast_async_, rank, synchro
 from elastic_driver.horovod.torch.objects import gather_objects, require_equal, send_object
 from elastic_driver.horovod.torch.optimizer_state import load_exactly
 from elastic_driver.horovod.torch.packing import apart, join
-from elastic_driver.worker.state_sync.values import TensorSpec
+from elastic_driver.worker.state_sync.contents import TensorSpec
 
 __all__ = [
     "allgather_object",

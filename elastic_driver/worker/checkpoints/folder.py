@@ -39,7 +39,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from elastic_driver.errors import ElasticError, UsageError
-from elastic_driver.worker.state_sync.values import TensorKind, torch_dtype
+from elastic_driver.worker.state_sync.contents import TensorKind, torch_dtype
 from rendezvous.own_files import open_plain, plain
 from rendezvous.wire import UNREADABLE
 

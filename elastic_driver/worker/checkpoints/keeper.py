@@ -45,8 +45,9 @@ from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import Age, DamagedError, Manifest, Report
 from elastic_driver.worker.current import say
 from elastic_driver.worker.state_sync import sharing
+from elastic_driver.worker.state_sync.contents import TensorSpec
 from elastic_driver.worker.state_sync.sharing import Envelope, LiveState
-from elastic_driver.worker.state_sync.values import TensorSpec, first_line
+from elastic_driver.worker.state_sync.values import first_line
 from rendezvous.own_files import open_plain, shown_folder
 from rendezvous.wire import UNREADABLE
 
@@ -445,10 +446,6 @@ class CheckpointWriter(Thread):
         self.owner.in_trouble |= logged
 
 
-def _pack(envelope: Callable[[], Envelope], notes: Notes) -> Envelope:
-    return msgspec.structs.replace(envelope(), durable=pack_notes(notes))
-
-
 def _at_least_1(name: str, value: int | None) -> int:
     if value is None:
         raise UsageError(
@@ -496,10 +493,11 @@ def notes_of(values: Mapping[str, Any]) -> Notes:
     return {name: each.durable() for name, each in values.items() if isinstance(each, Durable)}
 
 
-def pack_notes(notes: Notes) -> dict[str, bytes]:
-    """Return what the functions of `notes_of` return, without what is empty."""
+def _pack(envelope: Callable[[], Envelope], notes: Notes) -> Envelope:
+    """Return an envelope with what the functions of `notes_of` return, without what is empty."""
     found = {name: note() for name, note in notes.items()}
-    return {name: data for name, data in found.items() if data}
+    durable = {name: data for name, data in found.items() if data}
+    return msgspec.structs.replace(envelope(), durable=durable)
 
 
 def restore_notes(values: Mapping[str, Any], notes: Mapping[str, bytes]) -> None:

@@ -31,7 +31,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from elastic_driver.worker import current
 from elastic_driver.worker.current import say
 from elastic_driver.worker.state_sync.contents import contents
-from elastic_driver.worker.state_sync.steps import trained_by
+from elastic_driver.worker.state_sync.part import trained_by
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.torch_seams.autograd import number_of_pass
 
@@ -200,7 +200,7 @@ class Kept:
                 self._add(tensor)
             return []
         if isinstance(thing, Optimizer):
-            trained = [p for group in thing.param_groups for p in group["params"]]
+            trained = trained_by(thing)
             for tensor in trained:
                 self._add(tensor)
             self.parameters += trained

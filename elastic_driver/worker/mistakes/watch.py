@@ -45,7 +45,7 @@ from elastic_driver.worker.mistakes.script_objects import (
     variables,
 )
 from elastic_driver.worker.state_sync.parts import ModulePart, StatePart
-from elastic_driver.worker.state_sync.steps import collectives
+from elastic_driver.worker.state_sync.steps import collectives, weakly
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.world import wrapping
 from elastic_driver.worker.world.gloo import peer_is_lost, refuse_if_lost
@@ -75,8 +75,7 @@ class Mistakes:
         self._frame: FrameType | None = None  # of the script, while a commit is looked at
         self._left_out = LeftOut()
         self._made_late = MadeLate(tree)
-        me = weakref.ref(self)  # a state's tensors end with it, not with a cycle
-        self._optimizers = OptimizerWatch(trees, lambda thing: _name_of(me, thing))
+        self._optimizers = OptimizerWatch(trees, weakly(self.name_of))  # no cycle holds tensors
         self._looks = 0  # commits of this process that were looked at
         self._due = LOOKED_AT  # commits of this round that are still to be looked at
         self._averages: bool | None = None  # something averages gradients; None: not known
@@ -251,11 +250,6 @@ class Mistakes:
 
         search(variables(self._frame), look)
         return found[0] if found else None
-
-
-def _name_of(me: "weakref.ref[Mistakes]", thing: Any) -> str | None:
-    mistakes = me()
-    return None if mistakes is None else mistakes.name_of(thing)
 
 
 def _tell_alone(found: str) -> None:

@@ -1,4 +1,4 @@
-"""What random generators and tensors hold: states of the first, numbers for the second.
+"""Tensors and random generators: what they hold, and what of them can be kept and sent.
 
 `TorchState` keeps the states of all generators of this process at a commit (Python's, NumPy's,
 torch's, the accelerator's), puts them back after a failed step, and gives a newcomer the states of
@@ -11,6 +11,10 @@ Equal content of a tensor gives equal numbers, on every rank (`contents`). Memor
 once, by CRC-32 (zlib computes it at several GB/s and without the interpreter's lock). On a device
 three sums of its words are taken, and only these are copied to the CPU. Two numbers that differ
 prove that the contents differ; contents that differ give equal numbers once in four billion cases.
+
+A tensor is sent if its content is all there is: not where it is on an autograd graph, or without
+memory (`require_sent`). A receiver makes one of the same kind (`TensorSpec`). What cannot be kept
+is an `UnkeptError`, which names it.
 """
 
 import ctypes
@@ -20,10 +24,12 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from elastic_driver.errors import UsageError
 
 # ---- the accelerator ---------------------------------------------------------------------
 
@@ -254,3 +260,126 @@ def _sums_on_device(tensor: Tensor) -> Tensor:
     kind = torch.int32 if flat.nbytes % 4 == 0 and flat.nbytes else torch.uint8
     words = flat.view(torch.uint8).view(kind) if flat.numel() else flat.new_zeros(1, dtype=kind)
     return torch.stack([words[::stride].sum(dtype=torch.int64) for stride in _STRIDES])
+
+
+# ---- tensors as they are sent ------------------------------------------------------------
+
+# The dtype (torch's name for it) and the shape of a tensor.
+TensorKind = tuple[str, tuple[int, ...]]
+
+
+class UnkeptError(UsageError):
+    """A value of the state cannot be kept and sent; `path` names it."""
+
+    def __init__(self, path: str, problem: str, hint: str) -> None:
+        super().__init__(
+            f"the attribute {path!r} cannot be sent to other workers or put back: {problem}; {hint}"
+        )
+        self.path = path
+        self._problem = problem
+        self._hint = hint
+
+    def inside(self, name: str) -> "UnkeptError":
+        """Return the error for a value inside of the state of an object with this name."""
+        return UnkeptError(name, f"{self.path}: {self._problem}", self._hint)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype; raises `UsageError` where this version of torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        problem = f"the state has a torch.{name}, which torch {torch.__version__} does not know"
+        raise UsageError(f"{problem}; use the version of torch that wrote it")
+    return dtype
+
+
+class TensorSpec(NamedTuple):
+    """Dtype, shape and type of device ("cpu", "xpu") of a tensor that a receiver allocates."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """Return the spec of a tensor; its first two fields are a `TensorKind`."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(dtype, tuple(tensor.shape), tensor.device.type)
+
+    def allocate(self, device: str | None = None) -> Tensor:
+        """Return an uninitialised tensor, on `device` or this process's device of the same type."""
+        return torch.empty(self.shape, dtype=torch_dtype(self.dtype), device=device or self.device)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Return whether a tensor can hold the content: it is of this kind, and has memory."""
+        if self[:2] != TensorSpec.of(tensor)[:2] or tensor.layout != torch.strided:
+            return False
+        has_memory = not (tensor.is_meta or shares_memory(tensor) or tensor.is_inference())
+        is_plain = not (tensor.is_conj() or tensor.is_neg())
+        return has_memory and is_plain and tensor.grad_fn is None
+
+
+def require_kept(tensor: Tensor, path: str) -> None:
+    """Raise `UnkeptError` for a tensor that cannot be kept as a plain value."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise UnkeptError(
+            path,
+            f"it is a tensor of the class {type(tensor).__qualname__}, and would arrive as a "
+            "plain one",
+            "keep a plain tensor: tensor.as_subclass(torch.Tensor)",
+        )
+    require_sent(tensor, path)
+
+
+def require_sent(tensor: Tensor, path: str) -> None:
+    """Raise `UnkeptError` for a tensor that cannot be sent: its content is not all there is."""
+    if tensor.grad_fn is not None:
+        raise UnkeptError(
+            path,
+            "it is a tensor on an autograd graph, whose history cannot be kept",
+            "store tensor.detach() or tensor.item()",
+        )
+    require_dense(tensor, path)
+
+
+def require_dense(tensor: Tensor, path: str) -> None:
+    """Raise `UnkeptError` for a tensor without elements one behind the other in memory."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnkeptError(path, "it has no shape yet (it is lazy)", "give it its first values")
+    if tensor.is_meta or tensor.is_quantized:
+        kind = "a quantized tensor" if tensor.is_quantized else "on the meta device, without memory"
+        raise UnkeptError(path, f"it is {kind}", "keep dense tensors of numbers in the state")
+    if tensor.is_nested or (tensor.layout != torch.strided and not tensor.is_sparse):
+        raise UnkeptError(
+            path, f"it is a tensor of layout {tensor.layout}", "keep dense tensors in the state"
+        )
+    if tensor.is_sparse:
+        raise UnkeptError(
+            path, "it is a sparse tensor", "keep its indices and values as dense ones"
+        )
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor have one memory, as after `expand`."""
+    return any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def fill_tensor(target: Tensor, content: Tensor) -> None:
+    """Write a tensor's content into another one, also where that was resized meanwhile."""
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        if target.shape != content.shape or target.dtype != content.dtype:
+            target.data = content.to(target.device, copy=True)
+        elif not shares_memory(target):
+            target.detach().copy_(content)
+        elif not torch.equal(target, content):
+            target.data = content.to(target.device, copy=True)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the content of a tensor as a row of bytes: its own memory where it is contiguous."""
+    flat = tensor.detach().contiguous()
+    # `reshape(-1)` would keep the step of a single element, which no view as bytes takes.
+    flat = flat.as_strided((flat.numel(),), (1,)) if flat.numel() else flat.reshape(-1)
+    return flat.view(torch.uint8)

@@ -18,9 +18,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.contents import TensorSpec, UnkeptError
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.optimizer_part import OptimizerPart
 from elastic_driver.worker.state_sync.part import (
+    ATTRIBUTES,
     NEVER,
     Attribute,
     Attributes,
@@ -34,7 +36,6 @@ from elastic_driver.worker.state_sync.part import (
     require_tensor,
 )
 from elastic_driver.worker.state_sync.taking import copied
-from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
 from elastic_driver.worker.torch_seams import scalers
 from elastic_driver.worker.torch_seams.modules import (
     WithStatistics,
@@ -45,9 +46,6 @@ from elastic_driver.worker.torch_seams.modules import (
 )
 
 __all__ = ["ModulePart", "Named", "OptimizerPart", "Outgoing", "Rest", "StatePart", "part_for"]
-
-
-ATTRIBUTES = 5  # the place of plain attributes in a document
 _flags = torch.Tensor.requires_grad.__get__
 _training = attrgetter("training")
 

@@ -65,7 +65,7 @@ _meetings = itertools.count(1)  # of this process
 
 
 class _Place(Struct, frozen=True):
-    """The place of a worker at its start, in its variables."""
+    """The place of a worker at its start, in its variables: a `SlotInfo` without its slot."""
 
     host: str = field(name=contract.HOSTNAME)
     rank: int = field(name="RANK")
@@ -94,19 +94,9 @@ def place_at_start(
             f"the variables of this worker have changed: {error}; leave those of elasticrun as "
             "they are"
         ) from error
-    place = SlotInfo(
-        host=found.host,
-        slot=born.slot,
-        rank=found.rank,
-        local_rank=found.local_rank,
-        cross_rank=found.cross_rank,
-        size=found.size,
-        local_size=found.local_size,
-        cross_size=found.cross_size,
-        node_rank=found.node_rank,
-        node_count=found.node_count,
-    )
-    return place, found.round
+    numbers = msgspec.structs.asdict(found)
+    round_id = numbers.pop("round")
+    return SlotInfo(slot=born.slot, **numbers), round_id
 
 
 def place_of_now(born: WorkerContext) -> SlotInfo | None:
