@@ -21,6 +21,10 @@ differentiable `all_to_all()` are for "gloo" only. So torch's functions that tak
 are replaced by ones that translate it (`translate`). Where a device has collectives of its own, its
 half names the group.
 
+**Companions** are parts of the script's process that live as long as a world, such as the engine of
+Horovod's operations. `run` starts them in each new world; `membership` stops them before the
+world's process group is taken down.
+
 Times are seconds.
 """
 
@@ -34,7 +38,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -462,3 +466,46 @@ def _init_process_group(of_torch: Callable[..., None]) -> Callable[..., None]:
         of_torch(*args, **kwargs)
 
     return init_process_group
+
+
+# ---- companions of a world -------------------------------------------------------------
+
+
+class Companion(Protocol):
+    """Something that works over the process group of one world; called on the training thread."""
+
+    def start(self) -> None:
+        """Start in the world that this process has just joined. Collective: all ranks call it."""
+
+    def stop(self, *, broken: bool) -> None:
+        """End, within seconds; a second call does nothing.
+
+        `broken`: the world is of no use any more, so no peer is waited for.
+        """
+
+
+_companions: list[Companion] = []
+
+
+def add_companion(companion: Companion) -> None:
+    """Start this companion in every world that comes; a second call does nothing."""
+    if companion not in _companions:
+        _companions.append(companion)
+
+
+def remove_companion(companion: Companion) -> None:
+    """Start this companion in no world any more."""
+    if companion in _companions:
+        _companions.remove(companion)
+
+
+def start_companions() -> None:
+    """Start all companions in a new world."""
+    for companion in _companions:
+        companion.start()
+
+
+def stop_companions(*, broken: bool = False) -> None:
+    """Stop all companions; see `Companion.stop`."""
+    for companion in _companions:
+        companion.stop(broken=broken)

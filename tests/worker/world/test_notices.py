@@ -12,7 +12,7 @@ from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.world.device import DeviceHalf
 from elastic_driver.worker.world.gloo import GroupConnections
 from elastic_driver.worker.world.groups import RoundOverError
-from elastic_driver.worker.world.notices import (
+from elastic_driver.worker.world.membership import (
     CHECK_S,
     HOPELESS_CHECKS,
     SILENT_GRACE_S,
