@@ -178,23 +178,26 @@ def _whole(word: str, least: int, alternatives: str = "") -> int:
     return int(word)
 
 
-def _number(word: str, most: float) -> float:
+def _finite(word: str) -> float:
+    """Return a number; NaN for a word that is none, and for infinity."""
     try:
         value = float(word)
     except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not 0 <= value <= most:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+def _number(word: str, most: float) -> float:
+    value = _finite(word)
+    if not 0 <= value <= most:
         bound = "from 0 on" if most == math.inf else f"from 0 to {most:g}"
         raise ValueError(f"needs a number {bound}, got {word!r}")
     return value
 
 
 def _seconds(word: str, *, zero: bool = False) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+    value = _finite(word)
+    if not value >= 0 or (value == 0 and not zero):
         bound = "0 or more" if zero else "more than 0"
         raise ValueError(f"needs a number of seconds, {bound}, got {word!r}")
     return value

@@ -266,7 +266,7 @@ class State:
         """
         if self._commit():
             reason = HostsUpdatedInterrupt(self._progress.leave_reason)
-            raise self._mistakes.leaving(reason, self._progress)
+            raise self._mistakes.error_to_leave(reason, self._progress)
 
     def check_host_updates(self) -> None:
         """Commit, and raise `HostsUpdatedInterrupt`, if the world changes now; else do nothing.
@@ -275,7 +275,7 @@ class State:
         midst of a step, with gradients that no optimizer has used, it leaves that to the next check
         or commit. Every rank must call it at the same places.
         """
-        if self._leads and self._progress.checked() and self._is_between_steps():
+        if self._leads and self._progress.record_check() and self._is_between_steps():
             self.commit()
 
     def save(self) -> None:
@@ -400,9 +400,9 @@ class State:
         if leads:
             self._progress.synced_at = time.monotonic()
             self._meter.tell_sizes(self._progress)
-            self._marks.entered(self._progress, world.size)
+            self._marks.enter(self._progress, world.size)
             self._progress.on_end = weakly(self._mark_end)
-            self._mistakes.entered(self._progress, world.size)
+            self._mistakes.enter(self._progress, world.size)
         self._meter.clock.restart()
 
     def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
@@ -447,12 +447,12 @@ class State:
                 "the function under @elastic.run is called, on every rank, or call its sync() at "
                 "the top of that function"
             )
-        self._mistakes.committing(leads=self._leads)
+        self._mistakes.look_at_commit(leads=self._leads)
         began = time.perf_counter()
         try:
             self.save()
         except WorldBrokenError as error:  # what an accelerator was to exchange will never come
-            raise self._mistakes.leaving(error, self._progress)  # noqa: B904 - it has its cause
+            raise self._mistakes.error_to_leave(error, self._progress)  # noqa: B904 - it has its cause
         last = self._last
         last.version = version = last.version + 1
         last.phase = _Phase.number
@@ -463,8 +463,8 @@ class State:
         progress = self._progress
         self._meter.finish_step(progress, version, time.perf_counter() - began)
         progress.gradients = gradient_norms()
-        leaves = progress.committed(version)
-        self._marks.committed(version, self._compared)
+        leaves = progress.record_commit(version)
+        self._marks.mark_if_due(version, self._compared)
         if not progress.steps & (progress.steps - 1):  # it takes time: at the 1st, 2nd, 4th …
             self._say_copies()
         return leaves
@@ -501,8 +501,8 @@ class State:
         """Note a finished step of any optimizer."""
         self._tree.gradients.used(optimizer)
         if self._leads:
-            self._progress.optimizer_stepped()
-            self._mistakes.stepped(self._progress)
+            self._progress.record_optimizer_step()
+            self._mistakes.count_step(self._progress)
 
     def _mark_end(self) -> None:
         """Mark the last commit: the training function, or the script, is over."""
@@ -561,7 +561,7 @@ class State:
         for module in self._all(Module):
             mark_in_sync(module)
         if self._checkpoints is not None:
-            self._checkpoints.entered(world, rank)
+            self._checkpoints.enter(world, rank)
 
     def _live(self) -> sharing.LiveState:
         return sharing.LiveState(self._tree, self._random)

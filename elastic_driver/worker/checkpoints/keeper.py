@@ -95,7 +95,7 @@ class Checkpoints:
 
     # ---- taking --------------------------------------------------------------------------
 
-    def entered(self, world: World, rank: int) -> None:
+    def enter(self, world: World, rank: int) -> None:
         """Record the world whose members write together from now on, and this process's rank."""
         self._world = rank, [member.worker for member in world.members], f"{world.round}"
 

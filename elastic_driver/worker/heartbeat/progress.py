@@ -342,7 +342,7 @@ class TrainingProgress:
         """Whether the round has to be left at the boundary of now."""
         return self.boundary >= self.leave_after
 
-    def checked(self) -> bool:
+    def record_check(self) -> bool:
         """Record a check for changes; return whether the round has to be left now."""
         self.checks += 1
         self.boundaries.append(time.monotonic())
@@ -363,7 +363,7 @@ class TrainingProgress:
         at = tuple(self.boundaries)
         return time.monotonic() - max(self.synced_at, at[-1] if at else 0.0)
 
-    def committed(self, version: int) -> bool:
+    def record_commit(self, version: int) -> bool:
         """Record a committed step; return whether the round has to be left now."""
         now = time.monotonic()
         self.step_time = now - self.committed_at
@@ -383,7 +383,7 @@ class TrainingProgress:
             self.on_first_step()
         return max(version, 0) + self.checks >= self.leave_after  # `must_leave`, in fewer calls
 
-    def reported(self, now: float) -> None:
+    def record_step(self, now: float) -> None:
         """Record a step that was committed or only reported."""
         self.step_times.append(now - self.active_at)
         self.active_at = now
@@ -395,20 +395,20 @@ class TrainingProgress:
         samples = max(self.trained, self.reported_samples)
         self.done = Done(now, self.steps_done, samples)
 
-    def reported_by_script(self, now: float, step: int) -> None:
+    def record_reported_step(self, now: float, step: int) -> None:
         """Record a step that the script reports; it may commit it as well."""
         self.reported_step, self.step_reported = step, True
-        self.reported(now)
+        self.record_step(now)
         if self.reported_steps == 1:
             self.on_first_step()
 
-    def optimizer_stepped(self) -> None:
+    def record_optimizer_step(self) -> None:
         """Record a finished step of an optimizer."""
         self.optimizer_steps += 1
         if self.optimizer_steps == ODD_STEPS and not self.reported_steps:
             self.on_no_commit()
 
-    def marked(self, step: int, digest: str, buffers: str = "") -> None:
+    def record_mark(self, step: int, digest: str, buffers: str = "") -> None:
         """Record the digest of the state after a committed step, for the comparison of ranks.
 
         `buffers`: digests of what ranks may have apart; see `words.progress.StateMark`.
@@ -419,7 +419,7 @@ class TrainingProgress:
         if len(self.marks) == 1:
             self.on_first_mark()
 
-    def entered(self, round_id: int, version: int, size: int = 1, rank: int = 0) -> None:
+    def enter(self, round_id: int, version: int, size: int = 1, rank: int = 0) -> None:
         """Record a new round, without a commit and without a request to leave so far."""
         self.size = size
         self.rank = rank
@@ -440,7 +440,7 @@ class TrainingProgress:
         self.samples = StepSamples()
         self.round = self.steps_of = round_id
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """Record that this process is in no round."""
         self.round = 0
         self.links, self.collectives = lambda: None, lambda: 0

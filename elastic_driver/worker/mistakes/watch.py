@@ -88,7 +88,7 @@ class Mistakes:
 
     # ---- a world -------------------------------------------------------------------------
 
-    def entered(self, progress: TrainingProgress, size: int) -> None:
+    def enter(self, progress: TrainingProgress, size: int) -> None:
         """Begin a round of so many workers."""
         self._alone = 0
         self._swallowed = 0
@@ -96,7 +96,7 @@ class Mistakes:
         self._size = size
         self._due = LOOKED_AT
         watch_samplers()
-        self._made_late.entered()
+        self._made_late.note_first()
         progress.on_difference = self.on_difference
 
     def on_difference(self) -> None:
@@ -117,7 +117,7 @@ class Mistakes:
 
     # ---- steps and commits ---------------------------------------------------------------
 
-    def stepped(self, progress: TrainingProgress) -> None:
+    def count_step(self, progress: TrainingProgress) -> None:
         """Note a finished step of any optimizer."""
         self._steps += 1
         if self._steps % LEAST_STEPS or not progress.round or not is_speaker():
@@ -130,7 +130,7 @@ class Mistakes:
                 "every few",
             )
 
-    def committing(self, *, leads: bool) -> None:
+    def look_at_commit(self, *, leads: bool) -> None:
         """Look at a commit that is about to be made.
 
         Raises `WorldBrokenError`, later `SwallowedError`, for a script that goes on though a
@@ -148,7 +148,7 @@ class Mistakes:
             if is_speaker():
                 self._look_safely()
 
-    def leaving(self, error: Exception, progress: TrainingProgress) -> BaseException:
+    def error_to_leave(self, error: Exception, progress: TrainingProgress) -> BaseException:
         """Return the error by which a commit tells the script to leave this round.
 
         Once a script has swallowed it, it is one that no `except Exception` catches.
@@ -366,7 +366,7 @@ class MadeLate:
         self._first: dict[str, tuple[str, int]] | None = None
         self._changes = 0  # of the tree, at the last look
 
-    def entered(self) -> None:
+    def note_first(self) -> None:
         """Note what each worker has made by itself; later worlds change nothing about that."""
         if self._first is None:
             self._first = self._now()

@@ -398,7 +398,7 @@ class Gradients:
             self._idle = {id(p): version_of(p) for p, now, before in pairs if now == before}
         return [p for p in self._others if self._idle.get(id(p)) != version_of(p)]
 
-    def committed(self, kept: list[Kept], now: int) -> None:
+    def note_commit(self, kept: list[Kept], now: int) -> None:
         """Note the result of `take` as that of a commit, until which `now` collectives came."""
         self.kept = kept
         self._has_stepped = False

@@ -301,7 +301,7 @@ class Tree:
         # Nothing fails from here on: a commit counts as a whole, or the last one still does.
         for part, each in taken:
             part.kept = each
-        self.gradients.committed(gradients, now)
+        self.gradients.note_commit(gradients, now)
         self._kept, self._kept_parts = kept, self.parts
         self._resting = resting or _Resting(self._glance, {})
         self._resting.rests.update((part, part.rest()) for part in parts)

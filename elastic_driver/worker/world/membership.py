@@ -119,7 +119,7 @@ class RoundNotices:
             return found[0]
         raise found
 
-    def entered(self, group: RoundGroup, round_id: int, steps: int, size: int, rank: int) -> bool:
+    def enter(self, group: RoundGroup, round_id: int, steps: int, size: int, rank: int) -> bool:
         """Begin a round after `steps` committed steps; return whether it is over already."""
         with self._lock:
             self.group = group
@@ -129,17 +129,17 @@ class RoundNotices:
             self._thread = TrainingThread()
             self._progress.links = lambda: link_usage(group.connections.held)
             self._progress.collectives = collectives_of_world
-            self._progress.entered(round_id, steps, size, rank)
+            self._progress.enter(round_id, steps, size, rank)
             self._apply(self._notice)  # it may have come while the group was built
             if self.alone is not None:
                 self._progress.leave_after = AT_ONCE
             return self._broken_since is not None
 
-    def left(self) -> RoundGroup | None:
+    def leave(self) -> RoundGroup | None:
         """End the round; return its group, which is still to be taken down."""
         with self._lock:
             group, self.group = self.group, None
-            self._progress.left()
+            self._progress.leave()
             self._broken_since = None
         return group
 
@@ -442,7 +442,7 @@ class JobMembership:
             self._install_with_device(choice.device, group, world.round, create_subgroup)
         self.world = world
         self._left = world.round
-        over = self._notices.entered(group, world.round, version, world.size, me.place.rank)
+        over = self._notices.enter(group, world.round, version, world.size, me.place.rank)
         self._end_left_groups()  # their other members are in this round, or gone
         if self._driver is not None:
             self._driver.preemption.listen()
@@ -537,7 +537,7 @@ class JobMembership:
         stop_companions()
         # Before `group` is reset: a notice that comes meanwhile has to reach the device.
         problem = self.group.cut_off_device(broken=False) if self.group is not None else None
-        group = self._notices.left()
+        group = self._notices.leave()
         if group is not None and problem is None:
             self._take_down(group)
 

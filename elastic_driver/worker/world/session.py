@@ -358,7 +358,7 @@ def report_progress(
     if samples is not None:
         progress.reported_samples += int(samples)
     if step is not None:
-        progress.reported_by_script(now, int(step))
+        progress.record_reported_step(now, int(step))
     elif samples is None and total is None and not numbers:
         progress.active_at = now
 
