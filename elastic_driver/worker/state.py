@@ -40,8 +40,9 @@ from elastic_driver.worker.mistakes.watch import Mistakes
 from elastic_driver.worker.positions import Advancing, CountsSamples, advance_all
 from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.contents import RandomStates
-from elastic_driver.worker.state_sync.parts import StatePart, part_for
-from elastic_driver.worker.state_sync.sharing import gather_rows as gather
+from elastic_driver.worker.state_sync.part import StatePart
+from elastic_driver.worker.state_sync.parts import part_for
+from elastic_driver.worker.state_sync.sharing import gather_rows
 from elastic_driver.worker.state_sync.steps import Steps, weakly
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import has_part
@@ -339,7 +340,7 @@ class State:
         if self._met is not None and self._met[0] == world.round:
             self._sync_with(self._met[1], world, leads=self._met[2])
             return
-        rows = gather([*self.state_version()], world.size)
+        rows = gather_rows([*self.state_version()], world.size)
         states = [StateVersion(steps, bool(clean)) for steps, clean in rows]
         alike = [s for s in all_states() if s is not self and s._round == world.round]
         self._sync_with(states, world, leads=not any(s._leads for s in alike))

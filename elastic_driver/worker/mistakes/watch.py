@@ -44,7 +44,8 @@ from elastic_driver.worker.mistakes.script_objects import (
     tell,
     variables,
 )
-from elastic_driver.worker.state_sync.parts import ModulePart, StatePart
+from elastic_driver.worker.state_sync.part import StatePart
+from elastic_driver.worker.state_sync.parts import ModulePart
 from elastic_driver.worker.state_sync.steps import collectives, weakly
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.world import wrapping

@@ -31,7 +31,7 @@ from elastic_driver import contract
 from elastic_driver.words.progress import GradientNorms
 from elastic_driver.worker import current
 from elastic_driver.worker.state_sync.contents import beginnings
-from elastic_driver.worker.state_sync.sharing import gather_rows as gather
+from elastic_driver.worker.state_sync.sharing import gather_rows
 from elastic_driver.worker.torch_seams.tensors import copy_all, flatten, unflatten, version_of
 from elastic_driver.worker.world.gloo import CollectiveWaits, current_waits, refuse_if_lost
 
@@ -225,7 +225,7 @@ def _looks(model: Module) -> Looks:
 def _changed_anywhere(model: Module, size: int) -> bool:
     """Return whether a rank has changed the model since all had it alike. Collective."""
     changed = _in_sync.get(model) != _looks(model)
-    return any(row[0] for row in gather([changed], size))
+    return any(row[0] for row in gather_rows([changed], size))
 
 
 def wrapped_models() -> list[Module]:
