@@ -266,14 +266,14 @@ def test_commits_pay_for_the_looks_at_the_beginning_only(
     lines: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs: list[float] = []
-    original = Mistakes.committing
+    original = Mistakes.look_at_commit
 
     def timed(self: Mistakes, *, leads: bool) -> None:
         began = time.thread_time()
         original(self, leads=leads)
         costs.append(time.thread_time() - began)
 
-    monkeypatch.setattr(Mistakes, "committing", timed)
+    monkeypatch.setattr(Mistakes, "look_at_commit", timed)
     state = state_of()
     shadow = {name: p.detach().clone() for name, p in state.model.named_parameters()}
 
