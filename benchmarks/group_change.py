@@ -34,7 +34,7 @@ from elastic_driver import contract
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.groups import RoundGroup
-from elastic_driver.worker.world.notices import RoundNotices
+from elastic_driver.worker.world.membership import RoundNotices
 from rendezvous.auth import make_token
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer

@@ -48,7 +48,7 @@ def elastic_worker(blocks: int) -> list[Block]:
     other, others_optimizer = make_model()
     state = elastic.TorchState(model=model, optimizer=optimizer, step=0)
     done: list[Block] = []
-    marking = timed(Marks, "committed")
+    marking = timed(Marks, "mark_if_due")
 
     @elastic.run
     def train(state: elastic.TorchState) -> None:

@@ -1,7 +1,8 @@
 """Names that cross a process boundary: variables of a worker, routes of the driver, store keys.
 
 The torchrun names keep torchrun's meaning, so that an unmodified `init_process_group()`
-script runs (https://docs.pytorch.org/docs/stable/elastic/run.html).
+script runs (https://docs.pytorch.org/docs/stable/elastic/run.html). Launcher, agents and workers
+also agree on what each port of `--ports` is for. Pure.
 """
 
 from typing import Literal
@@ -181,3 +182,44 @@ def lease_owner(key: str) -> tuple[Literal["agent", "worker", "half"], str] | No
             return "half", owner
         case _:
             return None
+
+
+# ---- what the ports of --ports are for ---------------------------------------------------
+# The lowest quarter, 16 ports at most, is for torch's stores: an agent names them beforehand, so
+# that all workers know the port of a store before it listens. The others are for everything that
+# chooses a port when it listens (the rendezvous, probes, gloo). If the two parts were one, gloo
+# could take a port that an agent has named a moment before.
+
+PortRange = tuple[int, int]  # the first and the last
+
+_MOST_STORES = 16
+
+
+def store_ports(ports: PortRange) -> tuple[int, ...]:
+    """Return the ports for torch's stores, in order."""
+    return _split_ports(ports)[0]
+
+
+def listening_ports(ports: PortRange) -> tuple[int, ...]:
+    """Return the ports for all others, the last one first."""
+    stores, others = _split_ports(ports)
+    return (others or stores)[::-1]
+
+
+def ports_in_words(ports: PortRange) -> str:
+    """Return the option as it was given."""
+    return f"--ports {ports[0]}-{ports[1]}"
+
+
+def no_port_left(ports: PortRange, purpose: str, where: str) -> str:
+    """Return the sentence for a range with no free port."""
+    return (
+        f"no port of {ports_in_words(ports)} is free on {where} for {purpose}; give a larger range "
+        "(docs/firewalls.md says how many a host needs), or end what listens there (ss -ltnp)"
+    )
+
+
+def _split_ports(ports: PortRange) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    every = tuple(range(ports[0], ports[1] + 1))
+    stores = min(_MOST_STORES, max(1, len(every) // 4))
+    return every[:stores], every[stores:]

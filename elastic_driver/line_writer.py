@@ -1,11 +1,13 @@
-"""A writer of lines with a thread of its own: a stopped terminal or a hung disk holds nobody up.
+"""Files that lines are appended to: a hung disk holds nobody up, and logrotate may move them away.
 
-The driver writes its lines on stderr and its event log with one of these. A caller usually finds
-its lines written when it goes on; if that takes longer than a moment, it goes on without them. What
-waits is bounded; lines beyond that are dropped, counted, and told of by the next line. Lines for a
-disk that is full wait until it has room again.
+The driver writes its lines on stderr and its event log with a `LineWriter`, which has a thread of
+its own. A caller usually finds its lines written when it goes on; if that takes longer than a
+moment, it goes on without them. What waits is bounded; lines beyond that are dropped, counted, and
+told of by the next line. Lines for a disk that is full wait until it has room again. Every method
+may be called by any thread.
 
-Every method may be called by any thread. Times are seconds.
+The event log and the files of `--log-dir` are each an `AppendedFile`. Nobody has to be told of a
+move: before a write the path is looked at, once a second at most. Times are seconds.
 """
 
 import contextlib
@@ -15,7 +17,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
+
+from rendezvous.own_files import open_own
 
 PATIENCE_S = 0.25  # for which a caller waits until its lines are written
 AGAIN_S = 5.0  # after it has waited in vain, before the next caller waits
@@ -166,3 +171,46 @@ def write_whole(file: BinaryIO, data: bytes) -> None:
     if written != len(data):
         file.truncate(file.tell() - written)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+LOOK_S = 1.0  # between two looks; until the next one, a moved file is written to
+
+
+class AppendedFile:
+    """The file that has this path now; it is made again if it was moved or deleted."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Open for appending, without a buffer; raises OSError, for another user's link, too."""
+        self.path, self._clock = path, clock
+        self._file = self._open()
+        self._looked = clock()
+
+    def current(self) -> BinaryIO:
+        """Return the file to write to.
+
+        It is the old one if the path leads nowhere and no file can be made there: what is written
+        goes on to the moved file then.
+        """
+        now = self._clock()
+        if now - self._looked >= LOOK_S and not self._file.closed:
+            self._looked = now
+            with contextlib.suppress(OSError):
+                if not self._in_place():
+                    fresh = self._open()
+                    self._file.close()
+                    self._file = fresh
+        return self._file
+
+    def close(self) -> None:
+        """Close the file; harmless when it is closed."""
+        self._file.close()
+
+    def _open(self) -> BinaryIO:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        return open(open_own(self.path, flags, 0o666), "ab", buffering=0)
+
+    def _in_place(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False

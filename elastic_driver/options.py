@@ -1,16 +1,18 @@
-"""Options of `elasticrun`: a dataclass field with a record, and readers for values.
+"""Options of `elasticrun`: a dataclass field with a record, and readers for values. Pure.
 
 The struct that a part of the system receives declares its options: `option(…)` takes the place of
 the field's default. The launcher collects the records (`launcher.options`), reads the command line,
 the environment and the configuration file with them, prints `--help`, and fills the structs. mypy
-checks that reader, default and field have the same type.
+checks that reader, default and field have the same type. Readers raise `ValueError` with a phrase
+that completes "--option …".
 
-Readers are pure. They raise `ValueError` with a phrase that completes "--option …".
+A command line, a plan and a status go to terminals, tickets and metrics. So the values of options
+and variables with names like secrets are shown as `***` (`masked`).
 """
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Generic, TypeVar
@@ -176,23 +178,26 @@ def _whole(word: str, least: int, alternatives: str = "") -> int:
     return int(word)
 
 
-def _number(word: str, most: float) -> float:
+def _finite(word: str) -> float:
+    """Return a number; NaN for a word that is none, and for infinity."""
     try:
         value = float(word)
     except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not 0 <= value <= most:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+def _number(word: str, most: float) -> float:
+    value = _finite(word)
+    if not 0 <= value <= most:
         bound = "from 0 on" if most == math.inf else f"from 0 to {most:g}"
         raise ValueError(f"needs a number {bound}, got {word!r}")
     return value
 
 
 def _seconds(word: str, *, zero: bool = False) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+    value = _finite(word)
+    if not value >= 0 or (value == 0 and not zero):
         bound = "0 or more" if zero else "more than 0"
         raise ValueError(f"needs a number of seconds, {bound}, got {word!r}")
     return value
@@ -298,3 +303,45 @@ STREAMS = matching(  # torchrun's --redirects: 0 to 3, or per local rank 0:1,1:3
     str,
 )
 TF_ROLES = ValueKind(_tf_roles, "chief=1,ps=2,worker=*,evaluator=1")
+
+
+MASK = "***"
+_SECRET_VARIABLE = re.compile(r"TOKEN|SECRET|KEY|PASS|CREDENTIAL|AUTH")
+_SECRET_OPTION = re.compile(
+    r"(?:^|[-_.])(?:token|secret|key|apikey|passwd|password|passphrase|credentials?)$",
+    re.IGNORECASE,
+)
+_VARIABLE_NAME = re.compile(r"[A-Z][A-Z0-9_]*\Z")
+_USER_OF_URL = re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]+@")
+
+
+def is_secret(variable: str) -> bool:
+    """Return whether the name of a variable looks like a secret's."""
+    return _SECRET_VARIABLE.search(variable.upper()) is not None
+
+
+def masked(words: Iterable[str]) -> tuple[str, ...]:
+    """Return the words of a command line without the values that look like secrets."""
+    shown: list[str] = []
+    hide = False  # the value of the option before
+    for word in words:
+        name, equals, value = word.partition("=")
+        option = name.lstrip("-")
+        secret = (
+            is_secret(name)
+            if _VARIABLE_NAME.match(name)
+            else _SECRET_OPTION.search(option) is not None
+        )
+        if hide and not word.startswith("-"):
+            shown.append(MASK)
+            hide = False
+            continue
+        hide = secret and not equals and word.startswith("--")
+        hidden = secret and equals and value
+        shown.append(f"{name}={MASK}" if hidden else without_password(word))
+    return tuple(shown)
+
+
+def without_password(text: str) -> str:
+    """Return a text without the passwords of URLs in it (`https://user:***@host`)."""
+    return _USER_OF_URL.sub(rf"\1:{MASK}@", text)

@@ -7,8 +7,8 @@ fills the fields, the rules of the core read them.
 from dataclasses import dataclass
 
 from elastic_driver import options as o
+from elastic_driver.contract import PortRange, listening_ports
 from elastic_driver.options import Heading, TfRoles, ValueKind, option, whole
-from elastic_driver.ports import PortRange, listening_ports
 from rendezvous.limits import Limits, read_limits
 
 POLICY = Heading.POLICY

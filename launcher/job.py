@@ -433,7 +433,7 @@ def _collectives() -> list[str]:
         return [_line(False, f"torch ({error}); install it: pip install 'elastic-driver[torch]'")]
     if not dist.is_available():
         return [_line(False, f"torch {torch.__version__} was built without torch.distributed")]
-    from elastic_driver.worker.world.backend import accelerator_names  # noqa: PLC0415 - uses torch
+    from elastic_driver.worker.world.groups import accelerator_names  # noqa: PLC0415 - uses torch
 
     _kind, own = accelerator_names()
     on_device = dist.is_backend_available(own) and torch.accelerator.is_available()

@@ -8,8 +8,14 @@ import socket
 import msgspec
 import pytest
 
-from elastic_driver.announcement import MAX_LINE, Announcement, announce, announcement, verified
-from elastic_driver.presence import Presence
+from elastic_driver.reachability import (
+    MAX_LINE,
+    Announcement,
+    Presence,
+    announce,
+    announcement,
+    verified,
+)
 from launcher.agent.liveness import MOST
 from tests.support.idle import probe_port_beside_idle
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.appended_file import LOOK_S, AppendedFile
+from elastic_driver.line_writer import LOOK_S, AppendedFile
 
 
 class FakeClock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.masking import is_secret, masked
+from elastic_driver.options import is_secret, masked
 
 
 @pytest.mark.parametrize(

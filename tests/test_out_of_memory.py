@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from elastic_driver.out_of_memory import lacks_memory, lost_a_loader
+from elastic_driver.failure_causes import lacks_memory, lost_a_loader
 
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n'
 CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB"

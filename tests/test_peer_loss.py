@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.peer_loss import in_short, looks_like_peer_loss
+from elastic_driver.failure_causes import in_short, looks_like_peer_loss
 
 
 @pytest.mark.parametrize(

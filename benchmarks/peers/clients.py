@@ -79,11 +79,11 @@ class WorkerClient:
         """Record the steps that a worker would have made by now, and their costs."""
         progress = self.progress
         if progress.round == 0:
-            progress.entered(1, 0, size)
+            progress.enter(1, 0, size)
         cost = StepCost(STEP_S / 2, STEP_S / 2)
         for step in range(progress.version + 1, int((time.monotonic() - since) / STEP_S)):
             progress.samples.record(step, lambda: cost)
-            progress.committed(step)
+            progress.record_commit(step)
             progress.step_time = STEP_S
             progress.step_times.append(STEP_S)
 

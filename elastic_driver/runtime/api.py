@@ -13,8 +13,6 @@ from aiohttp import web
 from elastic_driver import token_roles
 from elastic_driver.features import chapters
 from elastic_driver.features.joining import driver as joined
-from elastic_driver.rights import access_of
-from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime import (
     event_routes,
     live,
@@ -28,6 +26,7 @@ from elastic_driver.runtime import (
 from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.job_times import JobTimes
+from elastic_driver.token_roles import RoundMembers, access_of
 from rendezvous.access import Access
 from rendezvous.routes import Post, Route, collect, short_ways
 from rendezvous.store_routes import store_rows

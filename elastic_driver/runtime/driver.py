@@ -27,7 +27,7 @@ from elastic_driver.job.decisions import EndJob
 from elastic_driver.job.events import MemoryExpected, StopRequested
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.machine import ForMachine
-from elastic_driver.masking import masked
+from elastic_driver.options import masked
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.companions import Companion, Run
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery, Hosts

@@ -21,12 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elastic_driver import contract
-from elastic_driver.announcement import announce
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.job.fleet import HostAgent
 from elastic_driver.job.job import Job
-from elastic_driver.presence import Presence
-from elastic_driver.reachability import reachable_url
+from elastic_driver.reachability import Presence, announce, reachable_url
 from elastic_driver.settings import DriverOptions
 from elastic_driver.token_roles import agent_token
 from elastic_driver.words.orders import DriverTerm, JobSpec, encode

@@ -23,8 +23,7 @@ from typing import Any
 
 import msgspec
 
-from elastic_driver.appended_file import AppendedFile
-from elastic_driver.line_writer import PATIENCE_S, RETRY_S, LineWriter, write_whole
+from elastic_driver.line_writer import PATIENCE_S, RETRY_S, AppendedFile, LineWriter, write_whole
 from rendezvous.wire import UNREADABLE
 
 RING_EVENTS = 10_000  # the newest, which /v1/events returns

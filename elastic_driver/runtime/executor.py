@@ -28,7 +28,6 @@ from elastic_driver.kernel.services import (
     SendEvent,
     ShowLine,
 )
-from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.backend import (
     AdoptsAgents,
     Backend,
@@ -39,6 +38,7 @@ from elastic_driver.runtime.backend import (
 from elastic_driver.runtime.job_record import JobRecord
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.probes import HostProbes, Suspects
+from elastic_driver.token_roles import RoundMembers
 from elastic_driver.words import orders as doc
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.progress import decode_progress

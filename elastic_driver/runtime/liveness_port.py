@@ -1,6 +1,6 @@
 """A port at which a driver proves that it lives, and connections by which its end is seen.
 
-The Brain asks (`elastic_driver.presence`), and keeps the connection. The kernel holds it for a
+The Brain asks (`elastic_driver.reachability`), and keeps the connection. The kernel holds it for a
 process that is stopped, too, and ends it with the process, however that ends. Anybody may connect;
 who has not proved to be the Brain is sent away soon, and keeps the Brain out no longer than that.
 Times are seconds.
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import cast
 
-from elastic_driver.presence import DriverPresence
+from elastic_driver.reachability import DriverPresence
 
 LINE_S = 2.0  # for the question to arrive
 MOST = 64  # connections without one; one more, and the oldest has to go

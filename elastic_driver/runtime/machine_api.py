@@ -19,7 +19,7 @@ from elastic_driver import token_roles
 from elastic_driver.features import chapters
 from elastic_driver.kernel.machine import ForMachine, Reply
 from elastic_driver.kernel.services import Rejection, RequestDropped
-from elastic_driver.round_members import RoundMembers
+from elastic_driver.token_roles import RoundMembers
 from rendezvous.access import Roles
 from rendezvous.auth import Caller
 from rendezvous.routes import (

@@ -21,8 +21,7 @@ from typing import Any, TypeAlias
 from elastic_driver import contract
 from elastic_driver.job.decisions import ProbeAgent, ProbeHosts
 from elastic_driver.job.events import AgentHeard, AgentProbed, AgentSuspected, Evidence, HostProbed
-from elastic_driver.presence import Presence
-from elastic_driver.reachability import probe
+from elastic_driver.reachability import Presence, probe
 from elastic_driver.token_roles import agent_token
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import MAX_WAIT_S, Entries, Get, Watch

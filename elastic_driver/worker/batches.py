@@ -75,12 +75,14 @@ from elastic_driver.arithmetic import (
 from elastic_driver.errors import UsageError
 from elastic_driver.words import orders as documents
 from elastic_driver.words.progress import Division
-from elastic_driver.worker import accelerator, current
+from elastic_driver.worker import current
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.positions import Counted
 from elastic_driver.worker.sampler import require_length
+from elastic_driver.worker.state_sync.contents import accelerator_in_use
+from elastic_driver.worker.state_sync.part import trained_by
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.wrapping import without_ddp_sync
 
@@ -209,8 +211,8 @@ class Step:
         """Refuse steps of optimizers that would use the gradients of this step too early."""
 
         def refuse(optimizer: Optimizer, *_: object) -> None:
-            trained = (each for group in optimizer.param_groups for each in group["params"])
-            if self._pass.batches.current is self and self._pass.sums.subject.trains_any(trained):
+            subject = self._pass.sums.subject
+            if self._pass.batches.current is self and subject.trains_any(trained_by(optimizer)):
                 self.require_summed("the optimizer stepped")
 
         hook = register_optimizer_step_pre_hook(refuse)
@@ -509,7 +511,7 @@ def seed_everything(*identity: int) -> None:
     # Not torch.manual_seed: for each kind of device that was not used yet it formats a traceback,
     # to seed it later, which costs more than a small micro-batch.
     torch.default_generator.manual_seed(seed)
-    if (device := accelerator.in_use()) is not None:
+    if (device := accelerator_in_use()) is not None:
         getattr(device, "manual_seed_all", device.manual_seed)(seed)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(seed & 0xFFFFFFFF)

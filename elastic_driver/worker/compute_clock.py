@@ -24,7 +24,7 @@ costs a few microseconds a step and sends no message. Times are seconds.
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ from torch.optim import Optimizer
 
 from elastic_driver.worker.heartbeat.progress import StepCost, StepTiming, TrainingProgress
 from elastic_driver.worker.positions import Counted, CountsSamples, count_parameters, division_of
+from elastic_driver.worker.state_sync.part import trained_by
+from elastic_driver.worker.state_sync.steps import remove_hooks, weakly
 from elastic_driver.worker.torch_seams import calls_hooks, when_backward_ends
 
 
@@ -53,7 +55,7 @@ class ComputeClock:
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []  # on the script's objects, which outlive this clock
-        weakref.finalize(self, _remove, self._hooks)
+        weakref.finalize(self, remove_hooks, self._hooks)
         self._step = _Step()
         self._finished = _Step()
 
@@ -64,17 +66,16 @@ class ComputeClock:
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these optimizers' parameters from now on."""
-        _remove(self._hooks)
+        remove_hooks(self._hooks)
         self.restart()
-        me = weakref.ref(self)
+        pass_begins = weakly(self.pass_begins)
+        optimizer_begins = weakly(self.optimizer_begins)
         for optimizer in optimizers:
-            trained = [p for p in _parameters([optimizer]) if p.requires_grad]
+            trained = [p for p in trained_by(optimizer) if p.requires_grad]
             if trained and self.times(trained[-1].device):  # usually nearest to the loss
-                hook = trained[-1].register_post_accumulate_grad_hook(partial(_pass_begins, me))
-                self._hooks.append(hook)
+                self._hooks.append(trained[-1].register_post_accumulate_grad_hook(pass_begins))
                 if (stepped := _with_hooks(optimizer)) is not None:
-                    begins = partial(_optimizer_begins, me)
-                    self._hooks.append(stepped.register_step_pre_hook(begins))
+                    self._hooks.append(stepped.register_step_pre_hook(optimizer_begins))
 
     def restart(self) -> None:
         """Drop the current step: its cost would not compare with that of others."""
@@ -117,7 +118,7 @@ class ComputeClock:
         """Return the seconds and the CPU seconds between two moments."""
         return until[0] - since[0], until[1] - since[1]
 
-    def pass_begins(self) -> None:
+    def pass_begins(self, _parameter: torch.Tensor) -> None:
         """Record that a backward pass has reached the first layers; called in the pass."""
         when_backward_ends(self._gradients_ready)
 
@@ -130,7 +131,7 @@ class ComputeClock:
     def _pass_returns(self) -> None:
         self._step.waits[-1][1] = self._moment()
 
-    def optimizer_begins(self) -> None:
+    def optimizer_begins(self, *_: object) -> None:
         """Record that an optimizer begins its step."""
         step = self._step
         if step.waiting:
@@ -149,7 +150,7 @@ class DeviceClock(ComputeClock):
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """See `ComputeClock.watch`; of several GPUs the first one's stream counts."""
         super().watch(optimizers)
-        devices = (parameter.device for parameter in _parameters(optimizers))
+        devices = (p.device for each in optimizers for p in trained_by(each))
         self._device = next((d for d in devices if self.times(d)), None)
 
     def finish_step(self) -> Callable[[], StepCost | None]:
@@ -230,35 +231,13 @@ def clock_for(optimizers: Sequence[Optimizer], before: ComputeClock) -> ComputeC
 
     Reuse `before` if it already times this device type.
     """
-    on_gpu = any(DeviceClock.times(p.device) for p in _parameters(optimizers))
+    on_gpu = any(DeviceClock.times(p.device) for each in optimizers for p in trained_by(each))
     kind = DeviceClock if on_gpu else ComputeClock
     if type(before) is not kind:
         before.watch([])
         before = kind()
     before.watch(optimizers)
     return before
-
-
-def _pass_begins(me: "weakref.ref[ComputeClock]", _parameter: torch.Tensor) -> None:
-    clock = me()
-    if clock is not None:
-        clock.pass_begins()
-
-
-def _optimizer_begins(me: "weakref.ref[ComputeClock]", *_: object) -> None:
-    clock = me()
-    if clock is not None:
-        clock.optimizer_begins()
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()
-
-
-def _parameters(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
-    return (p for o in optimizers for group in o.param_groups for p in group["params"])
 
 
 def _with_hooks(optimizer: Optimizer) -> Optimizer | None:

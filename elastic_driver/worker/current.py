@@ -1,8 +1,8 @@
-"""This process's place in its current world: the numbers that scripts ask for.
+"""This process's place in its current world: the numbers that scripts ask for; its lines on stderr.
 
-`world` writes them when it enters or leaves a round; samplers, scripts and `elastic.rank()` read
-them. Reading sends nothing and imports no torch: it costs an attribute lookup. The numbers have
-Horovod's meaning. They are counted anew each round; only `slot()` stays. All raise
+`world` writes the numbers when it enters or leaves a round; samplers, scripts and `elastic.rank()`
+read them. Reading sends nothing and imports no torch: it costs an attribute lookup. The numbers
+have Horovod's meaning. They are counted anew each round; only `slot()` stays. All raise
 `NotInitializedError`, a `UsageError`, before the first world.
 
 A process that a worker starts, such as one of a `DataLoader`, is in no world itself, and asks for
@@ -11,6 +11,8 @@ method. A forked process would have those of the moment of the fork, a spawned o
 that outlives a world (`persistent_workers=True`) those of an earlier world. So the worker writes
 the numbers of each world into a file in the agent's scratch folder, and these processes read them
 there. A worker without such a folder tells nothing.
+
+Lines that a worker writes about itself (`say`) are few, and each is a whole sentence.
 """
 
 import contextlib
@@ -23,8 +25,14 @@ from msgspec import Struct
 
 from elastic_driver import contract
 from elastic_driver.errors import UsageError
+from elastic_driver.words import printable
 from elastic_driver.words.world import SlotInfo
-from elastic_driver.worker.worker_log import say
+
+
+def say(message: str) -> None:
+    """Write one line, marked as ours, in one piece."""
+    sys.stderr.write(f"elastic: {printable(message)}\n")
+    sys.stderr.flush()
 
 
 class NotInitializedError(UsageError):

@@ -25,10 +25,9 @@ from elastic_driver import contract
 from elastic_driver.words import counted
 from elastic_driver.words.progress import BUFFERS_DIGEST_CHARS, BUFFERS_OF, MAX_BUFFERS
 from elastic_driver.worker.heartbeat.progress import Leaf, TrainingProgress, usual_pause
-from elastic_driver.worker.state_sync.fingerprint import contents
+from elastic_driver.worker.state_sync.contents import UnkeptError, contents
 from elastic_driver.worker.state_sync.message import Reader
 from elastic_driver.worker.state_sync.tree import Tree
-from elastic_driver.worker.state_sync.values import UnkeptError
 
 FIRST = (2, 4, 8, 16)  # commits of a round
 SHARE = 0.0006  # of the training time
@@ -56,7 +55,7 @@ class Marks:
         self._due = min(FIRST)  # the commit of the next mark
         self._began = time.monotonic()
 
-    def entered(self, progress: TrainingProgress, size: int) -> None:
+    def enter(self, progress: TrainingProgress, size: int) -> None:
         """Begin a round of so many workers; alone, a rank is compared with nobody."""
         wanted = size > 1 and os.environ.get(contract.VERIFY_STATE) != "0"
         self._progress = progress if wanted else None
@@ -66,7 +65,7 @@ class Marks:
         self._kept.clear()
         progress.leaves = self.leaves
 
-    def committed(self, step: int, states: Callable[[], Sequence[Compared]]) -> None:
+    def mark_if_due(self, step: int, states: Callable[[], Sequence[Compared]]) -> None:
         """Make a mark of a committed step where one is due; `states` are those to compare."""
         self._commits += 1
         progress = self._progress
@@ -106,7 +105,7 @@ class Marks:
         self._kept[step] = [*found, *buffers]
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
-        self._progress.marked(step, root.hexdigest(), "".join(each[1] for each in buffers))
+        self._progress.record_mark(step, root.hexdigest(), "".join(each[1] for each in buffers))
 
     def _choose(self, cost: float, progress: TrainingProgress) -> None:
         """Choose the commits from one mark to the next, by what marks and steps take."""

@@ -33,9 +33,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from torch.utils.data import DataLoader
 
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError
-from elastic_driver.peer_loss import in_short
+from elastic_driver.failure_causes import in_short
 from elastic_driver.words.world import StateVersion, source_of
 from elastic_driver.worker import current, torch_seams
+from elastic_driver.worker.current import say
 from elastic_driver.worker.mistakes.watch import hint, tell_swallowed
 from elastic_driver.worker.state import (
     State,
@@ -46,11 +47,10 @@ from elastic_driver.worker.state import (
 )
 from elastic_driver.worker.state_sync.sharing import StateLostError, gather_rows
 from elastic_driver.worker.state_sync.values import training_begins, training_ends
-from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.gloo import current_waits, tells_of_loss
-from elastic_driver.worker.world.groups import RoundOverError
-from elastic_driver.worker.world.membership import JobMembership, start_companions, stop_companions
+from elastic_driver.worker.world.groups import RoundOverError, start_companions, stop_companions
+from elastic_driver.worker.world.membership import JobMembership
 from rendezvous.errors import SealedError
 
 P = ParamSpec("P")

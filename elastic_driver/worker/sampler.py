@@ -33,7 +33,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 from elastic_driver.arithmetic import Permutation, mix
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.current import rank_and_size
+from elastic_driver.worker.current import rank_and_size, say
 from elastic_driver.worker.positions import (
     BareLoop,
     Counted,
@@ -41,7 +41,6 @@ from elastic_driver.worker.positions import (
     optimizer_steps,
     watch_optimizers,
 )
-from elastic_driver.worker.worker_log import say
 
 __all__ = ["ElasticSampler"]
 

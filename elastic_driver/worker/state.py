@@ -20,7 +20,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,21 +31,21 @@ from elastic_driver.words import counted
 from elastic_driver.words.orders import SaveRequest, World
 from elastic_driver.words.world import StateVersion
 from elastic_driver.worker import current
-from elastic_driver.worker.checkpoints.keeper import Checkpoints
-from elastic_driver.worker.checkpoints.roll_call import NOTHING, Arrival, save_together
+from elastic_driver.worker.checkpoints.keeper import NOTHING, Arrival, Checkpoints, save_together
 from elastic_driver.worker.compute_clock import StepMeter
+from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.marks import Marks
 from elastic_driver.worker.mistakes.watch import Mistakes
 from elastic_driver.worker.positions import Advancing, CountsSamples, advance_all
 from elastic_driver.worker.state_sync import sharing
-from elastic_driver.worker.state_sync.parts import StatePart, part_for
-from elastic_driver.worker.state_sync.rng import RandomStates
-from elastic_driver.worker.state_sync.sharing import gather_rows as gather
-from elastic_driver.worker.state_sync.steps import Steps
+from elastic_driver.worker.state_sync.contents import RandomStates
+from elastic_driver.worker.state_sync.part import StatePart
+from elastic_driver.worker.state_sync.parts import part_for
+from elastic_driver.worker.state_sync.sharing import gather_rows
+from elastic_driver.worker.state_sync.steps import Steps, weakly
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.state_sync.values import has_part
-from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.wrapping import gradient_norms, mark_in_sync, passes_are_local
 
@@ -100,28 +99,6 @@ def begin_phase(number: int) -> None:
     _Phase.number = number
 
 
-def _of(me: "weakref.ref[State]") -> "State":
-    state = me()
-    assert state is not None  # noqa: S101 - its tree is called by itself alone
-    return state
-
-
-def _stepped(me: "weakref.ref[State]", optimizer: Optimizer) -> None:
-    """Note a finished step of any optimizer."""
-    state = me()
-    if state is not None:
-        state._tree.gradients.used(optimizer)
-        if state._leads:
-            state._progress.optimizer_stepped()
-            state._mistakes.stepped(state._progress)
-
-
-def _ends(me: "weakref.ref[State]") -> None:
-    state = me()
-    if state is not None:
-        state._mark_end()
-
-
 class _GoingBack(NamedTuple):
     """How a state goes back together with others."""
 
@@ -173,16 +150,13 @@ class State:
     ) -> None:
         self._values: dict[str, Any] = {}
         self._counter = Steps()
-        me = weakref.ref(self)  # a state ends with its last reference, not with a cycle
+        # A state ends with its last reference, not with a cycle.
         self._tree = Tree(
-            self._values,
-            self._counter,
-            lambda name, thing: _of(me)._part_for(name, thing),
-            lambda value: _of(me)._has_part(value),
+            self._values, self._counter, weakly(self._part_for), weakly(self._has_part)
         )
         self._tree.gradients.is_local = passes_are_local
         self._tree.leaves.copy_all = snapshot
-        self._counter.on_step = lambda optimizer: _stepped(me, optimizer)
+        self._counter.on_step = weakly(self._stepped)
         self._going: _GoingBack | None = None  # all states go back
         self._last = _Last()
         self._random = RandomStates()
@@ -293,7 +267,7 @@ class State:
         """
         if self._commit():
             reason = HostsUpdatedInterrupt(self._progress.leave_reason)
-            raise self._mistakes.leaving(reason, self._progress)
+            raise self._mistakes.error_to_leave(reason, self._progress)
 
     def check_host_updates(self) -> None:
         """Commit, and raise `HostsUpdatedInterrupt`, if the world changes now; else do nothing.
@@ -302,7 +276,7 @@ class State:
         midst of a step, with gradients that no optimizer has used, it leaves that to the next check
         or commit. Every rank must call it at the same places.
         """
-        if self._leads and self._progress.checked() and self._is_between_steps():
+        if self._leads and self._progress.record_check() and self._is_between_steps():
             self.commit()
 
     def save(self) -> None:
@@ -366,7 +340,7 @@ class State:
         if self._met is not None and self._met[0] == world.round:
             self._sync_with(self._met[1], world, leads=self._met[2])
             return
-        rows = gather([*self.state_version()], world.size)
+        rows = gather_rows([*self.state_version()], world.size)
         states = [StateVersion(steps, bool(clean)) for steps, clean in rows]
         alike = [s for s in all_states() if s is not self and s._round == world.round]
         self._sync_with(states, world, leads=not any(s._leads for s in alike))
@@ -427,9 +401,9 @@ class State:
         if leads:
             self._progress.synced_at = time.monotonic()
             self._meter.tell_sizes(self._progress)
-            self._marks.entered(self._progress, world.size)
-            self._progress.on_end = partial(_ends, weakref.ref(self))
-            self._mistakes.entered(self._progress, world.size)
+            self._marks.enter(self._progress, world.size)
+            self._progress.on_end = weakly(self._mark_end)
+            self._mistakes.enter(self._progress, world.size)
         self._meter.clock.restart()
 
     def begin_final_checkpoint(self, request: SaveRequest, rank: int) -> Path | None:
@@ -474,12 +448,12 @@ class State:
                 "the function under @elastic.run is called, on every rank, or call its sync() at "
                 "the top of that function"
             )
-        self._mistakes.committing(leads=self._leads)
+        self._mistakes.look_at_commit(leads=self._leads)
         began = time.perf_counter()
         try:
             self.save()
         except WorldBrokenError as error:  # what an accelerator was to exchange will never come
-            raise self._mistakes.leaving(error, self._progress)  # noqa: B904 - it has its cause
+            raise self._mistakes.error_to_leave(error, self._progress)  # noqa: B904 - it has its cause
         last = self._last
         last.version = version = last.version + 1
         last.phase = _Phase.number
@@ -490,8 +464,8 @@ class State:
         progress = self._progress
         self._meter.finish_step(progress, version, time.perf_counter() - began)
         progress.gradients = gradient_norms()
-        leaves = progress.committed(version)
-        self._marks.committed(version, self._compared)
+        leaves = progress.record_commit(version)
+        self._marks.mark_if_due(version, self._compared)
         if not progress.steps & (progress.steps - 1):  # it takes time: at the 1st, 2nd, 4th …
             self._say_copies()
         return leaves
@@ -523,6 +497,13 @@ class State:
             if s is not self and s._round == self._round and s._last.at > self._last.before
         ]
         return [(each._tree, each._local) for each in (self, *alike)]
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        """Note a finished step of any optimizer."""
+        self._tree.gradients.used(optimizer)
+        if self._leads:
+            self._progress.record_optimizer_step()
+            self._mistakes.count_step(self._progress)
 
     def _mark_end(self) -> None:
         """Mark the last commit: the training function, or the script, is over."""
@@ -581,7 +562,7 @@ class State:
         for module in self._all(Module):
             mark_in_sync(module)
         if self._checkpoints is not None:
-            self._checkpoints.entered(world, rank)
+            self._checkpoints.enter(world, rank)
 
     def _live(self) -> sharing.LiveState:
         return sharing.LiveState(self._tree, self._random)

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.announcement import verified
+from elastic_driver.contract import listening_ports, store_ports
+from elastic_driver.contract import no_port_left as none_left
 from elastic_driver.errors import ClusterError, ExitCode
-from elastic_driver.ports import listening_ports, none_left, store_ports
-from elastic_driver.presence import Presence
+from elastic_driver.reachability import Presence, verified
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.token_roles import own_token
 from elastic_driver.words import orders as documents

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import elastic_driver
 from elastic_driver import contract
-from elastic_driver.ports import listening_ports
+from elastic_driver.contract import listening_ports
 from elastic_driver.words.orders import JobSpec, StartWorkerOrder
 from elastic_driver.words.world import SlotInfo
 from rendezvous.client_connections import is_loopback

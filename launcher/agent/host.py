@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
-from elastic_driver.out_of_memory import lacks_memory, lost_a_loader
+from elastic_driver.failure_causes import lacks_memory, lost_a_loader
 from elastic_driver.words.progress import (
     MAX_GPUS,
     MAX_WORKERS,

@@ -9,8 +9,8 @@ machine is lost or cut off, and the world goes on without it. Otherwise this hos
 driver takes it for lost after the same time.
 
 Probes come to a port of the agent, to which a driver that has taken over announces itself too.
-Everybody may connect: what is answered tells nothing (`elastic_driver.presence`), and what is
-believed is signed (`elastic_driver.announcement`). Connections that say nothing keep nobody out,
+Everybody may connect: what is answered tells nothing (`elastic_driver.reachability`), and what is
+believed is signed (`elastic_driver.reachability`). Connections that say nothing keep nobody out,
 however many they are: each peer (`rendezvous.fairness`) has a share of the places. Times are
 seconds.
 """
@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from elastic_driver.announcement import MAX_LINE, READ
-from elastic_driver.reachability import probe
+from elastic_driver.reachability import MAX_LINE, READ, probe
 from rendezvous.client import RendezvousClient
 from rendezvous.client_connections import parse_url
 from rendezvous.errors import RefusedError, RendezvousError, UnreachableError

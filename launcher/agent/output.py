@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from elastic_driver.appended_file import AppendedFile
 from elastic_driver.console import Console
+from elastic_driver.line_writer import AppendedFile
 from elastic_driver.words.orders import JobSpec, StartWorkerOrder
 from launcher.agent.lines import HoldBack, LineSplitter, visible
 from launcher.agent.posted_output import Record

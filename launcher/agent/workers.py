@@ -13,9 +13,9 @@ from pathlib import Path
 
 from elastic_driver import contract
 from elastic_driver.console import Console
+from elastic_driver.contract import no_port_left as none_left
 from elastic_driver.errors import ExitCode
-from elastic_driver.peer_loss import looks_like_peer_loss
-from elastic_driver.ports import none_left
+from elastic_driver.failure_causes import looks_like_peer_loss
 from elastic_driver.token_roles import worker_token
 from elastic_driver.words.orders import JobSpec, RanksOrder, StartWorkerOrder, time_to_leave
 from elastic_driver.words.tf_config import own_port

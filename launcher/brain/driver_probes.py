@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias, cast
 
 from elastic_driver.brain.messages import DriverProbed, ProbeDriver
-from elastic_driver.presence import Asked, DriverPresence
+from elastic_driver.reachability import Asked, DriverPresence
 from elastic_driver.token_roles import job_token
 
 LOOK_S = 4.0  # to connect and to hear the proof

@@ -14,8 +14,7 @@ import msgspec
 from elastic_driver.errors import UsageError
 from elastic_driver.features.checks.driver import CheckHistoryFile
 from elastic_driver.features.checks.report import CheckHistory
-from elastic_driver.masking import without_password
-from elastic_driver.options import FLAG
+from elastic_driver.options import FLAG, without_password
 from elastic_driver.runtime.discovery import FixedDiscovery, parse_hosts
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.ctl_commands.job_text import table

@@ -36,7 +36,7 @@ from msgspec.structs import replace
 
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode, UsageError
-from elastic_driver.masking import masked
+from elastic_driver.options import masked
 from elastic_driver.words import joining as messages
 from elastic_driver.words.joining import Joined, NodeOrder, NodeReport
 from elastic_driver.words.orders import JobSpec, Reader, decode

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from elastic_driver.contract import PortRange
 from elastic_driver.errors import UsageError
-from elastic_driver.ports import PortRange
 from elastic_driver.runtime.discovery import Hosts, parse_host_lines, parse_hosts
 from launcher.backends.mpi_ranks import started_ranks
 from launcher.backends.slurm_allocation import SlurmAllocation, read_allocation

@@ -27,11 +27,10 @@ from typing import NamedTuple
 
 from elastic_driver import contract
 from elastic_driver.contract import VISIBLE_DEVICES
+from elastic_driver.contract import ports_in_words as in_words
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.job import units
-from elastic_driver.masking import is_secret, masked, without_password
-from elastic_driver.options import ACCELERATORS, TfRoles
-from elastic_driver.ports import in_words
+from elastic_driver.options import ACCELERATORS, TfRoles, is_secret, masked, without_password
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 from elastic_driver.words import counted

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic_driver.errors import UsageError
-from elastic_driver.masking import masked
+from elastic_driver.options import masked
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.results import JobResult, agents_started, read_result

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from elastic_driver.errors import UsageError
-from elastic_driver.masking import is_secret
+from elastic_driver.options import is_secret
 from elastic_driver.settings import Settings
 from launcher.options import table
 from launcher.options.table import (

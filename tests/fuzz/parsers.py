@@ -19,7 +19,7 @@ from typing import Any, cast
 import msgspec
 from hypothesis import strategies as st
 
-from elastic_driver import announcement
+from elastic_driver import reachability
 from elastic_driver.brain.cluster import Cluster
 from elastic_driver.errors import UsageError
 from elastic_driver.features.goodput.ledger import Ledger
@@ -30,7 +30,7 @@ from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.job.events import ProgressReading, ProgressReported, Tick
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.tables import SnapshotError
-from elastic_driver.presence import DriverPresence, Presence
+from elastic_driver.reachability import DriverPresence, Presence
 from elastic_driver.runtime import liveness_port, page_routes, run_dir
 from elastic_driver.runtime.discovery import (
     MAX_HOSTS,
@@ -373,7 +373,7 @@ def hear_driver(chunks: list[bytes]) -> None:
         port = probe_port.ProbePort(Presence("secret", "a", 1).answer, heard.append)
         _hear(probe_port._Connection(port), chunks)
         for line in heard:
-            assert announcement.verified(line, "run", "secret") is None
+            assert reachability.verified(line, "run", "secret") is None
 
     asyncio.run(hear())
 
@@ -585,8 +585,8 @@ PARSERS = (
     Parser("liveness port", CHUNKS, hear_brain),
     Parser(
         "announcement",
-        nearly(announcement.Announcement),
-        lambda line: announcement.verified(line, "run", "secret"),
+        nearly(reachability.Announcement),
+        lambda line: reachability.verified(line, "run", "secret"),
     ),
     Parser(
         "stack",

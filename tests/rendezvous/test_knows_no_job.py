@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rendezvous
-from elastic_driver import contract, rights
+from elastic_driver import contract, token_roles
 from elastic_driver.runtime.api import ROUTES
 from rendezvous import wire
 
@@ -20,7 +20,10 @@ STORE = {wire.BATCH_PATH, wire.HEALTH_PATH, f"{wire.KV_PREFIX}/{{scope}}/{{key}}
 PATHS = {row.template for row in ROUTES}
 PATHS |= {value for name, value in vars(contract).items() if name.endswith("_PATH")}
 PATHS -= STORE | {"/"}
-SCOPES = {*contract.PASSING_SCOPES, *(row.prefix.partition("/")[0] + "/" for row in rights.KEYS)}
+SCOPES = {
+    *contract.PASSING_SCOPES,
+    *(row.prefix.partition("/")[0] + "/" for row in token_roles.KEYS),
+}
 WORDS = {"rank", "ranks", "shard", "shards", "round", "rounds", "plan", "plans"}
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.api import job_access
+from elastic_driver.token_roles import RoundMembers
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer
 from tests.rendezvous.common import TOKEN

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from types import UnionType
 from typing import Any, get_args
 
-from elastic_driver.rights import KEYS, USERS
 from elastic_driver.runtime.api import ROUTES
-from elastic_driver.token_roles import ALL
+from elastic_driver.token_roles import ALL, KEYS, USERS
 from rendezvous.access import Roles
 from rendezvous.auth import Role
 from rendezvous.routes import JSON, Route

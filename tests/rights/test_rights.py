@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic_driver import token_roles
-from elastic_driver.rights import JOB_LEASE_S, KEYS
-from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.api import ROUTES, job_access
-from elastic_driver.token_roles import agent_token, worker_token
+from elastic_driver.token_roles import JOB_LEASE_S, KEYS, RoundMembers, agent_token, worker_token
 from rendezvous import auth
 from rendezvous.auth import Caller, Role
 from rendezvous.client import RendezvousClient

@@ -10,10 +10,16 @@ import pytest
 from aiohttp import web
 
 from elastic_driver import token_roles
-from elastic_driver.rights import KEYS, USERS
-from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.api import ROUTES, job_access
-from elastic_driver.token_roles import agent_token, job_token, node_token, worker_token
+from elastic_driver.token_roles import (
+    KEYS,
+    USERS,
+    RoundMembers,
+    agent_token,
+    job_token,
+    node_token,
+    worker_token,
+)
 from rendezvous import auth, wire
 from rendezvous.access import KeyRights, RouteRights
 from rendezvous.auth import Role

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_driver.presence import DriverPresence
+from elastic_driver.reachability import DriverPresence
 from elastic_driver.runtime import liveness_port
 from elastic_driver.runtime.liveness_port import KEPT, MOST, LivenessPort
 from tests.support.job import eventually

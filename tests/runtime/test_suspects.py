@@ -17,8 +17,7 @@ import pytest
 from elastic_driver import contract
 from elastic_driver.job.decisions import ProbeAgent
 from elastic_driver.job.events import AgentHeard, AgentProbed, AgentSuspected
-from elastic_driver.presence import Presence
-from elastic_driver.reachability import Result, probe
+from elastic_driver.reachability import Presence, Result, probe
 from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.probes import Suspects
 from elastic_driver.token_roles import agent_token

@@ -9,9 +9,9 @@ from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.job.events import Tick
 from elastic_driver.kernel.machine import ForMachine, Reply
-from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.machine_api import OpenRequests
+from elastic_driver.token_roles import RoundMembers
 from rendezvous.server import RendezvousServer
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import elastic_driver as elastic
 from elastic_driver.words.orders import Notice
 from elastic_driver.worker.world import device as device_half
-from elastic_driver.worker.world import notices, session
-from elastic_driver.worker.world.backend import BackendChoice
-from elastic_driver.worker.world.notices import RoundNotices
+from elastic_driver.worker.world import membership, session
+from elastic_driver.worker.world.groups import BackendChoice
+from elastic_driver.worker.world.membership import RoundNotices
 from tests.support.coordinator import Recorder
 from tests.support.second_gloo import SecondGloo
 from tests.worker.training import Everything
@@ -81,7 +81,7 @@ def dies_while_connecting(path: str) -> None:
 
 def cannot_be_ended(path: str, what: str) -> None:
     """A device of which this never returns: `abort`, or `forget`."""
-    device_half.CUT_OFF_S = notices.TAKE_DOWN_S = 0.5
+    device_half.CUT_OFF_S = membership.TAKE_DOWN_S = 0.5
     device = pretend(path)
     setattr(device, what, lambda: time.sleep(600))
     job, record = Everything(), Recorder(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.worker import cpu_time
+from elastic_driver.worker.heartbeat import progress
 from tests.support.slowing import slowed
 
 
@@ -20,9 +20,9 @@ def spin(seconds: float) -> None:
         pass
 
 
-@pytest.mark.parametrize("timer", [cpu_time.of_thread, cpu_time.of_process])
+@pytest.mark.parametrize("timer", [progress.cpu_of_thread, progress.cpu_of_process])
 def test_the_time_at_work_is_told_and_no_more_is_lost_than_has_passed(
-    timer: Callable[[], cpu_time.CpuAccount],
+    timer: Callable[[], progress.CpuAccount],
 ) -> None:
     began, account = time.perf_counter(), timer()
     before = account()
@@ -35,7 +35,7 @@ def test_the_time_at_work_is_told_and_no_more_is_lost_than_has_passed(
 
 
 def test_the_work_of_other_threads_belongs_to_the_process_and_not_to_the_thread() -> None:
-    own, everybody = cpu_time.of_thread(), cpu_time.of_process()
+    own, everybody = progress.cpu_of_thread(), progress.cpu_of_process()
     before = own(), everybody()
     done, seen = threading.Event(), threading.Event()
 
@@ -56,8 +56,8 @@ def test_the_work_of_other_threads_belongs_to_the_process_and_not_to_the_thread(
 def test_where_the_kernel_says_nothing_all_of_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_time, "_THREAD", tmp_path / "none")
-    account = cpu_time.of_thread()
+    monkeypatch.setattr(progress, "_THIS_THREAD", tmp_path / "none")
+    account = progress.cpu_of_thread()
     before = account()
     spin(0.01)
     assert account().since(before) == (0.0, 0.0, 0)
@@ -70,7 +70,7 @@ def test_time_lost_to_a_quota_counts() -> None:
     if child == 0:
         os.close(writing)
         os.read(reading, 1)  # until we have a quota
-        account = cpu_time.of_thread()
+        account = progress.cpu_of_thread()
         before = account()
         spin(0.05)
         os._exit(0 if account().since(before).waited == 0.0 else 1)

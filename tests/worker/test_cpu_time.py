@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.worker import cpu_time
-from elastic_driver.worker.cpu_time import CpuSlowdown, CpuTime
-from elastic_driver.worker.heartbeat.progress import StepCost, StepSamples
+from elastic_driver.worker.heartbeat import progress
+from elastic_driver.worker.heartbeat.progress import CpuSlowdown, CpuTime, StepCost, StepSamples
 from tests.support.slowing import Quota
 
 SPIN = """
 import sys, time
-from elastic_driver.worker.cpu_time import CpuSlowdown
+from elastic_driver.worker.heartbeat.progress import CpuSlowdown
 sys.stdin.readline()
 factor = CpuSlowdown()
 factor.factor()
@@ -48,7 +47,7 @@ def test_a_process_that_is_held_to_a_part_of_a_processor_is_stretched_as_much() 
 def account(monkeypatch: pytest.MonkeyPatch, *times: tuple[float, float]) -> None:
     """Have the kernel say this, one after the other."""
     said = iter([CpuTime(*time) for time in times])
-    monkeypatch.setattr(cpu_time, "read_cpu_time", lambda _main_thread: next(said))
+    monkeypatch.setattr(progress, "read_cpu_time", lambda _main_thread: next(said))
 
 
 def test_the_newest_stretch_of_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +59,7 @@ def test_the_newest_stretch_of_time_counts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_where_the_kernel_does_not_count_nothing_is_stretched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cpu_time, "_MAIN_THREAD", tmp_path / "none")
+    monkeypatch.setattr(progress, "_MAIN_THREAD", tmp_path / "none")
     slowdown = CpuSlowdown()
     assert [slowdown.factor(), slowdown.factor()] == [1.0, 1.0]
 
@@ -68,7 +67,7 @@ def test_where_the_kernel_does_not_count_nothing_is_stretched(
 def test_a_thread_of_this_process_is_accounted_for() -> None:
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("this kernel does not count")
-    assert cpu_time.read_cpu_time(cpu_time._MAIN_THREAD).ran > 0
+    assert progress.read_cpu_time(progress._MAIN_THREAD).ran > 0
 
 
 def test_the_exchange_is_told_as_long_as_it_took(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ class Rank:
         self.state = TorchState(model=self.model, optimizer=self.optimizer, **values)
         self.progress = TrainingProgress()
         self.marks = Marks()
-        self.marks.entered(self.progress, 2)
+        self.marks.enter(self.progress, 2)
 
     def train(self, commits: int, seed: int = 0) -> None:
         for _ in range(commits):
@@ -45,7 +45,7 @@ class Rank:
             self.optimizer.step()
             self.state.step += 1
             self.state.save()
-            self.marks.committed(self.state.step, self.state._compared)
+            self.marks.mark_if_due(self.state.step, self.state._compared)
 
     def leaves(self, step: int) -> dict[str, tuple[str, str]]:
         found = self.marks.leaves(step)
@@ -98,7 +98,7 @@ def test_a_difference_is_in_the_leaf_that_differs_and_in_no_other(what: str) -> 
     change(other)
     for rank in (one, other):
         rank.state.save()
-        rank.marks.committed(4, rank.state._compared)
+        rank.marks.mark_if_due(4, rank.state._compared)
     mine, theirs = one.leaves(4), other.leaves(4)
     assert [name for name in mine if mine[name][0] != theirs[name][0]] == [leaf]
     assert theirs[leaf][1] == text
@@ -121,7 +121,7 @@ def test_leaves_of_old_marks_are_gone_and_those_of_the_last_rounds_too() -> None
     steps = [step for step, _ in rank.progress.marks]
     assert rank.marks.leaves(steps[0]) is None
     assert rank.marks.leaves(steps[-1]) is not None
-    rank.marks.entered(rank.progress, 2)
+    rank.marks.enter(rank.progress, 2)
     assert rank.marks.leaves(steps[-1]) is None
 
 
@@ -131,7 +131,7 @@ def test_nothing_is_marked_alone_or_where_it_is_switched_off(
 ) -> None:
     monkeypatch.setenv(contract.VERIFY_STATE, verify)
     rank = Rank()
-    rank.marks.entered(rank.progress, size)
+    rank.marks.enter(rank.progress, size)
     rank.train(4)
     assert not rank.progress.marks
 
@@ -162,7 +162,7 @@ def test_a_copy_of_a_state_is_the_same_whatever_the_memory_it_lies_in() -> None:
     for rank in (one, other):
         rank.state.save()
         rank.marks._due = 0
-        rank.marks.committed(2, rank.state._compared)
+        rank.marks.mark_if_due(2, rank.state._compared)
     assert one.progress.marks == other.progress.marks
 
 
@@ -192,7 +192,7 @@ def test_the_last_commit_is_marked_as_it_was_whatever_has_changed_since() -> Non
     one.train(5)
     other.train(5)
     one.marks._due = 0
-    one.marks.committed(5, one.state._compared)
+    one.marks.mark_if_due(5, one.state._compared)
     values = other.state._values
     values["table"]["a"].clear()
     values["queue"].append(9)
@@ -302,6 +302,6 @@ def test_groups_of_buffers_are_marked_beside_the_rest() -> None:
 def test_digests_of_buffers_are_kept_as_long_as_their_marks() -> None:
     progress = TrainingProgress()
     for step in range(100):
-        progress.marked(step, "a", f"{step:08x}")
+        progress.record_mark(step, "a", f"{step:08x}")
     assert set(progress.buffers) >= {step for step, _ in progress.marks}
     assert len(progress.buffers) <= len(progress.marks) + 1

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from elastic_driver.masking import without_password
+from elastic_driver.options import without_password
 
 _SQLITE = "sqlite:///"
 _POSTGRES = ("postgresql://", "postgres://")

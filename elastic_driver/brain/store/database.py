@@ -41,7 +41,7 @@ from elastic_driver.brain.store.tables import (
     migrate,
     series,
 )
-from elastic_driver.masking import without_password
+from elastic_driver.options import without_password
 from rendezvous.own_files import open_own
 
 LOCK_S = 1.0  # for another process to end its transaction

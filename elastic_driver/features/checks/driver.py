@@ -22,13 +22,13 @@ import msgspec
 from msgspec import field
 
 from elastic_driver import contract
+from elastic_driver.contract import PortRange
 from elastic_driver.errors import ClusterError
 from elastic_driver.features.checks.machine import CheckLimits, NodeChecker
 from elastic_driver.features.checks.messages import TASK_SETTINGS, TaskSettings
 from elastic_driver.features.checks.report import CheckHistory, CheckReport
 from elastic_driver.job.decisions import CheckHosts
 from elastic_driver.job.events import HostResult, HostsChecked
-from elastic_driver.ports import PortRange
 from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.runtime.run_dir import RunDir

@@ -8,9 +8,8 @@ from msgspec import Struct
 
 from elastic_driver import token_roles
 from elastic_driver.features.shards import messages as m
-from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime.machine_api import Answer, OpenRequests, machine_route, slot_of
-from elastic_driver.token_roles import TRAINERS, WATCHERS
+from elastic_driver.token_roles import TRAINERS, WATCHERS, RoundMembers
 from rendezvous.access import Roles
 from rendezvous.auth import Caller
 from rendezvous.routes import Problem, Route, problem_body

@@ -16,7 +16,7 @@ from elastic_driver.horovod.engine.operation import EngineWorld
 from elastic_driver.horovod.engine.running import exchange_timeout
 from elastic_driver.worker import current
 from elastic_driver.worker.world import session
-from elastic_driver.worker.world.membership import add_companion, remove_companion
+from elastic_driver.worker.world.groups import add_companion, remove_companion
 
 
 class Reduction(IntEnum):

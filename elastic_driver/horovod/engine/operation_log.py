@@ -20,7 +20,7 @@ from typing import Any
 from elastic_driver.errors import UsageError
 from elastic_driver.horovod.engine.requests import Agreement, Key, Request
 from elastic_driver.line_writer import LineWriter
-from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.current import say
 from rendezvous.own_files import open_named
 
 LEVEL = "HOROVOD_LOG_LEVEL"

@@ -30,7 +30,8 @@ from elastic_driver.horovod.torch.mpi_ops import (
     rank,
     synchronize,
 )
-from elastic_driver.worker.state_sync.values import TensorSpec, first_line
+from elastic_driver.worker.state_sync.contents import TensorSpec
+from elastic_driver.worker.state_sync.values import first_line
 
 __all__ = [
     "allgather_object",

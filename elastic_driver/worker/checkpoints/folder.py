@@ -39,7 +39,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from elastic_driver.errors import ElasticError, UsageError
-from elastic_driver.worker.state_sync.values import TensorKind, torch_dtype
+from elastic_driver.worker.state_sync.contents import TensorKind, torch_dtype
 from rendezvous.own_files import open_plain, plain
 from rendezvous.wire import UNREADABLE
 
@@ -122,7 +122,7 @@ def folder_name(version: int, attempt: str) -> str:
 
 
 def roll_call_name(digest: str) -> str:
-    """Return the name of the folder in which workers without a driver agree (`roll_call`)."""
+    """Return the name of the folder in which workers without a driver agree (`keeper`)."""
     return f"leaving-{digest}"
 
 

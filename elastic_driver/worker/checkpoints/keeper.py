@@ -4,11 +4,20 @@
 rank copies its share of the tensors (the pause). A background thread writes the copy and reports
 it; the thread of rank 0 waits for all reports and completes the checkpoint. When a world starts in
 which no rank holds a trained state, the rank that the others will receive from loads the newest
-complete checkpoint. Units: bytes, committed steps, seconds.
+complete checkpoint.
 
 An attribute of a state may have the two methods of `Durable`, to add to checkpoints what the other
 ranks need not have. They are called on rank 0: at the commit that is written, in the thread that
 writes it, and when a checkpoint is loaded.
+
+The last checkpoint of workers that have to leave: the driver names the step and the workers that
+write it (`job.preemption`). While no driver lives they agree through the folder of the checkpoints,
+which all of them see (`save_together`): each notes the step that it holds. As soon as all members
+of the last world have done so, or after a wait, one of them writes the request, and only the first
+one counts. Then those that hold the newest step write it together. A worker that was killed is not
+waited for long.
+
+Units: bytes, committed steps, seconds.
 """
 
 import atexit
@@ -26,6 +35,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from elastic_driver import contract
@@ -33,16 +43,15 @@ from elastic_driver.errors import ElasticError, UsageError
 from elastic_driver.words.orders import SaveRequest, World
 from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints.folder import Age, DamagedError, Manifest, Report
+from elastic_driver.worker.current import say
 from elastic_driver.worker.state_sync import sharing
+from elastic_driver.worker.state_sync.contents import TensorSpec
 from elastic_driver.worker.state_sync.sharing import Envelope, LiveState
-from elastic_driver.worker.state_sync.values import TensorSpec, first_line
-from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.state_sync.values import first_line
 from rendezvous.own_files import open_plain, shown_folder
 from rendezvous.wire import UNREADABLE
 
 Notes: TypeAlias = Mapping[str, Callable[[], bytes]]  # by attribute
-
-
 KEEP = 3
 PATIENCE_S = 600.0  # for the other ranks' reports: as long as a slow disk may take
 FIRST_POLL_S = 0.02  # the first pause between two checks for the other ranks' reports
@@ -86,7 +95,7 @@ class Checkpoints:
 
     # ---- taking --------------------------------------------------------------------------
 
-    def entered(self, world: World, rank: int) -> None:
+    def enter(self, world: World, rank: int) -> None:
         """Record the world whose members write together from now on, and this process's rank."""
         self._world = rank, [member.worker for member in world.members], f"{world.round}"
 
@@ -437,10 +446,6 @@ class CheckpointWriter(Thread):
         self.owner.in_trouble |= logged
 
 
-def _pack(envelope: Callable[[], Envelope], notes: Notes) -> Envelope:
-    return msgspec.structs.replace(envelope(), durable=pack_notes(notes))
-
-
 def _at_least_1(name: str, value: int | None) -> int:
     if value is None:
         raise UsageError(
@@ -488,10 +493,11 @@ def notes_of(values: Mapping[str, Any]) -> Notes:
     return {name: each.durable() for name, each in values.items() if isinstance(each, Durable)}
 
 
-def pack_notes(notes: Notes) -> dict[str, bytes]:
-    """Return what the functions of `notes_of` return, without what is empty."""
+def _pack(envelope: Callable[[], Envelope], notes: Notes) -> Envelope:
+    """Return an envelope with what the functions of `notes_of` return, without what is empty."""
     found = {name: note() for name, note in notes.items()}
-    return {name: data for name, data in found.items() if data}
+    durable = {name: data for name, data in found.items() if data}
+    return msgspec.structs.replace(envelope(), durable=durable)
 
 
 def restore_notes(values: Mapping[str, Any], notes: Mapping[str, bytes]) -> None:
@@ -499,3 +505,105 @@ def restore_notes(values: Mapping[str, Any], notes: Mapping[str, bytes]) -> None
     for name, data in notes.items():
         if isinstance(each := values.get(name), Durable):
             each.restore_durable(data)
+
+
+# ---- the last checkpoint, without a driver -----------------------------------------------
+
+ROLL_CALL_S = 8.0  # the longest wait for the other members of the last world
+ROLL_CALL_SHARE = 0.4  # of the time that is left; the rest is for writing
+POLL_S = 0.05
+REQUEST = "request.json"
+NOTHING = -1  # the step of a worker whose state is of no use
+
+
+class Arrival(Struct, frozen=True):
+    """A worker that leaves, and the step whose state it holds."""
+
+    worker: str
+    step: int
+
+
+def save_together(
+    checkpoints: Checkpoints, state: LiveState, me: Arrival, world: Sequence[str], seconds: float
+) -> str:
+    """Write the newest step with the others that leave; return a clause that says what is on disk.
+
+    Args:
+        checkpoints: of the state.
+        state: as it is after `me.step` steps.
+        me: this worker.
+        world: the members of the last world, by rank.
+        seconds: the time that is left.
+    """
+    until = time.monotonic() + seconds
+    patience = min(ROLL_CALL_S, seconds * ROLL_CALL_SHARE)
+    try:
+        request = _agree(checkpoints.root, me, world, patience, until)
+        if me.worker not in request.members:
+            return f"others write the state of step {request.step}, if they can"
+        rank = request.members.index(me.worker)
+        folder = checkpoints.take_last(state, request, rank)
+        if rank > 0:
+            checkpoints.drain()
+            return f"its share of step {request.step} is in {folder}"
+        problem = _await_outcome(checkpoints, folder, until)
+    except (ElasticError, OSError) as error:
+        problem = describe(error)
+    if problem:
+        return f"the state of step {me.step} is not on disk: {problem}"
+    folders.remove_roll_calls(checkpoints.root)
+    return f"the state of step {request.step} is in {folder}"
+
+
+def _agree(
+    root: Path, me: Arrival, world: Sequence[str], patience: float, until: float
+) -> SaveRequest:
+    """Sign in, wait for the others, and return the request that all of them follow."""
+    run = os.environ.get(contract.RUN_ID, "")
+    digest = hashlib.sha256("\n".join([run, *world]).encode()).hexdigest()[:8]
+    folder = root / folders.roll_call_name(digest)
+    root.mkdir(parents=True, exist_ok=True)
+    shown_folder(folder)
+    folders.write_document(folder / f"{me.worker}.arrival", me)
+    published = time.monotonic() + patience
+    while (now := time.monotonic()) < until:
+        with suppress(FileNotFoundError, DamagedError):  # damaged: half written so far
+            return folders.read_document(folder / REQUEST, SaveRequest)
+        arrived = _arrivals(folder)
+        if now >= published or {one.worker for one in arrived}.issuperset(world):
+            _publish_request(folder, _request_of(arrived, world, until - now))
+        time.sleep(POLL_S)
+    raise ElasticError("the workers did not agree in time")
+
+
+def _arrivals(folder: Path) -> list[Arrival]:
+    found = []
+    for path in folder.glob("*.arrival"):
+        with suppress(DamagedError, FileNotFoundError):
+            found.append(folders.read_document(path, Arrival))
+    return found
+
+
+def _request_of(arrived: Sequence[Arrival], world: Sequence[str], seconds: float) -> SaveRequest:
+    """Return the request: those that hold the newest step write it, by rank."""
+    newest = max(one.step for one in arrived)
+    order = {worker: rank for rank, worker in enumerate(world)}
+    holders = [one.worker for one in arrived if one.step == newest > NOTHING]
+    members = sorted(holders, key=lambda worker: (order.get(worker, len(order)), worker))
+    return SaveRequest(0, newest, tuple(members), seconds, "no driver lives")
+
+
+def _publish_request(folder: Path, request: SaveRequest) -> None:
+    """Write the request, unless there is one already."""
+    body = msgspec.json.encode(request)
+    with suppress(FileExistsError):
+        descriptor = os.open(folder / REQUEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+
+def _await_outcome(checkpoints: Checkpoints, folder: Path, until: float) -> str:
+    """Wait for the end of the writing; return "" or why the checkpoint is not complete."""
+    while (problem := checkpoints.outcome(folder)) is None and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return "it was not written in time; raise --grace-period" if problem is None else problem

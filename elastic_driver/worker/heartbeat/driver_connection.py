@@ -5,6 +5,9 @@ heartbeat has another one (`heartbeat_thread`). Each request has a deadline and 
 limit while the driver is absent: only a refusal is an error. If the driver is gone for good, the
 agent ends this process; if the agent is, the kernel.
 
+Where all workers of a job have to leave, the driver asks for a final checkpoint:
+`FinalCheckpointTask` is one worker's part in it.
+
 A new driver (`contract.JOB_DRIVER`) may not have what this worker sent last, so READY is sent
 again.
 
@@ -16,6 +19,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -26,10 +31,9 @@ from elastic_driver.words import orders as documents
 from elastic_driver.words import wire_events as events
 from elastic_driver.words.world import Member, StateVersion
 from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.heartbeat_thread import HeartbeatThread, new_documents
-from elastic_driver.worker.heartbeat.preemption import FinalCheckpointTask
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.worker_log import say
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Delete, Watch
 
@@ -37,6 +41,83 @@ STOP_S = 1.0  # the longest wait for the driver to delete the leases
 SLICE_S = 10.0  # the longest request that waits for a world
 CHECKPOINT_POLL_S = 0.05  # between two checks of a final checkpoint that is being written
 MAX_REASON_CHARS = 1000
+MAX_PROBLEM_CHARS = 1000
+
+
+class Checkpointed(Protocol):
+    """A state that can write a final checkpoint; see `State`, whose module imports this one."""
+
+    def begin_final_checkpoint(self, request: documents.SaveRequest, rank: int) -> Path | None:
+        """Begin to write this rank's share; return the folder, None where there is none.
+
+        Raises an exception that says why it cannot be written.
+        """
+
+    def final_checkpoint_problem(self, folder: Path) -> str | None:
+        """Return "" once the checkpoint is complete, why it failed, or None meanwhile."""
+
+
+class FinalCheckpointTask:
+    """Writes this worker's part of the final checkpoint, and reports the result.
+
+    The driver requests it while this worker waits for a world. The state writes its shares in the
+    background; the first of the requested workers reports the result. All calls come from the
+    training thread, which trains nothing meanwhile.
+    """
+
+    def __init__(self, worker: str, state: Checkpointed) -> None:
+        self._worker, self._state = worker, state
+        self._asked: tuple[int, tuple[str, ...]] | None = None  # number and members of the request
+        self._folder: Path | None = None  # is being written; set where this worker reports
+        self._unsent: events.WorkerSaved | None = None
+        self._sent: events.WorkerSaved | None = None
+
+    def begin(self, request: documents.SaveRequest) -> None:
+        """Carry out the driver's request; a failure becomes the result and is not raised.
+
+        If a new driver repeats a request, its result is reported again, once it is known.
+        """
+        asked = request.number, request.members
+        if asked == self._asked:
+            self._unsent = self._unsent or self._sent
+            return
+        self._asked = asked
+        self._folder = None
+        self._unsent = None
+        self._sent = None
+        if self._worker not in request.members:
+            return
+        rank = request.members.index(self._worker)
+        try:
+            folder = self._state.begin_final_checkpoint(request, rank)
+        except Exception as error:  # of any kind: the others must not wait for this worker
+            self._conclude(str(error) or type(error).__name__)
+        else:
+            if rank == 0:
+                self._folder = folder
+                if folder is None:
+                    self._conclude("")
+
+    def report(self, post: Callable[[events.WorkerSaved], object]) -> bool:
+        """Post the result once it is known; return whether it is still pending.
+
+        The result is kept for the next call where `post` raises.
+        """
+        if self._folder is not None:
+            problem = self._state.final_checkpoint_problem(self._folder)
+            if problem is not None:
+                self._conclude(problem)
+        if self._unsent is not None:
+            post(self._unsent)
+            self._sent, self._unsent = self._unsent, None
+        return self._folder is not None
+
+    def _conclude(self, problem: str) -> None:
+        number, _ = self._asked or (0, ())
+        folder = "" if problem or self._folder is None else str(self._folder)
+        problem = problem[:MAX_PROBLEM_CHARS]
+        self._unsent = events.WorkerSaved(self._worker, number, folder, problem)
+        self._folder = None
 
 
 class DriverConnection:

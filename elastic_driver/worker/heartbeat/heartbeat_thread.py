@@ -24,7 +24,7 @@ from elastic_driver.words import orders as documents
 from elastic_driver.words import wire_events as events
 from elastic_driver.words.progress import BUFFERS_OF, MAX_DIGEST_CHARS, Progress, StateMark
 from elastic_driver.worker.context import WorkerContext
-from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
+from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.progress import (
     LONGEST_WAIT_S,
     TrainingProgress,
@@ -32,8 +32,7 @@ from elastic_driver.worker.heartbeat.progress import (
     new_leaf_mark,
     usual_pause,
 )
-from elastic_driver.worker.heartbeat.stall_watch import StallWatch
-from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.heartbeat.watches import PreemptionWatch, StallWatch
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import AbortedError, RendezvousError, RequestError, WokenError
 from rendezvous.wire import Entries, Result, Set, Watch, expect
@@ -44,6 +43,7 @@ RECENT_STEPS = 11  # whose median is the current step time
 RETRY_S = 0.5  # after a refused or unanswered heartbeat
 SILENT_S = 3.0  # for an answer while the driver is silent, so that other duties do not wait long
 LEAVING_S = 1.0  # the longest wait for the driver to accept that this worker leaves
+WATCHED = (contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER, contract.JOB_STATE)
 ABSENCE_SHARE = 0.9  # of --driver-timeout: a driver that was silent for so long is not expected
 
 
@@ -176,11 +176,7 @@ class HeartbeatThread:
         Raises `RendezvousError` where it is not answered within `patience` seconds more.
         """
         progress = self._progress
-        watched = [
-            *(contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER, contract.JOB_STATE),
-        ]
-        if progress.wants_allocations:
-            watched.append(contract.JOB_ALLOCATION)
+        watched = WATCHED + ((contract.JOB_ALLOCATION,) if progress.wants_allocations else ())
         result = client.batch(
             Set(self.leases[0], b"", self._born.heartbeat_timeout),
             Set(self.leases[1], b"", self._born.heartbeat_timeout / 2),

@@ -3,19 +3,33 @@
 The training thread writes its progress at every commit and compares one integer; the heartbeat
 thread reads the progress and writes the requests to leave. Each field has one writer and is
 replaced as a whole, and the interpreter makes each assignment atomic, so no lock is needed.
-`version` counts the committed steps of the whole job. Times are monotonic seconds.
+`version` counts the committed steps of the whole job.
+
+The kernel counts for each thread how long it ran, and how long it was ready to run and did not
+(`schedstat`, see `proc(5)`). The second is time taken by other programs or by a CPU quota; time in
+which a thread waits for data or for peers is in neither. `CpuSlowdown` is the slowdown of training.
+
+The accounts of CPU time are for node checks. On a machine of its own, a host is slow if any other
+program takes its processor. Where several hosts share a machine, any other program there takes time
+from all of them, and a little more from the host that is being measured. There a node check
+subtracts the time in which a thread was ready while another program ran. It does not subtract time
+lost to a CPU quota: the kernel stops a host's processes though a processor may be free, and that is
+the host's own slowness.
 
 `in_short` and `new_leaf_mark` describe a state leaf by leaf, within the bounds of the messages that
-carry it.
+carry it. Times are monotonic seconds.
 """
 
+import contextlib
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -34,7 +48,6 @@ from elastic_driver.words.progress import (
     Sample,
     StepTimes,
 )
-from elastic_driver.worker.cpu_time import CpuSlowdown
 
 NEVER = sys.maxsize  # a step that no job reaches
 AT_ONCE = -1  # every step is later than this one
@@ -47,6 +60,103 @@ LARGEST_BACKLOG = 4096  # steps between two heartbeats
 HEARTBEATS_PER_S = 256.0  # of all workers of a world that trains
 LONGEST_WAIT_S = 2.0  # between two heartbeats: the progress the driver reads is never older
 SHORTEST_WAIT_S = 0.25
+
+# ---- CPU time ----------------------------------------------------------------------------
+
+LEAST_RUN_S = 0.02  # a shorter CPU time says nothing
+_CGROUPS = Path("/sys/fs/cgroup")
+_MAIN_THREAD = Path("/proc/self/schedstat")
+_THIS_THREAD = Path("/proc/thread-self/schedstat")
+_THREADS = Path("/proc/self/task")
+
+
+class CpuTime(NamedTuple):
+    """The kernel's account of a thread, or of several."""
+
+    ran: float = 0.0
+    waited: float = 0.0  # ready to run, while something else ran
+    stops: int = 0  # by a CPU quota
+
+    def since(self, before: "CpuTime") -> "CpuTime":
+        """Return the account since an earlier one; `waited` is 0 where a quota has stopped us."""
+        waited = self.waited - before.waited if self.stops == before.stops else 0.0
+        return CpuTime(max(0.0, self.ran - before.ran), max(0.0, waited))
+
+
+CpuAccount = Callable[[], CpuTime]  # returns the account so far
+
+
+def read_cpu_time(*schedstats: Path) -> CpuTime:
+    """Return the sum of the accounts in these `schedstat` files; 0 where the kernel keeps none.
+
+    A file holds nanoseconds run, nanoseconds ready, and a number of time slices (`proc(5)`).
+    """
+    ran = waited = 0
+    for path in schedstats:
+        with contextlib.suppress(OSError, ValueError):  # the thread has ended
+            own_ran, own_waited, _slices = map(int, path.read_text("ascii").split())
+            ran, waited = ran + own_ran, waited + own_waited
+    return CpuTime(ran / 1e9, waited / 1e9)
+
+
+class CpuSlowdown:
+    """The slowdown of this process's main thread, which trains, over the newest interval.
+
+    The heartbeat thread reads it, so it costs training nothing.
+    """
+
+    def __init__(self) -> None:
+        self._before: CpuTime | None = None
+        self._factor = 1.0
+
+    def factor(self) -> float:
+        """Return the seconds that pass for each second of CPU time; 1.0 if they are not known."""
+        now = read_cpu_time(_MAIN_THREAD)
+        passed = now.since(self._before or now)
+        if self._before is None or passed.ran >= LEAST_RUN_S:
+            self._before = now
+        if passed.ran >= LEAST_RUN_S:
+            self._factor = 1.0 + passed.waited / passed.ran
+        return self._factor
+
+
+def cpu_of_thread() -> CpuAccount:
+    """Return the account of the thread that calls it."""
+    return partial(_account, lambda: (_THIS_THREAD,), tuple(_quota_files()))
+
+
+def cpu_of_process() -> CpuAccount:
+    """Return the account of all threads of this process together."""
+    return partial(_account, lambda: _THREADS.glob("*/schedstat"), tuple(_quota_files()))
+
+
+def _account(schedstats: Callable[[], Iterable[Path]], quotas: tuple[Path, ...]) -> CpuTime:
+    """Return the account so far; `waited` is 0 where the kernel does not report quotas."""
+    ran, waited, _ = read_cpu_time(*schedstats())
+    return CpuTime(ran, waited if quotas else 0.0, sum(map(_stops, quotas)))
+
+
+def _stops(stat: Path) -> int:
+    """Return how often the quota of a control group has stopped it so far."""
+    with contextlib.suppress(OSError):
+        lines = stat.read_text("ascii").splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("nr_throttled "))
+    return 0
+
+
+def _quota_files() -> Iterator[Path]:
+    """Yield the `cpu.stat` files of our control groups, from our own up to the root."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text("utf-8", "replace").splitlines():
+            _number, controllers, group = line.split(":", 2)
+            if not controllers or "cpu" in controllers.split(","):
+                root = _CGROUPS / "cpu" if controllers else _CGROUPS  # version 1, or 2
+                own = Path(group.lstrip("/"))
+                stats = (root / folder / "cpu.stat" for folder in (own, *own.parents))
+                yield from filter(Path.is_file, stats)
+
+
+# ---- measured steps ----------------------------------------------------------------------
 
 
 class StepCost(Struct, frozen=True):
@@ -144,6 +254,9 @@ def steps_per_sample(step_time: float) -> int:
     return every
 
 
+# ---- progress ------------------------------------------------------------------------------
+
+
 def usual_pause(size: int) -> float:
     """Return the seconds between two heartbeats of a worker that trains in a world of `size`.
 
@@ -229,7 +342,7 @@ class TrainingProgress:
         """Whether the round has to be left at the boundary of now."""
         return self.boundary >= self.leave_after
 
-    def checked(self) -> bool:
+    def record_check(self) -> bool:
         """Record a check for changes; return whether the round has to be left now."""
         self.checks += 1
         self.boundaries.append(time.monotonic())
@@ -250,7 +363,7 @@ class TrainingProgress:
         at = tuple(self.boundaries)
         return time.monotonic() - max(self.synced_at, at[-1] if at else 0.0)
 
-    def committed(self, version: int) -> bool:
+    def record_commit(self, version: int) -> bool:
         """Record a committed step; return whether the round has to be left now."""
         now = time.monotonic()
         self.step_time = now - self.committed_at
@@ -270,7 +383,7 @@ class TrainingProgress:
             self.on_first_step()
         return max(version, 0) + self.checks >= self.leave_after  # `must_leave`, in fewer calls
 
-    def reported(self, now: float) -> None:
+    def record_step(self, now: float) -> None:
         """Record a step that was committed or only reported."""
         self.step_times.append(now - self.active_at)
         self.active_at = now
@@ -282,20 +395,20 @@ class TrainingProgress:
         samples = max(self.trained, self.reported_samples)
         self.done = Done(now, self.steps_done, samples)
 
-    def reported_by_script(self, now: float, step: int) -> None:
+    def record_reported_step(self, now: float, step: int) -> None:
         """Record a step that the script reports; it may commit it as well."""
         self.reported_step, self.step_reported = step, True
-        self.reported(now)
+        self.record_step(now)
         if self.reported_steps == 1:
             self.on_first_step()
 
-    def optimizer_stepped(self) -> None:
+    def record_optimizer_step(self) -> None:
         """Record a finished step of an optimizer."""
         self.optimizer_steps += 1
         if self.optimizer_steps == ODD_STEPS and not self.reported_steps:
             self.on_no_commit()
 
-    def marked(self, step: int, digest: str, buffers: str = "") -> None:
+    def record_mark(self, step: int, digest: str, buffers: str = "") -> None:
         """Record the digest of the state after a committed step, for the comparison of ranks.
 
         `buffers`: digests of what ranks may have apart; see `words.progress.StateMark`.
@@ -306,7 +419,7 @@ class TrainingProgress:
         if len(self.marks) == 1:
             self.on_first_mark()
 
-    def entered(self, round_id: int, version: int, size: int = 1, rank: int = 0) -> None:
+    def enter(self, round_id: int, version: int, size: int = 1, rank: int = 0) -> None:
         """Record a new round, without a commit and without a request to leave so far."""
         self.size = size
         self.rank = rank
@@ -327,7 +440,7 @@ class TrainingProgress:
         self.samples = StepSamples()
         self.round = self.steps_of = round_id
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """Record that this process is in no round."""
         self.round = 0
         self.links, self.collectives = lambda: None, lambda: 0

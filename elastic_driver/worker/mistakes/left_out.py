@@ -25,7 +25,7 @@ from elastic_driver.worker.mistakes.script_objects import (
     tell,
     variables,
 )
-from elastic_driver.worker.state_sync.fingerprint import contents
+from elastic_driver.worker.state_sync.contents import contents
 from elastic_driver.worker.torch_seams import buffers_of, parameters_of
 
 FIRST, LAST = 3, 20  # the commits at which changes are looked for

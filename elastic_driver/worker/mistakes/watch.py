@@ -30,12 +30,13 @@ from elastic_driver import contract
 from elastic_driver.errors import ExitCode, HostsUpdatedInterrupt, SwallowedError
 from elastic_driver.words import counted
 from elastic_driver.worker import current
+from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.mistakes import left_out
 from elastic_driver.worker.mistakes.left_out import LeftOut
-from elastic_driver.worker.mistakes.optimizers import OptimizerWatch
 from elastic_driver.worker.mistakes.script_objects import (
     Kept,
+    OptimizerWatch,
     Variable,
     in_script,
     is_speaker,
@@ -43,10 +44,10 @@ from elastic_driver.worker.mistakes.script_objects import (
     tell,
     variables,
 )
-from elastic_driver.worker.state_sync.parts import ModulePart, StatePart
-from elastic_driver.worker.state_sync.steps import collectives
+from elastic_driver.worker.state_sync.part import StatePart
+from elastic_driver.worker.state_sync.parts import ModulePart
+from elastic_driver.worker.state_sync.steps import collectives, weakly
 from elastic_driver.worker.state_sync.tree import Tree
-from elastic_driver.worker.worker_log import say
 from elastic_driver.worker.world import wrapping
 from elastic_driver.worker.world.gloo import peer_is_lost, refuse_if_lost
 
@@ -75,8 +76,7 @@ class Mistakes:
         self._frame: FrameType | None = None  # of the script, while a commit is looked at
         self._left_out = LeftOut()
         self._made_late = MadeLate(tree)
-        me = weakref.ref(self)  # a state's tensors end with it, not with a cycle
-        self._optimizers = OptimizerWatch(trees, lambda thing: _name_of(me, thing))
+        self._optimizers = OptimizerWatch(trees, weakly(self.name_of))  # no cycle holds tensors
         self._looks = 0  # commits of this process that were looked at
         self._due = LOOKED_AT  # commits of this round that are still to be looked at
         self._averages: bool | None = None  # something averages gradients; None: not known
@@ -89,7 +89,7 @@ class Mistakes:
 
     # ---- a world -------------------------------------------------------------------------
 
-    def entered(self, progress: TrainingProgress, size: int) -> None:
+    def enter(self, progress: TrainingProgress, size: int) -> None:
         """Begin a round of so many workers."""
         self._alone = 0
         self._swallowed = 0
@@ -97,7 +97,7 @@ class Mistakes:
         self._size = size
         self._due = LOOKED_AT
         watch_samplers()
-        self._made_late.entered()
+        self._made_late.note_first()
         progress.on_difference = self.on_difference
 
     def on_difference(self) -> None:
@@ -118,7 +118,7 @@ class Mistakes:
 
     # ---- steps and commits ---------------------------------------------------------------
 
-    def stepped(self, progress: TrainingProgress) -> None:
+    def count_step(self, progress: TrainingProgress) -> None:
         """Note a finished step of any optimizer."""
         self._steps += 1
         if self._steps % LEAST_STEPS or not progress.round or not is_speaker():
@@ -131,7 +131,7 @@ class Mistakes:
                 "every few",
             )
 
-    def committing(self, *, leads: bool) -> None:
+    def look_at_commit(self, *, leads: bool) -> None:
         """Look at a commit that is about to be made.
 
         Raises `WorldBrokenError`, later `SwallowedError`, for a script that goes on though a
@@ -149,7 +149,7 @@ class Mistakes:
             if is_speaker():
                 self._look_safely()
 
-    def leaving(self, error: Exception, progress: TrainingProgress) -> BaseException:
+    def error_to_leave(self, error: Exception, progress: TrainingProgress) -> BaseException:
         """Return the error by which a commit tells the script to leave this round.
 
         Once a script has swallowed it, it is one that no `except Exception` catches.
@@ -251,11 +251,6 @@ class Mistakes:
 
         search(variables(self._frame), look)
         return found[0] if found else None
-
-
-def _name_of(me: "weakref.ref[Mistakes]", thing: Any) -> str | None:
-    mistakes = me()
-    return None if mistakes is None else mistakes.name_of(thing)
 
 
 def _tell_alone(found: str) -> None:
@@ -372,7 +367,7 @@ class MadeLate:
         self._first: dict[str, tuple[str, int]] | None = None
         self._changes = 0  # of the tree, at the last look
 
-    def entered(self) -> None:
+    def note_first(self) -> None:
         """Note what each worker has made by itself; later worlds change nothing about that."""
         if self._first is None:
             self._first = self._now()

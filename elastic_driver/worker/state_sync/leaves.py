@@ -9,7 +9,7 @@ are: it is *learned*.
 
 - A tensor is known by its object, its memory and its version counter. At each commit, and after a
   failure, these are compared.
-- In the first steps, and now and then later, the content is compared as well (`fingerprint`):
+- In the first steps, and now and then later, the content is compared as well (`contents`):
   between the commit and the first optimizer step, and from commit to commit. That finds changes
   which no version shows (`tensor.data`, captured graphs).
 - A tensor that moves outside of an optimizer's step is copied from then on. One that begins to do
@@ -26,7 +26,6 @@ are read at each commit, which shows what a script does to all of them.
 """
 
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from operator import add, sub
 from typing import NamedTuple
@@ -35,9 +34,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
-from elastic_driver.worker.state_sync.steps import Steps, trained_by
-from elastic_driver.worker.state_sync.values import fill_tensor, shares_memory
+from elastic_driver.worker.state_sync.contents import (
+    contents,
+    fill_tensor,
+    is_capturing,
+    shares_memory,
+)
+from elastic_driver.worker.state_sync.part import trained_by
+from elastic_driver.worker.state_sync.steps import Steps, weakly
 from elastic_driver.worker.torch_seams import copy_all, version_of
 
 LEARNING = 3  # commits after the first one whose contents are compared
@@ -122,8 +126,7 @@ class Leaves:
         self._early: set[str] = set()  # have changed before the first optimizer step
         self._check_at = 0.0
         self._idle = 0  # commits in a row in which nothing has changed
-        me = weakref.ref(self)
-        steps.before_first = lambda: _look_before_step(me)
+        steps.before_first = weakly(self.look_before_step)
 
     # ---- what there is ---------------------------------------------------------------------
 
@@ -385,12 +388,6 @@ class Leaves:
         self._seen = _Seen(versions[:first], pointers, Read.at(versions[first:]))
         if self.tensors is tensors:
             self._versions, self._pointers, self._others.last = self._seen
-
-
-def _look_before_step(me: "weakref.ref[Leaves]") -> None:
-    leaves = me()
-    if leaves is not None:
-        leaves.look_before_step()
 
 
 def _changed_by(optimizers: Sequence[Optimizer]) -> set[int]:

@@ -15,14 +15,19 @@ import torch
 from torch import Tensor
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.rng import new_random, random_more, random_state
+from elastic_driver.worker.state_sync.contents import (
+    TensorSpec,
+    UnkeptError,
+    new_random,
+    random_more,
+    random_state,
+    require_sent,
+)
 from elastic_driver.worker.state_sync.values import (
     LARGEST,
     OTHER,
     SIMPLE,
     Kind,
-    TensorSpec,
-    UnkeptError,
     atom_names,
     atoms,
     child_names,
@@ -36,7 +41,6 @@ from elastic_driver.worker.state_sync.values import (
     kinds,
     knot,
     looked_up,
-    require_sent,
     too_deep,
     unkept,
     written_dtype,

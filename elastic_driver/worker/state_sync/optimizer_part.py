@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.contents import TensorSpec, require_sent
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
 from elastic_driver.worker.state_sync.part import (
+    ATTRIBUTES,
     NEVER,
     Attribute,
     Attributes,
@@ -20,13 +22,13 @@ from elastic_driver.worker.state_sync.part import (
     StatePart,
     Structure,
     require_tensor,
+    trained_by,
 )
 from elastic_driver.worker.state_sync.taking import Taker, as_kept, put_back
-from elastic_driver.worker.state_sync.values import SIMPLE, TensorSpec, require_sent
+from elastic_driver.worker.state_sync.values import SIMPLE
 
 _END = object()
 _lists = itemgetter("params")
-ATTRIBUTES = 5  # the place of plain attributes in a document
 
 
 class _Shape(NamedTuple):
@@ -54,9 +56,8 @@ class OptimizerPart(StatePart):
 
     def __init__(self, name: str, optimizer: Optimizer) -> None:
         super().__init__(name, optimizer)
-        self._seen: list[Any] = [
-            _END
-        ]  # groups, parameters, and those of which it remembers something
+        # Groups, parameters, and those of which it remembers something.
+        self._seen: list[Any] = [_END]
         self._remembered: list[Any] = [_END]  # all that it remembers
         self._plain: list[int] = []  # places in there of what is no tensor
         self._shape: _Shape | None = None  # of these, once it is kept
@@ -72,7 +73,7 @@ class OptimizerPart(StatePart):
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that it trains."""
-        return [p for group in self.thing.param_groups for p in group["params"]]
+        return trained_by(self.thing)
 
     def _refresh(self) -> None:
         if self._is_current():
@@ -209,7 +210,7 @@ class OptimizerPart(StatePart):
         now = [*group, *group.values()]
         if len(now) == len(values) and all(map(is_, now, values)):
             return values, copy
-        settings = {key: value for key, value in group.items() if key != "params"}
+        settings = _settings(group)
         taken = Taker(alone=True).take(settings, self._group(number))
         fixed = all(type(each) in SIMPLE or type(each) is tuple for each in settings.values())
         return (now if fixed else [_END]), taken
@@ -224,11 +225,7 @@ class OptimizerPart(StatePart):
         done: dict[int, Any] = {}
         optimizer.param_groups[:] = shape.groups
         for group, parameters, copy in zip(shape.groups, shape.parameters, settings, strict=True):
-            content = put_back(copy, done)
-            group["params"][:] = parameters
-            for key in [key for key in group if key != "params" and key not in content]:
-                del group[key]
-            group.update(content)
+            _fill_group(group, parameters, put_back(copy, done))
         optimizer.state.clear()
         for parameter, values, content in shape.memory:
             if isinstance(values, dict):
@@ -270,7 +267,7 @@ class OptimizerPart(StatePart):
         optimizer = self.thing
         groups = []
         for number, group in enumerate(optimizer.param_groups):
-            settings = {key: value for key, value in group.items() if key != "params"}
+            settings = _settings(group)
             names = [self._named[id(p)] for p in group["params"]]
             groups.append([names, writer.write(settings, self._group(number))])
         numbered, others = self._state_by_number(self.parameters())
@@ -316,12 +313,7 @@ class OptimizerPart(StatePart):
     def _live(self, parameters: Sequence[Sequence[Tensor]]) -> list[Any]:
         """Return what this process has of a document: settings of groups, and all state."""
         live = self.thing.param_groups
-        settings = [
-            {key: value for key, value in live[number].items() if key != "params"}
-            if number < len(live)
-            else {}
-            for number in range(len(parameters))
-        ]
+        settings = [*map(_settings, live), *({} for _ in parameters)][: len(parameters)]
         return [*settings, *self._state_by_number(list(chain.from_iterable(parameters)))]
 
     def places(self, document: Any, specs: Sequence[TensorSpec], /) -> list[Tensor]:
@@ -343,11 +335,7 @@ class OptimizerPart(StatePart):
         for group, own, (_, written), old in zip(
             groups, parameters, document[1], settings, strict=True
         ):
-            content = reader.read(written, old)
-            group["params"][:] = own
-            for key in [key for key in group if key != "params" and key not in content]:
-                del group[key]
-            group.update(content)
+            _fill_group(group, own, reader.read(written, old))
         optimizer.param_groups[:] = groups
         found = reader.read(document[2], numbered), reader.read(document[3], others)
         flat = list(chain.from_iterable(parameters))
@@ -358,6 +346,19 @@ class OptimizerPart(StatePart):
         if len(document) > ATTRIBUTES:  # older checkpoints have none
             self._attributes.accept(document[ATTRIBUTES], tensors)
         self._refresh()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return all of a group but its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _fill_group(group: dict[str, Any], parameters: list[Tensor], settings: dict[str, Any]) -> None:
+    """Make a group have these parameters, in its own list, and these settings."""
+    group["params"][:] = parameters
+    for key in _settings(group).keys() - settings.keys():
+        del group[key]
+    group.update(settings)
 
 
 def _named(name: str, values: Any) -> list[tuple[str, Any]]:

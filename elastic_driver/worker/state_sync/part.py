@@ -33,21 +33,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.state_sync.message import Reader, Writer
-from elastic_driver.worker.state_sync.rng import random_state
-from elastic_driver.worker.state_sync.taking import Taker, copied, put_back
-from elastic_driver.worker.state_sync.values import (
-    SIMPLE,
+from elastic_driver.worker.current import say
+from elastic_driver.worker.state_sync.contents import (
     TensorSpec,
     UnkeptError,
     fill_tensor,
-    is_array,
-    is_single,
-    kind_of,
-    too_deep,
+    random_state,
 )
+from elastic_driver.worker.state_sync.message import Reader, Writer
+from elastic_driver.worker.state_sync.taking import Taker, copied, put_back
+from elastic_driver.worker.state_sync.values import SIMPLE, is_array, is_single, kind_of, too_deep
 from elastic_driver.worker.torch_seams import version_of
-from elastic_driver.worker.worker_log import say
 
 # ---- a glance --------------------------------------------------------------------------
 
@@ -227,6 +223,11 @@ def require_tensor(name: str, tensor: Tensor) -> None:
     raise UnkeptError(name, problem, hint)
 
 
+def trained_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def names_in(written: Any) -> list[str]:
     """Return the keys of a dictionary that a `Writer` wrote; all are strings."""
     items = written[2]
@@ -235,6 +236,7 @@ def names_in(written: Any) -> list[str]:
 
 # ---- attributes ------------------------------------------------------------------------
 
+ATTRIBUTES = 5  # the place of plain attributes in a document
 LOOKS = 4  # commits at which everything is looked at
 SHARE = 0.0002  # of the time, for the looks of later
 LARGEST = 16 * 1024 * 1024  # bytes of an attribute that is copied at each commit

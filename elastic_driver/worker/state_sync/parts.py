@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker import torch_seams
+from elastic_driver.worker.state_sync.contents import TensorSpec, UnkeptError
 from elastic_driver.worker.state_sync.message import Reader, Writer
 from elastic_driver.worker.state_sync.optimizer_part import OptimizerPart
 from elastic_driver.worker.state_sync.part import (
+    ATTRIBUTES,
     NEVER,
     Attribute,
     Attributes,
@@ -35,7 +37,6 @@ from elastic_driver.worker.state_sync.part import (
     require_tensor,
 )
 from elastic_driver.worker.state_sync.taking import copied
-from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
 from elastic_driver.worker.torch_seams import (
     WithStatistics,
     buffers_of,
@@ -44,10 +45,8 @@ from elastic_driver.worker.torch_seams import (
     unsaved_buffers_of,
 )
 
-__all__ = ["ModulePart", "Named", "OptimizerPart", "Outgoing", "Rest", "StatePart", "part_for"]
-
-
-ATTRIBUTES = 5  # the place of plain attributes in a document
+_END = object()
+_NO_EXTRA = nn.Module.get_extra_state
 _flags = torch.Tensor.requires_grad.__get__
 _training = attrgetter("training")
 
@@ -104,11 +103,6 @@ def _is_inexact(tensor: Tensor) -> bool:
     return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
-_OF_STATISTICS = (WithStatistics,)
-_END = object()
-_NO_EXTRA = nn.Module.get_extra_state
-
-
 class ModulePart(StatePart):
     """A module: parameters, buffers, extra state, and the flags `training` and `requires_grad`."""
 
@@ -151,7 +145,7 @@ class ModulePart(StatePart):
         found = []
         for path, module in zip(self._walk.paths, self._walk.modules, strict=True):
             own = [b for b in buffers_of(module).values() if b is not None and _is_inexact(b)]
-            if own and not isinstance(module, _OF_STATISTICS):
+            if own and not isinstance(module, WithStatistics):
                 found.append((f"{self.name}.{path}" if path else self.name, own))
         return found
 

@@ -26,12 +26,11 @@ from torch import Tensor
 
 from elastic_driver.errors import ElasticError, ExitCode, UsageError
 from elastic_driver.words.world import StateVersion, receivers_of, source_of
+from elastic_driver.worker.current import say
+from elastic_driver.worker.state_sync.contents import RandomStates, TensorSpec, as_bytes
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
-from elastic_driver.worker.state_sync.parts import Outgoing, StatePart
-from elastic_driver.worker.state_sync.rng import RandomStates
+from elastic_driver.worker.state_sync.part import Outgoing, StatePart
 from elastic_driver.worker.state_sync.tree import Tree
-from elastic_driver.worker.state_sync.values import TensorSpec, as_bytes
-from elastic_driver.worker.worker_log import say
 
 VALUES, GRADIENTS = "(values)", "(gradients)"  # no attribute has such a name
 

@@ -33,8 +33,8 @@ from torch.optim.optimizer import (
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker import torch_seams
-from elastic_driver.worker.state_sync.fingerprint import contents, is_capturing
-from elastic_driver.worker.state_sync.part import require_tensor
+from elastic_driver.worker.state_sync.contents import contents, is_capturing
+from elastic_driver.worker.state_sync.part import require_tensor, trained_by
 from elastic_driver.worker.torch_seams import version_of
 
 
@@ -187,11 +187,6 @@ class Steps:
             step.ended_at = now if now == step.began_at else -1
 
 
-def trained_by(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 _watching: "weakref.WeakSet[Steps]" = weakref.WeakSet()
 
 
@@ -260,7 +255,7 @@ class Gradients:
         self._dropped: dict[int, int] = {}  # times that kept gradients of an optimizer were dropped
         self._has_stepped = False  # any of these optimizers, since the last commit
         self._collectives = 0  # until the last commit
-        weakref.finalize(self, _remove, self._hooks)
+        weakref.finalize(self, remove_hooks, self._hooks)
 
     @property
     def collectives_before(self) -> int:
@@ -288,7 +283,7 @@ class Gradients:
         self._watched = set(map(id, optimizers))
         if list(chosen) == self._hooked:
             return
-        _remove(self._hooks)
+        remove_hooks(self._hooks)
         self._judges.clear()
         self._lasting.clear()
         self._seen.clear()
@@ -403,7 +398,7 @@ class Gradients:
             self._idle = {id(p): version_of(p) for p, now, before in pairs if now == before}
         return [p for p in self._others if self._idle.get(id(p)) != version_of(p)]
 
-    def committed(self, kept: list[Kept], now: int) -> None:
+    def note_commit(self, kept: list[Kept], now: int) -> None:
         """Note the result of `take` as that of a commit, until which `now` collectives came."""
         self.kept = kept
         self._has_stepped = False
@@ -454,6 +449,20 @@ class Gradients:
         self._wait_for({id(parameter) for parameter, _ in found}, optimizers)
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method, and does not hold its object.
+
+    Once that is gone, the function does nothing and returns None.
+    """
+    find = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = find()
+        return None if found is None else found(*args)
+
+    return call
+
+
 def _passed(me: "weakref.ref[Gradients]", optimizer: int, _parameter: Tensor) -> None:
     gradients = me()
     if gradients is not None:
@@ -469,7 +478,8 @@ def _began(
         gradients.began(optimizer, trained)
 
 
-def _remove(hooks: list[Any]) -> None:
+def remove_hooks(hooks: list[Any]) -> None:
+    """Take hooks off what they are on."""
     for hook in hooks:
         hook.remove()
     hooks.clear()

@@ -6,22 +6,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from elastic_driver.worker.state_sync.rng import random_state
+from elastic_driver.worker.state_sync.contents import (
+    UnkeptError,
+    fill_tensor,
+    random_state,
+    require_dense,
+    require_kept,
+)
 from elastic_driver.worker.state_sync.values import (
     DEEPEST,
     SIMPLE,
     Kind,
-    UnkeptError,
     child_names,
-    fill_tensor,
     has_nameless_factory,
     has_part,
     is_array,
     is_single,
     kind_of,
     knot,
-    require_dense,
-    require_kept,
     too_deep,
     unkept,
 )

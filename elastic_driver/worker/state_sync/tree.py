@@ -18,17 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.contents import UnkeptError
 from elastic_driver.worker.state_sync.leaves import Leaves
 from elastic_driver.worker.state_sync.message import ComparingWriter
-from elastic_driver.worker.state_sync.part import Glance, Structure
-from elastic_driver.worker.state_sync.parts import (
-    ModulePart,
-    OptimizerPart,
-    Rest,
-    StatePart,
-    part_for,
-)
-from elastic_driver.worker.state_sync.steps import Gradients, Steps, trained_by
+from elastic_driver.worker.state_sync.optimizer_part import OptimizerPart
+from elastic_driver.worker.state_sync.part import Glance, Rest, StatePart, Structure, trained_by
+from elastic_driver.worker.state_sync.parts import ModulePart, part_for
+from elastic_driver.worker.state_sync.steps import Gradients, Steps
 from elastic_driver.worker.state_sync.taking import (
     Taker,
     as_kept,
@@ -37,7 +33,7 @@ from elastic_driver.worker.state_sync.taking import (
     put_back,
     size_of,
 )
-from elastic_driver.worker.state_sync.values import SIMPLE, UnkeptError, has_part, too_deep
+from elastic_driver.worker.state_sync.values import SIMPLE, has_part, too_deep
 
 MOST_ENTRIES = 64  # of a table whose entries are compared one by one
 SMALL_BYTES = 1024 * 1024  # of a buffer that is copied at each commit
@@ -300,7 +296,7 @@ class Tree:
         # Nothing fails from here on: a commit counts as a whole, or the last one still does.
         for part, each in taken:
             part.kept = each
-        self.gradients.committed(gradients, now)
+        self.gradients.note_commit(gradients, now)
         self._kept, self._kept_parts = kept, self.parts
         self._resting = resting or _Resting(self._glance, {})
         self._resting.rests.update((part, part.rest()) for part in parts)

@@ -27,33 +27,15 @@ from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
 import torch
-from torch import Tensor
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.contents import UnkeptError, torch_dtype
 
-# The dtype (torch's name for it) and the shape of a tensor.
-TensorKind = tuple[str, tuple[int, ...]]
 SIMPLE = frozenset({int, float, bool, str, bytes, type(None)})
 LARGEST = 2**63  # of whole numbers that msgpack carries
 OTHER = "?"  # in place of the name of a factory
 DEEPEST = 100  # containers inside of each other: each Python can walk as many
 _OF_PYTHON = 1 << 9  # of a class: it was made by a class statement (Py_TPFLAGS_HEAPTYPE)
-
-
-class UnkeptError(UsageError):
-    """A value of the state cannot be kept and sent; `path` names it."""
-
-    def __init__(self, path: str, problem: str, hint: str) -> None:
-        super().__init__(
-            f"the attribute {path!r} cannot be sent to other workers or put back: {problem}; {hint}"
-        )
-        self.path = path
-        self._problem = problem
-        self._hint = hint
-
-    def inside(self, name: str) -> "UnkeptError":
-        """Return the error for a value inside of the state of an object with this name."""
-        return UnkeptError(name, f"{self.path}: {self._problem}", self._hint)
 
 
 def unkept(path: str, value: Any) -> UnkeptError:
@@ -115,17 +97,21 @@ def _fill_list(target: list[Any], items: list[Any]) -> None:
     target[:] = items
 
 
-def _fill_dict(target: Any, items: list[Any]) -> None:
+def _table(items: list[Any]) -> dict[Any, Any]:
+    """Return keys and the values behind them as a dictionary."""
     half = len(items) // 2
-    pairs = dict(zip(items[:half], items[half:], strict=True))
+    return dict(zip(items[:half], items[half:], strict=True))
+
+
+def _fill_dict(target: Any, items: list[Any]) -> None:
+    pairs = _table(items)
     target.clear()
     target.update(pairs)
 
 
 def _fill_counter(target: Any, items: list[Any]) -> None:
     target.clear()
-    half = len(items) // 2
-    dict.update(target, zip(items[:half], items[half:], strict=True))
+    dict.update(target, _table(items))
 
 
 def _fill_set(target: set[Any], items: list[Any]) -> None:
@@ -206,18 +192,14 @@ kinds: dict[type, Kind] = {
 kind_names = {kind.__name__: kind for kind in kinds}
 
 
-def _content_of(value: Any) -> dict[str, Any]:
+def _fields_of(value: Any) -> list[Any]:
     found = {
         f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
     }
     own = getattr(value, "__dict__", found)
     if not own.keys() <= found.keys():  # the object has attributes beside its fields
         found |= {n: each for n, each in own.items() if n not in found and n[:2] != "__"}
-    return found
-
-
-def _fields_of(value: Any) -> list[Any]:
-    return _pairs(_content_of(value))
+    return _pairs(found)
 
 
 def _own_names(value: Any) -> list[str]:
@@ -232,8 +214,7 @@ def _own_names(value: Any) -> list[str]:
 
 
 def _fill_fields(target: Any, items: list[Any]) -> None:
-    half = len(items) // 2
-    content = dict(zip(items[:half], items[half:], strict=True))
+    content = _table(items)
     for name in content:
         if not isinstance(name, str) or name.startswith("__"):
             raise ValueError(f"an attribute cannot be named {name!r}")
@@ -281,7 +262,7 @@ def kind_of(kind: type) -> Kind | None:
     found = kinds.get(kind)
     if found is not None or kind in _no_containers:
         return found
-    if issubclass(kind, enum.Enum) or has_part_of(kind):
+    if issubclass(kind, enum.Enum) or has_part(kind):
         pass
     elif dataclasses.is_dataclass(kind):
         found = kinds[kind] = _dataclass_kind(kind)
@@ -293,6 +274,16 @@ def kind_of(kind: type) -> Kind | None:
 
 
 _no_containers: set[type] = set()
+
+
+def child_names(value: Any, items: Sequence[Any]) -> list[str]:
+    """Return how each child of a container is written behind its path."""
+    kind = type(value)
+    has_names = dataclasses.is_dataclass(kind) or kind in (types.SimpleNamespace, Namespace)
+    if has_names or isinstance(value, dict):
+        keys = items[: len(items) // 2]
+        return [f".{key}" for key in keys] * 2
+    return [f".{index}" for index in range(len(items))]
 
 
 # ---- kinds of single values ----------------------------------------------------------------
@@ -318,15 +309,6 @@ def _from_zone(written: Any) -> Any:
     if written is None:
         return None
     return ZoneInfo(written) if isinstance(written, str) else timezone(timedelta(seconds=written))
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype; raises `UsageError` where this version of torch has none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        problem = f"the state has a torch.{name}, which torch {torch.__version__} does not know"
-        raise UsageError(f"{problem}; use the version of torch that wrote it")
-    return dtype
 
 
 atoms: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -386,15 +368,11 @@ def is_single(value: Any) -> bool:
     return is_scalar(value) or is_referred(value)
 
 
-def has_part_of(kind: type) -> bool:
-    """Return whether objects of a class are kept by parts of their own."""
-    return callable(getattr(kind, "state_dict", None)) and callable(
-        getattr(kind, "load_state_dict", None)
-    )
-
-
 def has_part(value: Any) -> bool:
-    """Return whether an object is kept by a part of its own: it has a state that it can load."""
+    """Return whether an object, or one of a class, is kept by a part of its own.
+
+    It has a state that it can load.
+    """
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
@@ -403,113 +381,6 @@ def has_part(value: Any) -> bool:
 def first_line(error: BaseException) -> str:
     """Return the first line of the error's message, or its type where there is no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-# ---- tensors ------------------------------------------------------------------------------
-
-
-class TensorSpec(NamedTuple):
-    """Dtype, shape and type of device ("cpu", "xpu") of a tensor that a receiver allocates."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    device: str
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
-        """Return the spec of a tensor; its first two fields are a `TensorKind`."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(dtype, tuple(tensor.shape), tensor.device.type)
-
-    def allocate(self, device: str | None = None) -> Tensor:
-        """Return an uninitialised tensor, on `device` or this process's device of the same type."""
-        return torch.empty(self.shape, dtype=torch_dtype(self.dtype), device=device or self.device)
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Return whether a tensor can hold the content: it is of this kind, and has memory."""
-        if self[:2] != TensorSpec.of(tensor)[:2] or tensor.layout != torch.strided:
-            return False
-        has_memory = not (tensor.is_meta or shares_memory(tensor) or tensor.is_inference())
-        is_plain = not (tensor.is_conj() or tensor.is_neg())
-        return has_memory and is_plain and tensor.grad_fn is None
-
-
-def require_kept(tensor: Tensor, path: str) -> None:
-    """Raise `UnkeptError` for a tensor that cannot be kept as a plain value."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter):
-        raise UnkeptError(
-            path,
-            f"it is a tensor of the class {type(tensor).__qualname__}, and would arrive as a "
-            "plain one",
-            "keep a plain tensor: tensor.as_subclass(torch.Tensor)",
-        )
-    require_sent(tensor, path)
-
-
-def require_sent(tensor: Tensor, path: str) -> None:
-    """Raise `UnkeptError` for a tensor that cannot be sent: its content is not all there is."""
-    if tensor.grad_fn is not None:
-        raise UnkeptError(
-            path,
-            "it is a tensor on an autograd graph, whose history cannot be kept",
-            "store tensor.detach() or tensor.item()",
-        )
-    require_dense(tensor, path)
-
-
-def require_dense(tensor: Tensor, path: str) -> None:
-    """Raise `UnkeptError` for a tensor without elements one behind the other in memory."""
-    if torch.nn.parameter.is_lazy(tensor):
-        raise UnkeptError(path, "it has no shape yet (it is lazy)", "give it its first values")
-    if tensor.is_meta or tensor.is_quantized:
-        kind = "a quantized tensor" if tensor.is_quantized else "on the meta device, without memory"
-        raise UnkeptError(path, f"it is {kind}", "keep dense tensors of numbers in the state")
-    if tensor.is_nested or (tensor.layout != torch.strided and not tensor.is_sparse):
-        raise UnkeptError(
-            path, f"it is a tensor of layout {tensor.layout}", "keep dense tensors in the state"
-        )
-    if tensor.is_sparse:
-        raise UnkeptError(
-            path, "it is a sparse tensor", "keep its indices and values as dense ones"
-        )
-
-
-def shares_memory(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor have one memory, as after `expand`."""
-    return any(
-        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
-
-
-def fill_tensor(target: Tensor, content: Tensor) -> None:
-    """Write a tensor's content into another one, also where that was resized meanwhile."""
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        if target.shape != content.shape or target.dtype != content.dtype:
-            target.data = content.to(target.device, copy=True)
-        elif not shares_memory(target):
-            target.detach().copy_(content)
-        elif not torch.equal(target, content):
-            target.data = content.to(target.device, copy=True)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the content of a tensor as a row of bytes: its own memory where it is contiguous."""
-    flat = tensor.detach().contiguous()
-    # `reshape(-1)` would keep the step of a single element, which no view as bytes takes.
-    flat = flat.as_strided((flat.numel(),), (1,)) if flat.numel() else flat.reshape(-1)
-    return flat.view(torch.uint8)
-
-
-def child_names(value: Any, items: Sequence[Any]) -> list[str]:
-    """Return how each child of a container is written behind its path."""
-    kind = type(value)
-    if isinstance(value, dict):
-        keys = items[: len(items) // 2]
-        return [f".{key}" for key in keys] * 2
-    if dataclasses.is_dataclass(kind) or kind in (types.SimpleNamespace, Namespace):
-        keys = items[: len(items) // 2]
-        return [f".{key}" for key in keys] * 2
-    return [f".{index}" for index in range(len(items))]
 
 
 # ---- names that other workers know -----------------------------------------------------

@@ -3,7 +3,7 @@
 Gloo is always there: it connects the processes, carries CPU tensors, the state and the agreement of
 every round, and breaks in place (`groups`). The accelerator's own library carries its tensors, in a
 second half of torch's process group: where the script asks for it or, if the script asks for
-nothing, in rounds in which every worker has a device of its own (`backend`). That half differs from
+nothing, in rounds in which every worker has a device of its own (`groups`). That half differs from
 gloo in three ways:
 
 - The processor runs ahead: the result of a collective is there only when the device has *settled*.

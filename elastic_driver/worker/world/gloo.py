@@ -47,10 +47,10 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from elastic_driver.errors import ExitCode, SwallowedError, WorldBrokenError
-from elastic_driver.peer_loss import in_short, looks_like_peer_loss
+from elastic_driver.failure_causes import in_short, looks_like_peer_loss
 from elastic_driver.words.progress import MAX_LINKS, Links, LinkUse
 from elastic_driver.worker import torch_seams
-from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.current import say
 
 # ---- connections -----------------------------------------------------------------------
 

@@ -1,8 +1,12 @@
 """Builds, breaks and takes down the torch process group of one round.
 
-Connecting to peers cannot be interrupted, neither in gloo nor in NCCL, and a peer that dies in that
-moment would hold up all others until some timeout. So `membership` runs it in a daemon thread and
-goes on as soon as the round is known to be over; the thread ends when it can.
+**The backend** follows from the script's wish and this machine's accelerator (`choose_backend`).
+The type of device is torch's (`torch.accelerator`), and so is the library of its collectives: NCCL,
+XCCL, or that of a plug-in. Gloo carries CPU tensors in any case.
+
+**Building.** Connecting to peers cannot be interrupted, neither in gloo nor in NCCL, and a peer
+that dies in that moment would hold up all others until some timeout. So `membership` runs it in a
+daemon thread and goes on as soon as the round is known to be over; the thread ends when it can.
 
 Torch's global state must be touched by the main thread only. So the thread makes the bare
 `ProcessGroupGloo`; the main thread then calls `init_process_group(backend="elastic_gloo")`, whose
@@ -11,11 +15,17 @@ a device has collectives of its own, torch makes that half itself (`cpu:elastic_
 `device`). In rounds without it gloo carries the device's tensors, too, by way of the host's memory:
 our backend is registered for them.
 
-Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's own, under
-another name. Scripts, and torch itself, ask for the name: `monitored_barrier()` and the
+**The name.** Collectives, DDP and `new_group()` behave as with "gloo", because the object is gloo's
+own, under another name. Scripts, and torch itself, ask for the name: `monitored_barrier()` and the
 differentiable `all_to_all()` are for "gloo" only. So torch's functions that take or return a name
 are replaced by ones that translate it (`translate`). Where a device has collectives of its own, its
-half names the group. Times are seconds.
+half names the group.
+
+**Companions** are parts of the script's process that live as long as a world, such as the engine of
+Horovod's operations. `run` starts them in each new world; `membership` stops them before the
+world's process group is taken down.
+
+Times are seconds.
 """
 
 import contextlib
@@ -28,7 +38,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,12 +47,12 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import Join
 
 from elastic_driver import contract
+from elastic_driver.contract import VISIBLE_DEVICES, no_port_left
 from elastic_driver.errors import ClusterError, UsageError, WorldBrokenError
-from elastic_driver.ports import none_left
 from elastic_driver.words.orders import World
 from elastic_driver.worker import torch_seams
-from elastic_driver.worker.world.backend import accelerator_names
-from elastic_driver.worker.world.device import DeviceHalf
+from elastic_driver.worker.world import nccl
+from elastic_driver.worker.world.device import Accelerator, DeviceHalf
 from elastic_driver.worker.world.gloo import GroupConnections
 from elastic_driver.worker.world.wrapping import tear_down_wrappers
 from rendezvous.torch_store import HTTPStore
@@ -54,6 +64,89 @@ CALLBACKS_S = 1.0  # the longest wait for gloo's threads to forget a script's ca
 FIRST_POLL_S, LONGEST_POLL_S = 0.005, 1.0  # between two looks whether gloo's operations have ended
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "::1"})
 GroupCreator = Callable[[Store, int, int, timedelta], Any]
+
+# ---- the choice of the backend -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The device half of this worker's groups; None: gloo carries everything.
+
+    `by_vote`: the half exists only in rounds in which every worker votes with a device, because
+    the script has not asked for it. `early`: open the device before there is a round, because it
+    is hardly another worker's, too.
+    """
+
+    device: Accelerator | None = None
+    by_vote: bool = False
+    early: bool = False
+
+
+def accelerator_names() -> tuple[str, str]:
+    """Return torch's names of this installation's type of device and of its collectives.
+
+    They are NCCL's if torch was built for no accelerator, and the second is "gloo" for a type that
+    has none of its own. No device is touched.
+    """
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return nccl.KIND, nccl.BACKEND
+    try:
+        return device.type, dist.get_default_backend_for_device(device)
+    except ValueError:  # a plug-in without collectives
+        return device.type, "gloo"
+
+
+def choose_backend(backend: str | None, slot: int) -> BackendChoice:
+    """Return the choice of the worker in this slot.
+
+    `backend`: a name as torch's `init_process_group` takes it; None: not specified. Raises
+    `UsageError` for an unknown name, and where it names a device's backend and there is no device.
+    """
+    kind, own = accelerator_names()
+    names = set((backend or own).lower().replace(" ", "").split(","))
+    if names in ({"gloo"}, {"cpu:gloo"}, {"cpu:gloo", f"{kind}:gloo"}):
+        return BackendChoice()
+    both = f"cpu:gloo,{kind}:{own}"
+    if names not in ({own}, {f"{kind}:{own}"}, set(both.split(","))):
+        raise UsageError(f"backend {backend!r} is not supported; use one of gloo, {own}, or {both}")
+    built = dist.is_backend_available(own)
+    index = device_of(slot, kind) if built else None
+    if index is not None:
+        device = nccl.Nccl(index) if own == nccl.BACKEND else Accelerator(kind, own, index)
+        return BackendChoice(device, backend is None, early=backend is not None or index == slot)
+    if backend is None:
+        # Where torch has no such backend, no worker of the job has it, and no vote is needed.
+        return BackendChoice(by_vote=built)
+    if not built:
+        name = own.upper()
+        raise UsageError(f"backend {backend!r} needs a torch that is built with {name}; use gloo")
+    visible = [f"{n}={os.environ[n]}" for n in VISIBLE_DEVICES if n in os.environ]
+    seen = f" ({', '.join(visible)})" if visible else ""
+    raise UsageError(
+        f"backend {backend!r} needs a GPU for each worker, and slot {slot} has none{seen}; "
+        "start no more workers on a host than it has GPUs, or use gloo"
+    )
+
+
+def device_of(slot: int, kind: str) -> int | None:
+    """Return the visible device of the worker in this slot; None if it has none.
+
+    If the launcher shows each worker one device only, or the script uses a device already, it is
+    that one. Reads the number of devices from the driver and does not start a device.
+    """
+    module = torch.get_device_module(kind)
+    if not module.is_available():
+        return None
+    if module.is_initialized():
+        return int(module.current_device())
+    devices = module.device_count()
+    if slot < devices:
+        return slot
+    return 0 if devices == 1 else None
+
+
+# ---- the group of a round ----------------------------------------------------------------
 
 
 class RoundOverError(Exception):
@@ -253,16 +346,13 @@ def gloo_device(world: World) -> Any:
             raise
         low, high = map(int, given.rpartition(":")[2].split("-"))
         host = os.environ.get(contract.HOSTNAME, "this host")
-        raise ClusterError(none_left((low, high), "gloo", host)) from error
+        raise ClusterError(no_port_left((low, high), "gloo", host)) from error
 
 
 def _kinds() -> list[str]:
     """Return the types of device whose tensors gloo carries; no device is touched."""
-    return (
-        ["cpu"]
-        if torch.accelerator.current_accelerator() is None
-        else ["cpu", accelerator_names()[0]]
-    )
+    has_device = torch.accelerator.current_accelerator() is not None
+    return ["cpu", accelerator_names()[0]] if has_device else ["cpu"]
 
 
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -376,3 +466,46 @@ def _init_process_group(of_torch: Callable[..., None]) -> Callable[..., None]:
         of_torch(*args, **kwargs)
 
     return init_process_group
+
+
+# ---- companions of a world -------------------------------------------------------------
+
+
+class Companion(Protocol):
+    """Something that works over the process group of one world; called on the training thread."""
+
+    def start(self) -> None:
+        """Start in the world that this process has just joined. Collective: all ranks call it."""
+
+    def stop(self, *, broken: bool) -> None:
+        """End, within seconds; a second call does nothing.
+
+        `broken`: the world is of no use any more, so no peer is waited for.
+        """
+
+
+_companions: list[Companion] = []
+
+
+def add_companion(companion: Companion) -> None:
+    """Start this companion in every world that comes; a second call does nothing."""
+    if companion not in _companions:
+        _companions.append(companion)
+
+
+def remove_companion(companion: Companion) -> None:
+    """Start this companion in no world any more."""
+    if companion in _companions:
+        _companions.remove(companion)
+
+
+def start_companions() -> None:
+    """Start all companions in a new world."""
+    for companion in _companions:
+        companion.start()
+
+
+def stop_companions(*, broken: bool = False) -> None:
+    """Stop all companions; see `Companion.stop`."""
+    for companion in _companions:
+        companion.stop(broken=broken)

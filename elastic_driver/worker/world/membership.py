@@ -1,43 +1,253 @@
 """Joins and leaves the worlds of a job: one process, one membership, one round at a time.
 
-`run` and `elastic.init()` call it on the main thread: report READY, wait for a round with this
-worker in it, build its process group, train, leave, again. `notices` says when to leave. A process
-that `elasticrun` did not start is a world of one. Times are seconds.
+`run` and `elastic.init()` call `JobMembership` on the main thread: report READY, wait for a round
+with this worker in it, build its process group, train, leave, again. A process that `elasticrun`
+did not start is a world of one.
 
-A `Companion` is a part of the script's process that lives as long as a world, such as the engine of
-Horovod's operations. `run` starts companions in each new world; here they are stopped before the
-world's process group is taken down.
+`RoundNotices` carries out notices: the training thread has to leave its round after a named step,
+or at once. The heartbeat thread brings them. A notice to leave at once also ends the construction
+of a group, or a collective that waits for a lost peer. Times are seconds.
 """
 
+import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from torch.distributed import HashStore, Store
 
 from elastic_driver import contract
 from elastic_driver.errors import ExitCode, UsageError, WorldBrokenError
-from elastic_driver.peer_loss import looks_like_peer_loss
-from elastic_driver.words.orders import World
+from elastic_driver.failure_causes import looks_like_peer_loss
+from elastic_driver.words.orders import Notice, World
 from elastic_driver.words.world import Member, SlotInfo, StateVersion
-from elastic_driver.worker import accelerator, context, current, torch_seams
-from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-from elastic_driver.worker.heartbeat.preemption import Checkpointed, FinalCheckpointTask
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker import context, current, torch_seams
+from elastic_driver.worker.current import say
+from elastic_driver.worker.heartbeat.driver_connection import (
+    Checkpointed,
+    DriverConnection,
+    FinalCheckpointTask,
+)
+from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER, TrainingProgress
+from elastic_driver.worker.heartbeat.watches import TrainingThread
+from elastic_driver.worker.state_sync.contents import accelerator_in_use
 from elastic_driver.worker.state_sync.sharing import UnfitError
-from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.state_sync.steps import collectives_of_world
 from elastic_driver.worker.world import groups
-from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf
-from elastic_driver.worker.world.groups import RoundGroup, RoundOverError
-from elastic_driver.worker.world.notices import RoundNotices
+from elastic_driver.worker.world.gloo import CollectiveWaits, link_usage
+from elastic_driver.worker.world.groups import (
+    BackendChoice,
+    RoundGroup,
+    RoundOverError,
+    stop_companions,
+)
 from rendezvous.errors import AbortedError, UnreachableError
 from rendezvous.torch_store import HTTPStore
+
+# ---- notices ---------------------------------------------------------------------------
+
+GRACE_S = 0.25  # for collectives to fail by themselves, after a notice to leave at once
+SILENT_GRACE_S = 0.05  # the same, if a peer's host answers no more
+CHECK_S = 0.25  # between two checks of a training thread that has not left yet
+# Checks in a row that find it asleep, after which it gives up its wait (2 s, or 0.5 s if all other
+# threads sleep too): then gloo writes no more into the script's tensors.
+GIVE_UP_CHECKS = 8
+# Checks in a row that find it asleep (8 s, or 2 s if all other threads sleep too); a collective
+# that can end takes milliseconds.
+HOPELESS_CHECKS = 32
+TAKE_DOWN_S = 20.0  # for torch to drop a group; a destructor that waits for a lost peer hangs
+FORGOTTEN = "a collective was not ended by the loss of its peer"
+T = TypeVar("T")
+
+
+class RoundNotices:
+    """The notices about rounds, and the round that they end: its group, or the attempt to build it.
+
+    `group` is that of the current round, None between two rounds. `alone`: why and until when
+    (monotonic) this worker leaves without a driver.
+    """
+
+    def __init__(self, progress: TrainingProgress) -> None:
+        self.group: RoundGroup | None = None
+        self.alone: tuple[str, float] | None = None
+        self.waits = CollectiveWaits()  # of this round
+        self._progress = progress
+        self._lock = threading.Lock()  # guards the next two: the heartbeat thread brings notices
+        self._notice: Notice | None = None
+        self._attempt: tuple[int, SimpleQueue[Any]] | None = None  # a round, its thread's result
+        self._broken_since: float | None = None  # when a notice told us to leave at once
+        self._grace = GRACE_S  # after that, before we end our collectives
+        self._taken_down_since: float | None = None  # when taking the group down began
+        self._thread = TrainingThread()
+
+    # ---- on the training thread ----------------------------------------------------------
+
+    def run_attempt(self, round_id: int, timeout: float, work: Callable[[], T]) -> T:
+        """Return what `work` returns in a thread.
+
+        Raises what it raises, and `RoundOverError` after a notice of the end of this round, or
+        after `timeout` seconds. The thread is left alone then and ends when it can.
+        """
+        outcome: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
+
+        def carry_out() -> None:
+            try:
+                outcome.put((work(),))
+            except Exception as error:  # raised below
+                outcome.put(error)
+
+        with self._lock:
+            self._attempt = round_id, outcome
+            self._apply(self._notice)
+        threading.Thread(target=carry_out, name=f"elastic-round-{round_id}", daemon=True).start()
+        try:
+            found = outcome.get(timeout=timeout)
+        except Empty:
+            raise RoundOverError(f"no group within {timeout:.0f} s") from None
+        finally:
+            with self._lock:
+                self._attempt = None
+        if isinstance(found, tuple):
+            return found[0]
+        raise found
+
+    def enter(self, group: RoundGroup, round_id: int, steps: int, size: int, rank: int) -> bool:
+        """Begin a round after `steps` committed steps; return whether it is over already."""
+        with self._lock:
+            self.group = group
+            self.waits = CollectiveWaits()
+            CollectiveWaits.use(self.waits if group.half is None else None)
+            self._broken_since = None
+            self._thread = TrainingThread()
+            self._progress.links = lambda: link_usage(group.connections.held)
+            self._progress.collectives = collectives_of_world
+            self._progress.enter(round_id, steps, size, rank)
+            self._apply(self._notice)  # it may have come while the group was built
+            if self.alone is not None:
+                self._progress.leave_after = AT_ONCE
+            return self._broken_since is not None
+
+    def leave(self) -> RoundGroup | None:
+        """End the round; return its group, which is still to be taken down."""
+        with self._lock:
+            group, self.group = self.group, None
+            self._progress.leave()
+            self._broken_since = None
+        return group
+
+    @contextmanager
+    def taking_down(self) -> Iterator[None]:
+        """Bound the time for taking a group down: after `TAKE_DOWN_S` this process ends."""
+        self._taken_down_since = time.monotonic()
+        try:
+            yield
+        finally:  # an error of torch ends the script, which may take longer than `TAKE_DOWN_S`
+            self._taken_down_since = None
+
+    # ---- on the heartbeat thread ---------------------------------------------------------
+
+    def on_notice(self, notice: Notice) -> None:
+        """Carry out a notice of the driver."""
+        with self._lock:
+            before = self._progress.leave_after
+            self._notice = notice
+            self._apply(notice)
+            planned = before == NEVER and self._progress.leave_after not in (NEVER, AT_ONCE)
+        if planned:
+            self._progress.on_planned()
+
+    def on_new_driver(self) -> None:
+        """End a meeting: what its members wrote was in the memory of the driver that has died."""
+        with self._lock:
+            if self._attempt is not None:
+                self._attempt[1].put(RoundOverError("another driver has taken over"))
+
+    def leave_alone(self, reason: str, seconds: float) -> None:
+        """Leave at the next commit, or now if this worker waits for a round; there is no driver.
+
+        All ranks leave after the same step although nobody names it: the first to leave takes no
+        part in the next one, so no other rank can finish that.
+        """
+        say(f"{reason}: leaving after the next step, within {seconds:.3g} s")
+        with self._lock:
+            self.alone = reason, time.monotonic() + seconds
+            self._progress.leave_reason, self._progress.leave_after = reason, AT_ONCE
+            if self._attempt is not None:
+                self._attempt[1].put(RoundOverError(reason))
+
+    def _apply(self, notice: Notice | None) -> None:
+        """Let a notice end what is built for its round, or this round. Needs the lock."""
+        if notice is None:
+            return
+        if self._attempt is not None and _ends_now(notice, self._attempt[0]):
+            self._attempt[1].put(RoundOverError(notice.reason))
+        progress = self._progress
+        if progress.round == 0 or notice.round < progress.round:
+            return
+        progress.leave_reason = notice.reason
+        if _ends_now(notice, progress.round):
+            progress.leave_after = AT_ONCE
+            if self._broken_since is not None:  # told again, by the next driver
+                return
+            self._broken_since = time.monotonic()
+            self._grace = SILENT_GRACE_S if notice.silent else GRACE_S
+            if self.group is not None and self.group.half is not None:
+                self.group.half.cut_off(notice.reason)
+        elif notice.after_step is not None:
+            progress.leave_after = notice.after_step
+
+    def check(self) -> float | None:
+        """Make the training thread leave a broken round; return the seconds until the next check.
+
+        The loss of a peer ends collectives at once, but a peer that is stopped or cut off does
+        not: then we end them. Where gloo has forgotten one, the training thread gives up its wait;
+        where that cannot be given up (see `gloo`), this process ends, to be replaced.
+        The heartbeat thread calls it before each heartbeat.
+        """
+        since = self._taken_down_since
+        if since is not None and time.monotonic() - since > TAKE_DOWN_S:
+            self.end_process(f"its group was not taken down within {TAKE_DOWN_S:g} s")
+        with self._lock:
+            if self._broken_since is None or self.group is None:
+                return None
+            waited = time.monotonic() - self._broken_since
+            if waited < self._grace:
+                return self._grace - waited
+            self.group.connections.shut_reads()
+            half = self.group.half
+            problem = half and half.problem()
+            if half is not None and half.is_ending() and problem is None:
+                return CHECK_S  # the training thread waits for that, which has a limit of its own
+            asleep = self._thread.count_asleep()
+            of_gloo = half is None or self.waits.is_exchanging
+            if problem is None and asleep >= GIVE_UP_CHECKS and of_gloo:
+                self.waits.give_up(FORGOTTEN)
+            if problem is None and asleep < HOPELESS_CHECKS:
+                return CHECK_S
+        return self.end_process(problem or FORGOTTEN)
+
+    # ---- on both -------------------------------------------------------------------------
+
+    def end_process(self, problem: str) -> NoReturn:
+        """End this process, because nothing can bring it into the next round."""
+        why = f"round {self._progress.round}: {problem} ({self._progress.leave_reason})"
+        say(f"WorldBrokenError: {why}; this worker ends, to be replaced")
+        os._exit(ExitCode.UNAVAILABLE)
+
+
+def _ends_now(notice: Notice, round_id: int) -> bool:
+    """Return whether this notice ends that round now: it says so, or is about a later round."""
+    return notice.round > round_id or (notice.round == round_id and notice.after_step is None)
+
+
+# ---- the membership --------------------------------------------------------------------
 
 CONNECT_DEVICES_S = 120.0  # the longest wait for the peers' devices
 END_S = 5.0  # at the end of the script, for gloo's old groups to end; usually milliseconds
@@ -231,7 +441,7 @@ class JobMembership:
             self._install_with_device(choice.device, group, world.round, create_subgroup)
         self.world = world
         self._left = world.round
-        over = self._notices.entered(group, world.round, version, world.size, me.place.rank)
+        over = self._notices.enter(group, world.round, version, world.size, me.place.rank)
         self._end_left_groups()  # their other members are in this round, or gone
         if self._driver is not None:
             self._driver.preemption.listen()
@@ -288,7 +498,7 @@ class JobMembership:
 
     def _report_ready(self, version: StateVersion, reason: str, *, broken: bool = False) -> None:
         if self._driver is not None:
-            bound = self._choice.device is not None or accelerator.in_use() is not None
+            bound = self._choice.device is not None or accelerator_in_use() is not None
             undone = time.monotonic() - self.progress.committed_at if broken else 0.0
             try:
                 self._driver.report_ready(
@@ -326,7 +536,7 @@ class JobMembership:
         stop_companions()
         # Before `group` is reset: a notice that comes meanwhile has to reach the device.
         problem = self.group.cut_off_device(broken=False) if self.group is not None else None
-        group = self._notices.left()
+        group = self._notices.leave()
         if group is not None and problem is None:
             self._take_down(group)
 
@@ -345,46 +555,3 @@ class JobMembership:
         self._notices.leave_alone(reason, seconds)
         if self._driver is not None:
             self._driver.client.abort()  # the training thread may wait for a world
-
-
-# ---- companions of a world -------------------------------------------------------------
-
-
-class Companion(Protocol):
-    """Something that works over the process group of one world; called on the training thread."""
-
-    def start(self) -> None:
-        """Start in the world that this process has just joined. Collective: all ranks call it."""
-
-    def stop(self, *, broken: bool) -> None:
-        """End, within seconds; a second call does nothing.
-
-        `broken`: the world is of no use any more, so no peer is waited for.
-        """
-
-
-_companions: list[Companion] = []
-
-
-def add_companion(companion: Companion) -> None:
-    """Start this companion in every world that comes; a second call does nothing."""
-    if companion not in _companions:
-        _companions.append(companion)
-
-
-def remove_companion(companion: Companion) -> None:
-    """Start this companion in no world any more."""
-    if companion in _companions:
-        _companions.remove(companion)
-
-
-def start_companions() -> None:
-    """Start all companions in a new world."""
-    for companion in _companions:
-        companion.start()
-
-
-def stop_companions(*, broken: bool = False) -> None:
-    """Stop all companions; see `Companion.stop`."""
-    for companion in _companions:
-        companion.stop(broken=broken)

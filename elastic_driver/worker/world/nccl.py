@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.current import say
 from elastic_driver.worker.world.device import Accelerator
 from elastic_driver.worker.world.gloo import open_sockets
 

@@ -6,7 +6,7 @@ others do not wait for that. A forked child drops it: it must neither send heart
 the connections of the training process. It keeps rank and size, which the processes of a loader ask
 for. No process that a worker has started joins the job beside it.
 
-A worker that makes no progress for long counts as hung (`heartbeat.stall_watch`,
+A worker that makes no progress for long counts as hung (`heartbeat.watches`,
 `job.hangs`). A commit is progress. A loop without commits calls `report_progress`; a long
 phase that is not training, such as an evaluation, runs inside `busy`. Both do nothing in a process
 that `elasticrun` did not start. Scripts call them on the training thread.
@@ -48,11 +48,15 @@ from elastic_driver.words.progress import MAX_NAME_CHARS, MAX_NUMBERS
 from elastic_driver.words.world import Member, SlotInfo
 from elastic_driver.worker import context, current
 from elastic_driver.worker.context import WorkerContext
+from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.worker_log import say
-from elastic_driver.worker.world.backend import BackendChoice, choose_backend
-from elastic_driver.worker.world.groups import RoundOverError
-from elastic_driver.worker.world.membership import ALONE, JobMembership, stop_companions
+from elastic_driver.worker.world.groups import (
+    BackendChoice,
+    RoundOverError,
+    choose_backend,
+    stop_companions,
+)
+from elastic_driver.worker.world.membership import ALONE, JobMembership
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 from rendezvous.torch_store import HTTPStore
@@ -66,7 +70,7 @@ _meetings = itertools.count(1)  # of this process
 
 
 class _Place(Struct, frozen=True):
-    """The place of a worker at its start, in its variables."""
+    """The place of a worker at its start, in its variables: a `SlotInfo` without its slot."""
 
     host: str = field(name=contract.HOSTNAME)
     rank: int = field(name="RANK")
@@ -95,19 +99,9 @@ def place_at_start(
             f"the variables of this worker have changed: {error}; leave those of elasticrun as "
             "they are"
         ) from error
-    place = SlotInfo(
-        host=found.host,
-        slot=born.slot,
-        rank=found.rank,
-        local_rank=found.local_rank,
-        cross_rank=found.cross_rank,
-        size=found.size,
-        local_size=found.local_size,
-        cross_size=found.cross_size,
-        node_rank=found.node_rank,
-        node_count=found.node_count,
-    )
-    return place, found.round
+    numbers = msgspec.structs.asdict(found)
+    round_id = numbers.pop("round")
+    return SlotInfo(slot=born.slot, **numbers), round_id
 
 
 def place_of_now(born: WorkerContext) -> SlotInfo | None:
@@ -364,7 +358,7 @@ def report_progress(
     if samples is not None:
         progress.reported_samples += int(samples)
     if step is not None:
-        progress.reported_by_script(now, int(step))
+        progress.record_reported_step(now, int(step))
     elif samples is None and total is None and not numbers:
         progress.active_at = now
 

@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_driver import contract
 from elastic_driver.words.progress import GradientNorms
 from elastic_driver.worker import current
-from elastic_driver.worker.state_sync.fingerprint import beginnings
-from elastic_driver.worker.state_sync.sharing import gather_rows as gather
+from elastic_driver.worker.state_sync.contents import beginnings
+from elastic_driver.worker.state_sync.sharing import gather_rows
 from elastic_driver.worker.torch_seams import (
     OpenDataParallel,
     copy_all,
@@ -232,7 +232,7 @@ def _looks(model: Module) -> Looks:
 def _changed_anywhere(model: Module, size: int) -> bool:
     """Return whether a rank has changed the model since all had it alike. Collective."""
     changed = _in_sync.get(model) != _looks(model)
-    return any(row[0] for row in gather([changed], size))
+    return any(row[0] for row in gather_rows([changed], size))
 
 
 def wrapped_models() -> list[Module]:

@@ -14,7 +14,7 @@ import torch
 
 import elastic_driver as elastic
 from elastic_driver.worker.world import session
-from elastic_driver.worker.world.backend import BackendChoice
+from elastic_driver.worker.world.groups import BackendChoice
 from tests.support.second_gloo import SecondGloo
 
 quick_end.prepare()

@@ -3,7 +3,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from elastic_driver.ports import listening_ports, none_left, store_ports
+from elastic_driver.contract import listening_ports, store_ports
+from elastic_driver.contract import no_port_left as none_left
 from launcher.agent.host import first_free, free_ports
 
 

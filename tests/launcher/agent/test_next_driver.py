@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.announcement import READ, announce, announcement
-from elastic_driver.presence import Presence
+from elastic_driver.reachability import READ, Presence, announce, announcement
 from elastic_driver.runtime.run_dir import RunLock
 from elastic_driver.token_roles import agent_token, worker_token
 from elastic_driver.words.orders import StartWorkerOrder

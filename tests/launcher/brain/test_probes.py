@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from elastic_driver.brain.messages import DriverProbed, ProbeDriver
-from elastic_driver.presence import DriverPresence
+from elastic_driver.reachability import DriverPresence
 from elastic_driver.token_roles import job_token
 from launcher.brain import driver_probes as probes
 from launcher.brain.driver_probes import Drivers

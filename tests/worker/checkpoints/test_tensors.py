@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_driver.worker.checkpoints.folder import Piece, rows_and_bytes, share
-from elastic_driver.worker.state_sync.values import TensorKind
+from elastic_driver.worker.state_sync.contents import TensorKind
 
 Kinds = dict[str, TensorKind]
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -19,7 +19,7 @@ from elastic_driver.worker.checkpoints import folder as folders
 from elastic_driver.worker.checkpoints import keeper
 from elastic_driver.worker.checkpoints.folder import file_name
 from elastic_driver.worker.checkpoints.keeper import Checkpoints
-from elastic_driver.worker.state_sync.rng import RandomStates
+from elastic_driver.worker.state_sync.contents import RandomStates
 from elastic_driver.worker.state_sync.sharing import LiveState
 from elastic_driver.worker.state_sync.steps import Steps
 from elastic_driver.worker.state_sync.tree import Tree
@@ -81,7 +81,7 @@ class Ranks:
 
     def enter(self, new: World) -> None:
         for rank, one in enumerate(self.each[: new.size]):
-            one.entered(new, rank)
+            one.enter(new, rank)
 
     def take(self, version: int, state: LiveState) -> None:
         for one in self.each:
@@ -213,7 +213,7 @@ def test_a_checkpoint_is_complete_when_the_last_rank_has_reported(tmp_path: Path
 def test_one_that_lost_a_writer_stays_half_written_and_goes_with_the_next(tmp_path: Path) -> None:
     ranks, state = Ranks(tmp_path, 2), shared(1)
     ranks.each[0].take_if_due(state, 10)  # rank 1 was killed before its share
-    ranks.each[0].entered(world(1, round_id=2), 0)
+    ranks.each[0].enter(world(1, round_id=2), 0)
     ranks.each[0].take_if_due(state, 20)
     assert ranks.each[0].drain()
     assert ranks.complete() == [20]

@@ -26,9 +26,9 @@ def test_a_round_that_was_never_entered_has_no_first_step(
     progress = TrainingProgress()
     born = WorkerContext(worker="a.0.1", endpoint=server.url, token_file=token_file)
     connection = DriverConnection(born, progress, lambda _notice: None, lambda: None)
-    progress.entered(1, 0)
-    progress.committed(1)
-    progress.left()
+    progress.enter(1, 0)
+    progress.record_commit(1)
+    progress.leave()
     connection.report_ready(1, StateVersion(1), "the world changes", bound=False)
     assert [events.get()["type"] for _ in range(2)] == ["worker_stepped", "worker_ready"]
     connection.report_ready(2, StateVersion(1), "round 2 ended in its meeting", bound=False)

@@ -12,7 +12,7 @@ import elastic_driver as elastic
 from elastic_driver.words.orders import SaveRequest
 from elastic_driver.words.wire_events import WorkerSaved
 from elastic_driver.worker.checkpoints import folder as folders
-from elastic_driver.worker.heartbeat.preemption import FinalCheckpointTask
+from elastic_driver.worker.heartbeat.driver_connection import FinalCheckpointTask
 from tests.support.coordinator import eventually
 
 ME, OTHER = "a.0.1", "b.0.1"

@@ -41,8 +41,8 @@ def test_the_first_step_of_a_round_is_told_soon_though_the_heartbeat_before_coul
         with pytest.raises(queue.Empty):
             events.get(timeout=0.3)
         server.apply((Set(contract.JOB_WORLD, b"{}"),))
-        progress.entered(1, 0)
-        progress.committed(1)
+        progress.enter(1, 0)
+        progress.record_commit(1)
         event = events.get(timeout=10.0)  # that heartbeat waits for 20 s
     assert 0.0 < event.pop("seconds") < 10.0  # since the round was entered
     assert event == {"type": "worker_stepped", "worker": "a.0.1", "round": 1, "step": 1}
@@ -52,7 +52,7 @@ def test_a_loop_without_commits_reports_its_steps_and_numbers_soon(
     server: RendezvousServer, token_file: str
 ) -> None:
     progress = TrainingProgress()
-    progress.entered(1, -1)
+    progress.enter(1, -1)
     progress.numbers, progress.total, progress.reported_samples = {"loss": 0.5}, 90, 32
     key = contract.worker_progress("a.0.1")
 
@@ -63,12 +63,12 @@ def test_a_loop_without_commits_reports_its_steps_and_numbers_soon(
 
     with sending_heartbeats(server, token_file, progress):
         assert written() is None
-        progress.reported_by_script(time.monotonic(), 7)
+        progress.record_reported_step(time.monotonic(), 7)
         found = eventually(written, within=10.0, what="the first reported step")
         assert (found.step, found.reported, found.at) == (-1, 7, progress.done.at)
         assert (found.steps_done, found.samples_done) == (1, 32)
         assert (found.numbers, found.total) == ({"loss": 0.5}, 90)
-        progress.committed(0)
+        progress.record_commit(0)
         found = eventually(
             lambda: (w := written()) and w.reported is None and w, within=10.0, what="a commit"
         )
@@ -79,13 +79,13 @@ def test_rank_0_tells_the_next_driver_that_the_round_has_had_a_step(
     server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
 ) -> None:
     progress = TrainingProgress()
-    progress.entered(3, 0)
-    progress.committed(1)
+    progress.enter(3, 0)
+    progress.record_commit(1)
     told: list[dict[str, Any]] = []
     server.apply((Set(contract.JOB_DRIVER, encode(DriverTerm(1, server.url))),))
     with sending_heartbeats(server, token_file, progress):
         told.append(events.get(timeout=30.0))
-        progress.committed(2)
+        progress.record_commit(2)
         server.apply((Set(contract.JOB_DRIVER, encode(DriverTerm(2, server.url))),))
         told.append(events.get(timeout=30.0))
     # The time is counted until now, and the step is the round's first one all the same.
@@ -97,9 +97,9 @@ def test_who_passes_shares_on_hears_of_new_ones_at_once_and_says_what_it_has(
     server: RendezvousServer, token_file: str
 ) -> None:
     progress = TrainingProgress()
-    progress.entered(1, 0)
+    progress.enter(1, 0)
     progress.division, progress.wants_allocations = Division(8, 3), True
-    progress.committed(1)
+    progress.record_commit(1)
     with sending_heartbeats(server, token_file, progress):
         for shares in ((5, 2, 1), (3, 3, 2)):
             server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, shares, "test"))),))
@@ -124,9 +124,9 @@ def test_nonsense_in_the_drivers_keys_ends_no_heartbeat(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     progress, notices = TrainingProgress(), queue.SimpleQueue[Notice]()
-    progress.entered(1, 0)
+    progress.enter(1, 0)
     progress.division, progress.wants_allocations = Division(8, 3), True
-    progress.committed(1)
+    progress.record_commit(1)
     watched = (
         *(contract.JOB_NOTICE, contract.JOB_STACKS, contract.JOB_DRIVER, contract.JOB_STATE),
         contract.JOB_ALLOCATION,
@@ -170,10 +170,10 @@ def test_the_heartbeats_of_a_world_that_trains_are_as_many_as_a_driver_bears() -
 
 def test_others_hear_nothing_of_shares(server: RendezvousServer, token_file: str) -> None:
     progress = TrainingProgress()
-    progress.entered(1, 0)
+    progress.enter(1, 0)
     server.apply((Set(contract.JOB_ALLOCATION, encode(Allocation(1, (1, 1), "test"))),))
     with sending_heartbeats(server, token_file, progress):
-        progress.committed(1)
+        progress.record_commit(1)
         eventually(
             lambda: server.apply((Get((contract.worker_progress("a.0.1"),)),))[0].entries,
             within=5.0,
@@ -205,25 +205,25 @@ def test_marks_of_the_state_travel_with_heartbeats_and_end_with_their_round(
     server: RendezvousServer, token_file: str
 ) -> None:
     progress = TrainingProgress()
-    progress.entered(1, 0)
+    progress.enter(1, 0)
     with sending_heartbeats(server, token_file, progress):
-        progress.committed(1)
-        progress.marked(1, "aa" * 16)
+        progress.record_commit(1)
+        progress.record_mark(1, "aa" * 16)
         found = eventually(
             lambda: (w := written(server)) and w.marks and w, within=5.0, what="the first mark"
         )
         assert found.marks == (StateMark(1, "aa" * 16),)
         for step in range(2, 20):
-            progress.committed(step)
-            progress.marked(step, f"{step:02d}")
+            progress.record_commit(step)
+            progress.record_mark(step, f"{step:02d}")
         found = eventually(
             lambda: (w := written(server)) and w.step == 19 and w, within=5.0, what="all marks"
         )
         assert [mark.step for mark in found.marks] == list(range(4, 20)), "the newest ones"
         assert found.commits == 19
-        progress.left()
-        progress.entered(2, 19)
-        progress.committed(20)
+        progress.leave()
+        progress.enter(2, 19)
+        progress.record_commit(20)
         found = eventually(
             lambda: (w := written(server)) and w.round == 2 and w, within=5.0, what="round 2"
         )
@@ -234,10 +234,10 @@ def test_a_worker_that_steps_its_optimizer_and_never_commits_reports_that(
     server: RendezvousServer, token_file: str
 ) -> None:
     progress = TrainingProgress()
-    progress.entered(1, 7)
+    progress.enter(1, 7)
     with sending_heartbeats(server, token_file, progress):
         for _ in range(25):
-            progress.optimizer_stepped()
+            progress.record_optimizer_step()
         found = eventually(
             lambda: (w := written(server)) and w.optimizer_steps == 25 and w,
             within=1.5,  # sooner than a heartbeat that has nothing to tell
@@ -245,7 +245,7 @@ def test_a_worker_that_steps_its_optimizer_and_never_commits_reports_that(
         )
         assert (found.step, found.commits, found.optimizer_steps) == (7, 0, 25)
         assert found.reported == 25, "the round has no commit"
-        progress.committed(8)
+        progress.record_commit(8)
         found = eventually(
             lambda: (w := written(server)) and w.commits and w, within=10.0, what="a commit"
         )
@@ -256,7 +256,7 @@ def test_a_worker_that_is_asked_describes_its_state_leaf_by_leaf(
     server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
 ) -> None:
     progress = TrainingProgress()
-    progress.entered(3, 0)
+    progress.enter(3, 0)
     kept = {5: [("lr", "ab", "0.02"), ("n" * 999, "c" * 99, "\ud800" + "x" * 999)]}
     progress.leaves = kept.get
     with sending_heartbeats(server, token_file, progress):
@@ -284,7 +284,7 @@ def test_a_state_that_cannot_be_described_ends_no_heartbeat(
     server: RendezvousServer, token_file: str, events: queue.SimpleQueue[dict[str, Any]]
 ) -> None:
     progress = TrainingProgress()
-    progress.entered(1, 0)
+    progress.enter(1, 0)
 
     def fails(_step: int) -> None:
         raise ValueError("changed meanwhile")
@@ -304,10 +304,10 @@ def test_the_end_of_a_script_brings_the_last_marks_of_its_round(
     born = WorkerContext(worker="a.0.1", endpoint=server.url, token_file=token_file)
     connection = DriverConnection(born, progress, lambda _notice: None, lambda: None)
     connection.start()
-    progress.entered(4, 0)
-    progress.committed(1)
-    progress.marked(1, "ab")
-    progress.left()
+    progress.enter(4, 0)
+    progress.record_commit(1)
+    progress.record_mark(1, "ab")
+    progress.leave()
     connection.stop(over_in=4)
     while (event := events.get(timeout=10.0))["type"] != "worker_ending":
         pass

@@ -14,11 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_driver.words.wire_events import WorkerLeaving
-from elastic_driver.worker.heartbeat.preemption import (
-    ANNOUNCING,
-    STOP_MARK,
-    PreemptionWatch,
-)
+from elastic_driver.worker.heartbeat.watches import ANNOUNCING, STOP_MARK, PreemptionWatch
 from rendezvous.errors import RendezvousError, UnreachableError
 from tests.support.job import eventually
 
@@ -230,7 +226,7 @@ def test_without_a_grace_period_signals_are_left_alone() -> None:
 
 STUCK = """
 import ctypes, threading
-from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
+from elastic_driver.worker.heartbeat.watches import PreemptionWatch
 from rendezvous.errors import RendezvousError, UnreachableError
 preemption = PreemptionWatch("a.0.1", 60.0)
 preemption.listen()

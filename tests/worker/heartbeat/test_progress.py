@@ -21,7 +21,7 @@ DATA = TensorDataset(torch.randn(50, 2), torch.randn(50, 1))
 def progress(monkeypatch: pytest.MonkeyPatch) -> TrainingProgress:
     """The progress of a process that is in a world, as far as a script can tell."""
     made = JobMembership(None)
-    made.progress.entered(1, 0)
+    made.progress.enter(1, 0)
     monkeypatch.setattr(session._Session, "membership", made)
     return made.progress
 
@@ -29,7 +29,7 @@ def progress(monkeypatch: pytest.MonkeyPatch) -> TrainingProgress:
 def test_a_step_that_is_reported_and_committed_counts_once(progress: TrainingProgress) -> None:
     for step in (1, 2, 3):
         elastic.report_progress(step=step, samples=10, loss=1.0 / step)
-        progress.committed(step)
+        progress.record_commit(step)
     assert (progress.done.steps, progress.done.samples) == (3, 30)
     assert (progress.reported_steps, len(progress.step_times)) == (3, 3)
     assert progress.numbers == {"loss": pytest.approx(1 / 3)}

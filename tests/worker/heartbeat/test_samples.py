@@ -83,11 +83,11 @@ def test_ranks_that_time_a_step_differently_tell_steps_in_common() -> None:
 
 def test_steps_of_another_round_are_not_told() -> None:
     progress = TrainingProgress()
-    progress.entered(1, 0)
+    progress.enter(1, 0)
     progress.samples.record(7, cost(0.5))
     assert steps_of(progress.samples, 1.0) == [7]
     progress.samples.record(8, cost(0.5))
-    progress.entered(2, 7)
+    progress.enter(2, 7)
     progress.samples.record(8, cost(0.25))
     assert progress.samples.collect(1.0) == (told(8, 0.25),)
 

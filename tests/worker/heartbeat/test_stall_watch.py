@@ -10,9 +10,9 @@ import pytest
 
 import elastic_driver as elastic
 from elastic_driver.words.wire_events import WorkerResumed, WorkerStalled
-from elastic_driver.worker.heartbeat import stall_watch
+from elastic_driver.worker.heartbeat import watches
 from elastic_driver.worker.heartbeat.progress import TrainingProgress
-from elastic_driver.worker.heartbeat.stall_watch import StallWatch, TrainingThread
+from elastic_driver.worker.heartbeat.watches import StallWatch, TrainingThread
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.membership import JobMembership
 from tests.support.job import eventually
@@ -21,10 +21,10 @@ from tests.support.job import eventually
 def training(*, step_s: float = 1.0, steps: int = 10, limit: float | None = None) -> StallWatch:
     """A thread that has made these steps in round 1, the last one at time 0."""
     progress = TrainingProgress()
-    progress.entered(1, 0)
+    progress.enter(1, 0)
     progress.active_at = -step_s * steps
     for number in range(steps):
-        progress.reported(-step_s * (steps - 1 - number))
+        progress.record_step(-step_s * (steps - 1 - number))
     return StallWatch("a.0.1", progress, limit)
 
 
@@ -43,7 +43,7 @@ def test_a_slow_first_step_does_not_blow_up_the_limit() -> None:
     assert stalls.limit() == 60.0
 
 
-@pytest.mark.parametrize(("limit", "least"), [(None, stall_watch.FIRST_STEP_S), (1.0, 5.0)])
+@pytest.mark.parametrize(("limit", "least"), [(None, watches.FIRST_STEP_S), (1.0, 5.0)])
 def test_in_the_first_step_of_a_process_only_waiting_in_a_collective_is_a_stall(
     limit: float | None,
     least: float,
@@ -51,10 +51,10 @@ def test_in_the_first_step_of_a_process_only_waiting_in_a_collective_is_a_stall(
     capfd: pytest.CaptureFixture,
 ) -> None:
     progress = TrainingProgress()
-    progress.entered(1, 0)
+    progress.enter(1, 0)
     progress.active_at = 0.0
     monkeypatch.setattr(TrainingThread, "look", lambda _thread: ("elsewhere", ""))
-    monkeypatch.setattr(stall_watch.time, "process_time", lambda: 0.0)
+    monkeypatch.setattr(watches.time, "process_time", lambda: 0.0)
     assert StallWatch("a.0.1", progress, limit).check(1e9) is None, "it may compile"
     stalls = StallWatch("a.0.1", progress, limit)
     monkeypatch.setattr(TrainingThread, "look", lambda _thread: ("collective", ""))
@@ -70,9 +70,9 @@ def test_a_process_that_computes_before_its_first_step_is_left_alone(
 ) -> None:
     used = [0.0]
     monkeypatch.setattr(TrainingThread, "look", lambda _thread: ("collective", ""))
-    monkeypatch.setattr(stall_watch.time, "process_time", lambda: used[0])
+    monkeypatch.setattr(watches.time, "process_time", lambda: used[0])
     progress = TrainingProgress()
-    progress.entered(1, 0)
+    progress.enter(1, 0)
     progress.active_at = 0.0
     stalls = StallWatch("a.0.1", progress, 1.0)
     assert stalls.check(1.0) is None
@@ -82,17 +82,17 @@ def test_a_process_that_computes_before_its_first_step_is_left_alone(
 
 def test_the_first_step_of_a_later_round_gets_more_time() -> None:
     for limit, expected in (
-        (None, stall_watch.FIRST_STEP_S),
-        (2.0, 2.0 * stall_watch.FIRST_STEP_FACTOR),
+        (None, watches.FIRST_STEP_S),
+        (2.0, 2.0 * watches.FIRST_STEP_FACTOR),
     ):
         stalls = training(limit=limit)
-        progress_of(stalls).entered(2, 10)
+        progress_of(stalls).enter(2, 10)
         assert stalls.limit() == expected
 
 
 def test_between_two_rounds_and_where_it_is_switched_off_nothing_is_a_stall() -> None:
     stalls = training()
-    progress_of(stalls).left()
+    progress_of(stalls).leave()
     assert stalls.check(1e9) is None
     assert training(limit=0.0).check(1e9) is None
 
@@ -117,7 +117,7 @@ def test_a_stall_is_told_once_then_each_time_it_has_doubled(capfd: pytest.Captur
 def test_progress_after_a_stall_is_told(capfd: pytest.CaptureFixture) -> None:
     stalls = training(limit=3.0)
     assert isinstance(stalls.check(3.0), WorkerStalled)
-    progress_of(stalls).reported(3.5)
+    progress_of(stalls).record_step(3.5)
     assert stalls.check(3.6) == WorkerResumed("a.0.1", 1)
     assert stalls.check(3.7) is None
     assert "no progress" in capfd.readouterr().err
@@ -126,7 +126,7 @@ def test_progress_after_a_stall_is_told(capfd: pytest.CaptureFixture) -> None:
 def test_progress_in_another_round_needs_no_word(capfd: pytest.CaptureFixture) -> None:
     stalls = training(limit=3.0)
     stalls.check(3.0)
-    progress_of(stalls).entered(2, 10)
+    progress_of(stalls).enter(2, 10)
     progress_of(stalls).active_at = 4.0
     assert stalls.check(4.1) is None
     capfd.readouterr()
@@ -201,13 +201,13 @@ def test_where_a_thread_stands_is_told_by_its_innermost_frame(
 def member(monkeypatch: pytest.MonkeyPatch) -> JobMembership:
     """A process that is in a world, as far as `elastic.busy` and its like can tell."""
     made = JobMembership(None)
-    made.progress.entered(1, 0)
+    made.progress.enter(1, 0)
     monkeypatch.setattr(session._Session, "membership", made)
     return made
 
 
 def test_whoever_says_that_it_is_busy_may_be_silent_for_as_long(member: JobMembership) -> None:
-    member.progress.reported(member.progress.active_at + 0.01)
+    member.progress.record_step(member.progress.active_at + 0.01)
     stalls = StallWatch("a.0.1", member.progress, 1.0)
     with elastic.busy("evaluation", within=100.0):
         began = member.progress.busy_until - 100.0

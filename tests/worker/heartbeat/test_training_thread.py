@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_driver.worker.heartbeat import stall_watch
-from elastic_driver.worker.heartbeat.stall_watch import TrainingThread
+from elastic_driver.worker.heartbeat import watches
+from elastic_driver.worker.heartbeat.watches import TrainingThread
 from tests.support.coordinator import eventually
 
 
@@ -43,8 +43,8 @@ def test_a_check_counts_more_if_no_other_thread_could_wake_it(
     with end:
         thread = watched("/x/torch/distributed/x.py", end.acquire)
         eventually(lambda: thread.count_asleep() > 0, "it sleeps", 5)
-        for sleeping, weight in ((True, stall_watch.QUIET_WEIGHT), (False, 1)):
-            monkeypatch.setattr(stall_watch, "others_sleep", lambda s=sleeping: s)
+        for sleeping, weight in ((True, watches.QUIET_WEIGHT), (False, 1)):
+            monkeypatch.setattr(watches, "others_sleep", lambda s=sleeping: s)
             before = thread.count_asleep()
             assert thread.count_asleep() == before + weight
 
@@ -53,10 +53,10 @@ def test_threads_that_run_are_seen() -> None:
     end = threading.Event()
     sleeping = threading.Thread(target=end.wait, daemon=True)
     sleeping.start()
-    eventually(stall_watch.others_sleep, "the others sleep", 10)
+    eventually(watches.others_sleep, "the others sleep", 10)
     hashing = threading.Thread(target=hashlib.sha256, args=(b"x" * 2**29,))
     hashing.start()  # it computes without the interpreter's lock
-    eventually(lambda: not stall_watch.others_sleep(), "one of them computes", 10)
+    eventually(lambda: not watches.others_sleep(), "one of them computes", 10)
     hashing.join()
     end.set()
     sleeping.join()

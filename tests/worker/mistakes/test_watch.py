@@ -182,7 +182,7 @@ def test_an_error_of_a_loop_with_nothing_left_is_explained(
     lines: Told, kind: str, said: str | None
 ) -> None:
     progress = TrainingProgress()
-    progress.entered(2, version=40)
+    progress.enter(2, version=40)
     hint(fail(kind), progress)
     told = lines()
     assert len(told) == bool(said)
@@ -191,10 +191,10 @@ def test_an_error_of_a_loop_with_nothing_left_is_explained(
 
 def test_the_same_error_after_a_commit_or_at_the_beginning_is_not_explained(lines: Told) -> None:
     progress = TrainingProgress()
-    progress.entered(1, version=0)
+    progress.enter(1, version=0)
     hint(fail("local"), progress)
-    progress.entered(2, version=40)
-    progress.committed(41)
+    progress.enter(2, version=40)
+    progress.record_commit(41)
     hint(fail("local"), progress)
     assert lines() == []
 
@@ -266,14 +266,14 @@ def test_commits_pay_for_the_looks_at_the_beginning_only(
     lines: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs: list[float] = []
-    original = Mistakes.committing
+    original = Mistakes.look_at_commit
 
     def timed(self: Mistakes, *, leads: bool) -> None:
         began = time.thread_time()
         original(self, leads=leads)
         costs.append(time.thread_time() - began)
 
-    monkeypatch.setattr(Mistakes, "committing", timed)
+    monkeypatch.setattr(Mistakes, "look_at_commit", timed)
     state = state_of()
     shadow = {name: p.detach().clone() for name, p in state.model.named_parameters()}
 
@@ -294,8 +294,8 @@ def test_that_ranks_differ_is_told_when_the_driver_asks_and_not_at_the_end(
     state: Any, lines: Told
 ) -> None:
     progress = TrainingProgress()
-    state._marks.entered(progress, 2)
-    state._mistakes.entered(progress, 2)
+    state._marks.enter(progress, 2)
+    state._mistakes.enter(progress, 2)
     state._mistakes._averages = False
     progress.leaves(1)  # as at the end of each script
     assert lines() == []

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from elastic_driver.worker.state_sync.contents import TensorSpec, as_bytes
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
-from elastic_driver.worker.state_sync.values import TensorSpec, as_bytes
 from tests.worker.state_sync import values as _values  # noqa: F401 - the classes of its values
 
 T = TypeVar("T")

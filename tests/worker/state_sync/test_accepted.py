@@ -19,15 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastic_driver.worker.state import TorchState
+from elastic_driver.worker.state_sync.contents import UnkeptError
 from elastic_driver.worker.state_sync.message import ComparingWriter, Reader
 from elastic_driver.worker.state_sync.taking import Taker, copied
-from elastic_driver.worker.state_sync.values import (
-    UnkeptError,
-    _Script,
-    kinds,
-    training_begins,
-    training_ends,
-)
+from elastic_driver.worker.state_sync.values import _Script, kinds, training_begins, training_ends
 from tests.worker.state_sync.accepted import ODD, Other, told
 from tests.worker.state_sync.values import values
 

@@ -17,7 +17,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.worker import run
 from elastic_driver.worker.state import ObjectState, TorchState
 from elastic_driver.worker.state_sync import leaves as leaves_module
-from elastic_driver.worker.state_sync.values import UnkeptError
+from elastic_driver.worker.state_sync.contents import UnkeptError
 from tests.worker.training import digest
 
 

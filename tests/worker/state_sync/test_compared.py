@@ -25,9 +25,9 @@ def leaves(local: tuple[str, ...] = (), **attributes: Any) -> dict[str, tuple[st
     state.local(*local)
     state._tree.keep()
     marks, progress = Marks(), TrainingProgress()
-    marks.entered(progress, 2)
+    marks.enter(progress, 2)
     marks._commits = 1
-    marks.committed(2, lambda: [(state._tree, state._local)])
+    marks.mark_if_due(2, lambda: [(state._tree, state._local)])
     found = marks.leaves(2)
     assert found is not None
     return {name: (digest, text) for name, digest, text in found}
@@ -37,9 +37,9 @@ def root(**attributes: Any) -> str:
     state = TorchState(**attributes)
     state._tree.keep()
     marks, progress = Marks(), TrainingProgress()
-    marks.entered(progress, 2)
+    marks.enter(progress, 2)
     marks._commits = 1
-    marks.committed(2, lambda: [(state._tree, state._local)])
+    marks.mark_if_due(2, lambda: [(state._tree, state._local)])
     return progress.marks[-1][1]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_driver.worker.state_sync.fingerprint import beginnings, contents
+from elastic_driver.worker.state_sync.contents import beginnings, contents
 from elastic_driver.worker.world import wrapping
 
 KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.complex64)

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.contents import TensorSpec, UnkeptError
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
-from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError
 from tests.worker.state_sync.values import (
     ARRAYS,
     SCALARS,

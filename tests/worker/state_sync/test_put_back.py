@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from elastic_driver.worker.state_sync.contents import UnkeptError
 from elastic_driver.worker.state_sync.taking import Taker, copied, put_back
-from elastic_driver.worker.state_sync.values import UnkeptError
 from tests.worker.state_sync.values import (
     Colour,
     Fixed,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_driver.worker.state_sync.rng import RandomStates
+from elastic_driver.worker.state_sync.contents import RandomStates
 
 WORDS = 624  # after so many draws of one word a Mersenne Twister's position is the same again
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync import sharing
-from elastic_driver.worker.state_sync.rng import RandomStates
+from elastic_driver.worker.state_sync.contents import RandomStates
 from elastic_driver.worker.state_sync.sharing import (
     LiveState,
     Route,

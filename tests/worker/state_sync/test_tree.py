@@ -10,7 +10,7 @@ from torch import nn
 
 from elastic_driver.errors import UsageError
 from elastic_driver.worker.state import ObjectState, TorchState
-from elastic_driver.worker.state_sync.values import UnkeptError
+from elastic_driver.worker.state_sync.contents import UnkeptError
 
 
 def adam(*models: nn.Module) -> torch.optim.Optimizer:

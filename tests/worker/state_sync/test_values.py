@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from elastic_driver.errors import UsageError
+from elastic_driver.worker.state_sync.contents import TensorSpec, UnkeptError, fill_tensor
 from elastic_driver.worker.state_sync.message import Writer
 from elastic_driver.worker.state_sync.taking import Taker
-from elastic_driver.worker.state_sync.values import TensorSpec, UnkeptError, fill_tensor, looked_up
+from elastic_driver.worker.state_sync.values import looked_up
 
 
 class Own:

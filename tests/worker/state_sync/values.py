@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from elastic_driver.worker.state_sync.contents import TensorSpec
 from elastic_driver.worker.state_sync.message import Reader, Writer, places
-from elastic_driver.worker.state_sync.values import TensorSpec
 
 
 class Colour(enum.Enum):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.world import backend, nccl
+from elastic_driver.worker.world import groups, nccl
 from elastic_driver.worker.world.device import Accelerator
 
 
@@ -35,13 +35,13 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["gloo", "GLOO", "cpu:gloo", "cpu:gloo,cuda:gloo"])
 def test_gloo_is_gloo_whatever_there_is(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     gpus(monkeypatch, 8)
-    assert backend.choose_backend(name, 0) == backend.BackendChoice()
+    assert groups.choose_backend(name, 0) == groups.BackendChoice()
 
 
 @pytest.mark.parametrize("name", ["nccl", "cuda:nccl", "cpu:gloo,cuda:nccl", "cuda:nccl, cpu:gloo"])
 def test_nccl_takes_the_device_of_the_slot(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     gpus(monkeypatch, 8)
-    choice = backend.choose_backend(name, 3)
+    choice = groups.choose_backend(name, 3)
     assert isinstance(choice.device, nccl.Nccl)
     assert str(choice.device._device) == "cuda:3"
     assert not choice.by_vote
@@ -50,27 +50,27 @@ def test_nccl_takes_the_device_of_the_slot(monkeypatch: pytest.MonkeyPatch, name
 
 def test_nothing_asked_for_is_a_vote_where_torch_has_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 2)
-    choice = backend.choose_backend(None, 1)
+    choice = groups.choose_backend(None, 1)
     assert choice.device is not None
     assert choice.by_vote
     assert choice.early
-    assert backend.choose_backend(None, 2) == backend.BackendChoice(None, by_vote=True)
+    assert groups.choose_backend(None, 2) == groups.BackendChoice(None, by_vote=True)
     gpus(monkeypatch, 0)
-    assert backend.choose_backend(None, 0) == backend.BackendChoice(None, by_vote=True)
+    assert groups.choose_backend(None, 0) == groups.BackendChoice(None, by_vote=True)
     gpus(monkeypatch, 0, built=False)
-    assert backend.choose_backend(None, 0) == backend.BackendChoice(None, by_vote=False), (
+    assert groups.choose_backend(None, 0) == groups.BackendChoice(None, by_vote=False), (
         "no vote, no cost"
     )
 
 
 def test_who_sees_one_device_was_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 1)
-    assert backend.device_of(5, "cuda") == 0
+    assert groups.device_of(5, "cuda") == 0
     gpus(monkeypatch, 4)
-    assert backend.device_of(5, "cuda") is None
+    assert groups.device_of(5, "cuda") is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert backend.device_of(5, "cuda") == 2, "the script has chosen"
+    assert groups.device_of(5, "cuda") == 2, "the script has chosen"
 
 
 def test_nccl_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +80,15 @@ def test_nccl_without_a_gpu_says_what_is_missing(monkeypatch: pytest.MonkeyPatch
         UsageError,
         match=r"a GPU for each worker.* slot 1 has none \(CUDA_VISIBLE_DEVICES=\); .*gloo",
     ):
-        backend.choose_backend("nccl", 1)
+        groups.choose_backend("nccl", 1)
     gpus(monkeypatch, 0, built=False)
     with pytest.raises(UsageError, match="needs a torch that is built with NCCL"):
-        backend.choose_backend("nccl", 1)
+        groups.choose_backend("nccl", 1)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="'mpi' is not supported; use one of gloo, nccl"):
-        backend.choose_backend("mpi", 0)
+        groups.choose_backend("mpi", 0)
 
 
 class FakeModule:
@@ -121,34 +121,34 @@ def xpus(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
 
 @pytest.mark.parametrize("name", [None, "xccl", "xpu:xccl", "cpu:gloo,xpu:xccl"])
 def test_another_accelerator_uses_its_own_collectives(xpus: FakeModule, name: str | None) -> None:
-    choice = backend.choose_backend(name, 1)
+    choice = groups.choose_backend(name, 1)
     assert choice.by_vote == (name is None)
     assert type(choice.device) is Accelerator
     assert choice.device.backends == "xpu:xccl"
     choice.device.begin()
     assert xpus.chosen == [torch.device("xpu", 1)]
-    other = backend.choose_backend(name, 0).device
+    other = groups.choose_backend(name, 0).device
     assert other is not None
     assert other.identity() != choice.device.identity()
 
 
 def test_another_accelerator_has_no_nccl(xpus: FakeModule) -> None:
     with pytest.raises(UsageError, match="use one of gloo, xccl, or cpu:gloo,xpu:xccl"):
-        backend.choose_backend("nccl", 0)
+        groups.choose_backend("nccl", 0)
     with pytest.raises(UsageError, match="slot 2 has none"):
-        backend.choose_backend("xccl", 2)
-    assert backend.choose_backend("cpu:gloo,xpu:gloo", 0) == backend.BackendChoice()
+        groups.choose_backend("xccl", 2)
+    assert groups.choose_backend("cpu:gloo,xpu:gloo", 0) == groups.BackendChoice()
 
 
 def test_a_plug_in_without_collectives_trains_over_gloo(
     xpus: FakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("vulkan"))
-    assert backend.choose_backend(None, 0) == backend.BackendChoice()
+    assert groups.choose_backend(None, 0) == groups.BackendChoice()
 
 
 def test_only_nccls_own_file_calls_cuda_by_name() -> None:
-    package = Path(backend.__file__).parents[2]
+    package = Path(groups.__file__).parents[2]
     naming = re.compile(r"torch\.cuda|[\"']cuda|is_cuda")
     files = {
         str(f.relative_to(package)) for f in package.rglob("*.py") if naming.search(f.read_text())

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, ProcessGroupGloo
 from torch.futures import Future
 
 from elastic_driver.errors import WorldBrokenError
-from elastic_driver.peer_loss import looks_like_peer_loss
+from elastic_driver.failure_causes import looks_like_peer_loss
 from elastic_driver.worker.world import gloo, groups
 from elastic_driver.worker.world.gloo import CollectiveWaits, current_waits
 from tests.support.coordinator import eventually

@@ -11,10 +11,10 @@ from torch.distributed import HashStore
 from elastic_driver.words.orders import Notice, World
 from elastic_driver.words.world import Member
 from elastic_driver.worker import current
-from elastic_driver.worker.heartbeat.preemption import PreemptionWatch
+from elastic_driver.worker.heartbeat.watches import PreemptionWatch
 from elastic_driver.worker.world import groups
-from elastic_driver.worker.world.backend import BackendChoice
 from elastic_driver.worker.world.gloo import GroupConnections
+from elastic_driver.worker.world.groups import BackendChoice
 from elastic_driver.worker.world.membership import ALONE, JobMembership
 
 

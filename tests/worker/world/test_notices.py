@@ -12,7 +12,7 @@ from elastic_driver.worker.heartbeat.progress import TrainingProgress
 from elastic_driver.worker.world.device import DeviceHalf
 from elastic_driver.worker.world.gloo import GroupConnections
 from elastic_driver.worker.world.groups import RoundOverError
-from elastic_driver.worker.world.notices import (
+from elastic_driver.worker.world.membership import (
     CHECK_S,
     HOPELESS_CHECKS,
     SILENT_GRACE_S,
@@ -42,7 +42,7 @@ def test_an_attempt_gives_its_result_its_error_or_is_given_up() -> None:
 def test_collectives_with_a_host_that_answers_no_more_are_ended_at_once(silent: bool) -> None:
     progress = TrainingProgress()
     notices = RoundNotices(progress)
-    progress.entered(1, 0, 2)
+    progress.enter(1, 0, 2)
     notices.group = SimpleNamespace(half=None, connections=GroupConnections())  # type: ignore[assignment]
     notices.on_notice(Notice(1, None, "host b was lost", silent))
     until_the_end = notices.check()
@@ -55,7 +55,7 @@ def test_who_waits_for_its_device_to_be_cut_off_is_not_given_up(
 ) -> None:
     progress, device = TrainingProgress(), SimpleNamespace(abort=threading.Event().wait)
     notices = RoundNotices(progress)
-    progress.entered(1, 0, 2)
+    progress.enter(1, 0, 2)
     half = DeviceHalf(device)  # type: ignore[arg-type]
     notices.group = SimpleNamespace(half=half, connections=GroupConnections())  # type: ignore[assignment]
     monkeypatch.setattr(notices._thread, "count_asleep", lambda: HOPELESS_CHECKS)

@@ -33,8 +33,12 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from elastic_driver.features.checks.messages import Place, TaskResult, TaskSettings
-from elastic_driver.worker import cpu_time
-from elastic_driver.worker.cpu_time import CpuAccount, CpuTime
+from elastic_driver.worker.heartbeat.progress import (
+    CpuAccount,
+    CpuTime,
+    cpu_of_process,
+    cpu_of_thread,
+)
 
 WARM_UP_S = 0.1  # loads libraries, and uses up what a quota has saved for an idle process
 INTERVAL_S = 0.3  # several periods of a quota
@@ -244,8 +248,8 @@ class NodeCheckTask:
         )
         # On a machine of its own, time lost to other programs counts: nothing is subtracted.
         subtract = shared and on_cpu
-        self._thread_account = cpu_time.of_thread() if subtract else cpu_time.CpuTime
-        self._account = cpu_time.of_process() if subtract else cpu_time.CpuTime
+        self._thread_account = cpu_of_thread() if subtract else CpuTime
+        self._account = cpu_of_process() if subtract else CpuTime
 
     def measure(self) -> TaskResult:
         """Measure everything that the settings ask for, each thing by itself."""

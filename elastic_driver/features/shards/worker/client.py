@@ -27,7 +27,7 @@ from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.kernel.machine import Reply
 from elastic_driver.kernel.services import Rejection
 from elastic_driver.worker import context
-from elastic_driver.worker.worker_log import say
+from elastic_driver.worker.current import say
 from rendezvous.client import RendezvousClient, new_request_id
 from rendezvous.errors import RequestError, UnreachableError
 
