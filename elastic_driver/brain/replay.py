@@ -17,8 +17,7 @@ from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from elastic_driver.brain.algorithm import Algorithm, HostView, JobView, SpeedAt, View, faults
-from elastic_driver.brain.store.figures import HOUR, JOB, MINUTE, JobKey, Row
-from elastic_driver.brain.store.records import Record, work_of
+from elastic_driver.brain.store.records import HOUR, JOB, MINUTE, JobKey, Record, Row, work_of
 from elastic_driver.features.sizes.gauge import LEAST_STEPS, WARM_UP_S, WARM_UP_STEPS
 from elastic_driver.features.sizes.search import Layout, fit
 from elastic_driver.words import counted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,10 @@ from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.grants import Kind
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
-from elastic_driver.brain.store.figures import FINE, JobKey, Row, Series, Summary
-from elastic_driver.brain.store.records import Node, Record
+from elastic_driver.brain.store.records import FINE, JobKey, Node, Record, Row, Series, Summary
 from elastic_driver.errors import UsageError
-from launcher.brain import replay
+from launcher.brain.command import parser
+from launcher.brain.commands import run_replay
 
 _ALGORITHMS = """
 from elastic_driver.brain.algorithm import Plan
@@ -82,9 +81,7 @@ def record_jobs(address: Address) -> None:
 
 
 def play(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    replay.add_parser(parser.add_subparsers())
-    return replay.run(parser.parse_args(["replay", *words]))
+    return run_replay(parser().parse_args(["replay", *words]))
 
 
 def test_the_same_input_gives_the_same_bytes_from_both_databases(

@@ -19,11 +19,13 @@ import msgspec
 import pytest
 
 from elastic_driver.brain.grants import Grant, JobOver, JobReport, Kind, grant_key, lease_key
+from elastic_driver.brain.messages import PublishGrant, WithdrawGrant
 from elastic_driver.brain.store.records import Node
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.token_roles import job_token, jobs_token
-from launcher.brain.database import address_of
-from launcher.brain.intake import NAMES
+from launcher.brain.routes import NAMES
+from launcher.brain.service import AGAIN_S, Promises
+from launcher.brain.statistics_reader import address_of
 from launcher.launch.brain_job import brain_client
 from rendezvous.auth import bearer, read_credentials, write_token_file
 from rendezvous.client import RendezvousClient
@@ -511,6 +513,50 @@ def test_it_does_not_grant_what_it_cannot_write_down(tmp_path: Path) -> None:
         hurdle.rmdir()
         job.until(lambda g: g.hosts == {"a": 1}, report())
         assert "is written again" in brain.said()
+
+
+def test_it_does_not_withdraw_what_it_cannot_write_down(tmp_path: Path) -> None:
+    with elasticbrain(tmp_path, "-H", "a:1") as brain:
+        job = Job(brain, "mine")
+        grant = job.until(lambda g: g.hosts == {"a": 1}, report())
+        hurdle = brain.folder / "state.new"
+
+        def is_there() -> bool:
+            with contextlib.suppress(FileExistsError):  # the state is being written
+                hurdle.mkdir()
+            return hurdle.is_dir()
+
+        eventually(is_there, within=10, what="the state cannot be written")
+        job.say(JobOver(began=5.0, exit_code=0))
+        eventually(lambda: not brain.status()["jobs"], within=20, what="the job is over")
+        assert job.grant() == grant
+        eventually(lambda: "cannot be written" in brain.said(), within=20, what="a line about it")
+        assert job.grant() == grant
+        hurdle.rmdir()
+        eventually(lambda: job.grant() is None, within=20, what="the grant is withdrawn")
+
+
+def test_grants_are_published_and_withdrawn_once_the_disk_has_the_state() -> None:
+    disk, did = [False, False, True, True], list[str]()
+
+    def save() -> bool:
+        written = disk.pop(0)
+        did.append("written" if written else "failed")
+        return written
+
+    promises = Promises(save, lambda decision: did.append(f"{type(decision).__name__}"))
+    promises.add(WithdrawGrant("mine", "it is over"))
+    promises.add(PublishGrant("other", Grant(number=1, hosts={}, reason=""), {}, ""))
+    promises.note_change(100.0, soon=True)
+    assert promises.due == 100.0
+    promises.keep(100.0)
+    assert promises.due == 100.0 + AGAIN_S
+    promises.keep(promises.due)
+    assert did == ["failed", "failed"], "a Brain that dies now has promised nothing"
+    promises.keep(103.0)
+    assert did == ["failed", "failed", "written", "WithdrawGrant", "PublishGrant"]
+    promises.keep(104.0)
+    assert did[5:] == ["written"], "each is carried out once"
 
 
 def test_a_host_that_others_keep_busy_is_left_alone(tmp_path: Path) -> None:

@@ -7,8 +7,16 @@ import pytest
 from elastic_driver.brain.cluster import SILENT_S
 from elastic_driver.brain.grants import JobOver, JobReport, Kind
 from elastic_driver.brain.messages import JobDropped, JobEnded, JobHeard
-from launcher.brain.intake import NAMES, NAMES_S, OWN, REPORTS, REPORTS_S, RESERVE, Intake
-from launcher.brain.routes import listens_at
+from launcher.brain.routes import (
+    NAMES,
+    NAMES_S,
+    OWN,
+    REPORTS,
+    REPORTS_S,
+    RESERVE,
+    Intake,
+    listens_at,
+)
 
 
 class Loop:

@@ -30,12 +30,10 @@ from elastic_driver.brain.store.database import Database
 from elastic_driver.brain.store.records import Node
 from elastic_driver.errors import UsageError
 from launcher.backends.base import MONITORS, load
-from launcher.brain import monitor as module
-from launcher.brain.database import host_view
-from launcher.brain.monitor import Watch
-from launcher.brain.monitors import prometheus, slurm
-from launcher.brain.monitors.agents import Agents, workers
-from launcher.brain.monitors.prometheus import Prometheus
+from launcher.brain import commands, monitors
+from launcher.brain.commands import Watch
+from launcher.brain.monitors import Agents, Prometheus, workers
+from launcher.brain.statistics_reader import host_view
 from tests.support.certificates import CertificateAuthority
 from tests.support.job import eventually
 
@@ -136,7 +134,7 @@ def test_workers_of_jobs_are_counted_and_their_children_are_not() -> None:
 def test_figures_of_a_node_exporter_come_into_the_database_and_grow_old(
     address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "INTERVAL_S", 0.2)
+    monkeypatch.setattr(commands, "INTERVAL_S", 0.2)
     port = free_port()
     monitor = Prometheus(MonitorOptions(hosts=(("127.0.0.1", 4), ("127.0.0.9", 2)), port=port))
     with contextlib.ExitStack() as stack:
@@ -162,9 +160,9 @@ def test_figures_of_a_node_exporter_come_into_the_database_and_grow_old(
 
 def test_an_answer_that_is_no_node_exporters_is_refused() -> None:
     with pytest.raises(ValueError, match="is it a node_exporter"):
-        prometheus.read("up 1\n")
+        monitors.read_exporter("up 1\n")
     with pytest.raises(ValueError):  # noqa: PT011 - the parser's own words
-        prometheus.read("<html>no metrics</html>\n")
+        monitors.read_exporter("<html>no metrics</html>\n")
 
 
 GOOD = (
@@ -184,9 +182,9 @@ GOOD = (
     ],
 )
 def test_figures_that_cannot_be_are_refused(wrong: str, said: str) -> None:
-    assert prometheus.read(GOOD).memory_total == 4000
+    assert monitors.read_exporter(GOOD).memory_total == 4000
     with pytest.raises(ValueError, match=said):
-        prometheus.read(wrong)
+        monitors.read_exporter(wrong)
 
 
 @contextlib.contextmanager
@@ -225,7 +223,7 @@ ANSWER = f"HTTP/1.0 200 OK\r\nContent-Length: {len(GOOD)}\r\n\r\n{GOOD}".encode(
 def test_exporters_of_other_machines_are_asked_over_tls(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(prometheus, "is_loopback", lambda _host: False)
+    monkeypatch.setattr(monitors, "is_loopback", lambda _host: False)
     authority, other = CertificateAuthority(tmp_path / "a"), CertificateAuthority(tmp_path / "b")
     files = authority.certificate("127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -252,8 +250,8 @@ def test_exporters_of_other_machines_are_asked_over_tls(
 def test_an_exporter_that_never_ends_its_answer_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prometheus, "TIMEOUT_S", 60.0)
-    monkeypatch.setattr(prometheus, "WHOLE_S", 0.5)
+    monkeypatch.setattr(monitors, "EXPORTER_S", 60.0)
+    monkeypatch.setattr(monitors, "WHOLE_S", 0.5)
     with served(ANSWER) as good, served(ANSWER[:-5]) as slow:
         monitor = Prometheus(MonitorOptions((("127.0.0.1", 2),), port=slow))
         began = time.monotonic()
@@ -274,7 +272,7 @@ def test_figures_of_the_database_that_cannot_be_count_as_not_known() -> None:
 def test_a_database_that_is_away_is_told_once_and_written_again(
     in_file: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(commands, "INTERVAL_S", 0.1)
     folder = os.path.dirname(in_file.file)
     os.rename(folder, folder + ".away")
     with watching(Agents(MonitorOptions()), in_file) as told:
@@ -299,10 +297,10 @@ def test_sinfos_lines_are_read_and_nodes_that_take_no_jobs_left_out() -> None:
         "n6|8/0/0/8|16.0|1000|4000|allocated\n"
     )
     mib = 1 << 20
-    assert slurm.read(text, MonitorOptions(hosts=(("n1", 4),)), 7.0) == [
+    assert monitors.read_sinfo(text, MonitorOptions(hosts=(("n1", 4),)), 7.0) == [
         Node("n1", 7.0, 4, 3, 0.5, 1000 * mib, 4000 * mib),
         Node("n2", 7.0, 8, 8, None, None, 4000 * mib),
         Node("n6", 7.0, 8, 0, 1.0, 1000 * mib, 4000 * mib),
     ]
     with pytest.raises(ValueError, match="sinfo printed 'slurm_load_partitions"):
-        slurm.read("slurm_load_partitions: error", MonitorOptions(), 7.0)
+        monitors.read_sinfo("slurm_load_partitions: error", MonitorOptions(), 7.0)

@@ -15,12 +15,11 @@ from elastic_driver.brain.algorithm import JobView, SpeedAt, View
 from elastic_driver.brain.grants import Grant, JobReport, Kind, grant_key, lease_key
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
-from elastic_driver.brain.store.figures import JobKey
-from elastic_driver.brain.store.records import Record
+from elastic_driver.brain.store.records import JobKey, Record
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.token_roles import job_token
-from launcher.brain import database as module
-from launcher.brain.database import Priors
+from launcher.brain import statistics_reader as module
+from launcher.brain.statistics_reader import Priors
 from rendezvous.auth import read_credentials
 from rendezvous.client import RendezvousClient
 from tests.support.brain import elasticbrain

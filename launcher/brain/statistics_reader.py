@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from elastic_driver.brain.store.database import Database
 
 
-HELP = "the statistics: postgresql://USER@HOST/DATABASE, sqlite:///FILE, or FILE"
-
-
 def address_of(text: str, *, new: bool = False) -> Address:
     """Return the database that `--stats-db` names; `new`: a file may be made.
 
@@ -65,19 +62,23 @@ def reading(address: Address) -> Iterator["Database"]:
 
 
 LOOK_S = 5.0  # between two looks into the database
+AGAIN_S = 5.0  # after a look for similar jobs that failed
 MOST_COUNT = 2**53  # slots or bytes
 
 
-class HostFigures:
-    """Reads the newest figures again and again, and posts them; what fails is told once."""
+class _Reader:
+    """A thread that reads the database; what fails is told once, and tried again.
 
-    def __init__(
-        self, database: Any, post: Callable[[HostsMeasured], None], say: Callable[[str], None]
-    ) -> None:
-        """Start nothing. `post` and `say` are called in this object's thread."""
-        self._database, self._post, self._say = database, post, say
-        self._stopping, self._failing = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="host-figures", daemon=True)
+    `say` is called in this thread. Nothing runs before `start`.
+    """
+
+    name = ""  # of the thread
+
+    def __init__(self, database: Any, say: Callable[[str], None]) -> None:
+        self._database, self._say = database, say
+        self._stopping = threading.Event()
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
@@ -89,20 +90,44 @@ class HostFigures:
         self._thread.join(timeout)
 
     def _run(self) -> None:
+        self._read_on()
+        self._database.close()
+
+    def _read_on(self) -> None:
+        """Read until the thread is to end."""
+        raise NotImplementedError
+
+    def _fail(self, error: Exception, otherwise: str) -> None:
+        """Say what has failed, and what follows from it, unless that was said."""
+        from elastic_driver.brain.store.database import described  # noqa: PLC0415 - the extra
+
+        if not self._failing:
+            self._failing = True
+            self._say(f"--stats-db cannot be read ({described(error)}); {otherwise}")
+
+
+class HostFigures(_Reader):
+    """Reads the newest figures again and again, and posts them."""
+
+    name = "host-figures"
+
+    def __init__(
+        self, database: Any, post: Callable[[HostsMeasured], None], say: Callable[[str], None]
+    ) -> None:
+        """See `_Reader`; `post` is called in this thread, too."""
+        super().__init__(database, say)
+        self._post = post
+
+    def _read_on(self) -> None:
         while not self._stopping.is_set():
             self._post(HostsMeasured(self._read()))
             self._stopping.wait(LOOK_S)
-        self._database.close()
 
     def _read(self) -> tuple[HostView, ...]:
-        from elastic_driver.brain.store.database import described  # noqa: PLC0415 - the extra
-
         try:
             nodes = self._database.nodes(time.time())
         except Exception as error:  # of any kind of database: it may come back
-            if not self._failing:
-                self._failing = True
-                self._say(f"--stats-db cannot be read ({described(error)}); it is tried again")
+            self._fail(error, "it is tried again")
             return ()
         if self._failing:
             self._failing = False
@@ -126,30 +151,21 @@ def _count(found: Any) -> int | None:
     return found if isinstance(found, int) and 0 <= found <= MOST_COUNT else None
 
 
-AGAIN_S = 5.0  # after a look that failed
+class Priors(_Reader):
+    """Looks up similar jobs."""
 
-
-class Priors:
-    """Looks up similar jobs; what fails is told once, and tried again."""
+    name = "priors"
 
     def __init__(self, database: Any, say: Callable[[str], None]) -> None:
-        """Start nothing. `say` is called in this object's thread."""
-        self._database, self._say = database, say
+        super().__init__(database, say)
         self._asked: dict[str, Kind] = {}  # of the caller's thread
         self._found: dict[str, Prior | None] = {}  # each entry is replaced as a whole
         self._wanted: queue.SimpleQueue[tuple[str, Kind] | None] = queue.SimpleQueue()
-        self._stopping, self._failing = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="priors", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the thread, and wait for it up to `timeout` seconds."""
-        self._stopping.set()
+        """See `_Reader.stop`."""
         self._wanted.put(None)
-        self._thread.join(timeout)
+        super().stop(timeout)
 
     def ask(self, job: str, kind: Kind) -> None:
         """Have similar jobs looked for, unless this job was of this kind the last time."""
@@ -167,23 +183,17 @@ class Priors:
         jobs = tuple(with_prior(job, self._found.get(job.name)) for job in view.jobs)
         return replace(view, jobs=jobs)
 
-    def _run(self) -> None:
+    def _read_on(self) -> None:
         while (wanted := self._wanted.get()) is not None:
             while not self._look(*wanted) and not self._stopping.wait(AGAIN_S):
                 pass
-        self._database.close()
 
     def _look(self, job: str, kind: Kind) -> bool:
         """Look for similar jobs; return whether that is done."""
-        from elastic_driver.brain.store.database import described  # noqa: PLC0415 - the extra
-
         try:
             found = self._found[job] = prior_of(self._database.similar(kind, JOBS))
         except Exception as error:  # of any kind of database: it may come back
-            if not self._failing:
-                self._failing = True
-                why = described(error)
-                self._say(f"--stats-db cannot be read ({why}); no job is compared with others")
+            self._fail(error, "no job is compared with others")
             return False
         self._failing = False
         if found is not None:
