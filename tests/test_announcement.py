@@ -10,7 +10,7 @@ import pytest
 
 from elastic_driver.announcement import MAX_LINE, Announcement, announce, announcement, verified
 from elastic_driver.presence import Presence
-from launcher.agent.liveness import MOST
+from launcher.agent.lifetime import MOST
 from tests.support.idle import probe_port_beside_idle
 
 AGENT = Presence("token", "a", 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.join import node_name as identity
-from launcher.join.node_name import machine_id, own_name
+from launcher import network
+from launcher.network import machine_id, own_name
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from launcher.join.node_name import machine_id, own_name
 def test_a_machines_name_becomes_one_that_is_fit_for_a_host(
     monkeypatch: pytest.MonkeyPatch, hostname: str, name: str
 ) -> None:
-    monkeypatch.setattr(identity.socket, "gethostname", lambda: hostname)
+    monkeypatch.setattr(network.socket, "gethostname", lambda: hostname)
     assert own_name() == name
 
 

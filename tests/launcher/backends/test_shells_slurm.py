@@ -11,7 +11,7 @@ from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.discovery import DiscoveryError
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.remote_shell import Login
-from launcher.backends.slurm import SrunShell
+from launcher.backends.shells import SrunShell
 from launcher.backends.slurm_allocation import AllocationDiscovery
 
 SHELL = SrunShell(job_id="17", variables={}, python="/py", home=Path("/our home"))

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from elastic_driver.runtime.api import job_access
-from launcher.agent import liveness
-from launcher.agent.liveness import CutOffError, Heartbeats, Promise
+from launcher.agent import lifetime
+from launcher.agent.lifetime import CutOffError, Heartbeats, Promise
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 from rendezvous.server import Callbacks, RendezvousServer
@@ -128,7 +128,7 @@ def test_an_agent_waits_for_a_driver_that_is_stopped_on_a_machine_that_answers()
 def test_an_agent_that_reaches_no_machine_there_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(liveness, "CONNECT_S", 0.2)
+    monkeypatch.setattr(lifetime, "CONNECT_S", 0.2)
     with (
         full_listener() as port,
         heartbeats(f"http://127.0.0.1:{port}", Promise(0.05, 0.2)) as work,
@@ -147,7 +147,7 @@ def test_an_agent_goes_on_without_the_driver_s_machine_if_it_reaches_more_than_h
     monkeypatch: pytest.MonkeyPatch, reached: int, silent: int, goes_on: bool
 ) -> None:
     """It counts itself, and half is not enough."""
-    monkeypatch.setattr(liveness, "CONNECT_S", 0.2)
+    monkeypatch.setattr(lifetime, "CONNECT_S", 0.2)
     with contextlib.ExitStack() as stack:
         lost = [stack.enter_context(full_listener()) for _ in range(1 + silent)]
         peers = [
@@ -168,7 +168,7 @@ def test_an_agent_goes_on_without_the_driver_s_machine_if_it_reaches_more_than_h
 def test_without_a_round_an_agent_goes_on_only_for_the_next_driver(
     monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    monkeypatch.setattr(liveness, "CONNECT_S", 0.2)
+    monkeypatch.setattr(lifetime, "CONNECT_S", 0.2)
     with (
         full_listener() as port,
         heartbeats(f"http://127.0.0.1:{port}", Promise(0.05, 0.2)) as work,

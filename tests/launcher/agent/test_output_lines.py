@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from launcher.agent.lines import (
+from launcher.agent.output import (
     AGAIN_S,
     ALIVE_S,
     LONGEST_S,

@@ -9,10 +9,9 @@ import pytest
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import BackendJob
 from launcher.backends.base import make_backend
-from launcher.backends.mpi import MpirunShell
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.remote_shell import Login
-from launcher.backends.ssh import SshShell
+from launcher.backends.shells import MpirunShell, SshShell
 
 SSH = SshShell(port=2222, identity_file="/key", alive_interval=2)
 SHELL = MpirunShell(ssh=SSH, variables={}, python="/py", home=Path("/home"))

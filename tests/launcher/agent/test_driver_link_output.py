@@ -11,8 +11,8 @@ import pytest
 
 from elastic_driver.console import HIGH_WATER
 from elastic_driver.words.progress import MAX_OUTPUT_LINES, OutputLines
-from launcher.agent import posted_output
-from launcher.agent.posted_output import PostedOutput
+from launcher.agent import driver_link
+from launcher.agent.driver_link import PostedOutput
 from rendezvous.errors import RequestError
 
 
@@ -81,7 +81,7 @@ def test_many_lines_go_in_several_requests() -> None:
 def test_the_oldest_lines_beyond_the_bound_are_dropped_and_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(posted_output, "MAX_BYTES", 40)
+    monkeypatch.setattr(driver_link, "MAX_BYTES", 40)
 
     async def scene(driver: Driver, output: PostedOutput) -> None:
         for n in range(10, 30):

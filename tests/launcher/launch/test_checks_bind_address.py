@@ -9,8 +9,8 @@ import pytest
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import BackendJob
 from launcher import network
-from launcher.backends.ssh import SshShell
-from launcher.launch.bind_address import bind_again, choose_bind_host
+from launcher.backends.shells import SshShell
+from launcher.launch.checks import bind_again, choose_bind_host
 from launcher.network import endpoint_for
 from rendezvous.client_connections import is_loopback
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.binding import Core, choose, gpu_nodes, in_words, usable_cores
+from launcher.agent.environment import Core, choose, gpu_nodes, in_words, usable_cores
 
 # Two NUMA nodes of four cores with two hardware threads each, numbered as Linux does on Intel.
 TWO_NODES = [Core(n, n, (4 * n + c, 8 + 4 * n + c)) for n in (0, 1) for c in range(4)]

@@ -14,7 +14,7 @@ from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import BackendJob
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.remote_shell import Login
-from launcher.backends.ssh import SshShell
+from launcher.backends.shells import SshShell
 
 MARK = "elastic-login-over\n"
 PLAIN = SshShell(alive_interval=2, python="/py")

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from elastic_driver.words.progress import MAX_OUTPUT_LINES, LogsTaken, WorkerLines
-from launcher.agent import posted_output
-from launcher.agent.posted_output import RecordedOutput
+from launcher.agent import driver_link
+from launcher.agent.driver_link import RecordedOutput
 from rendezvous.errors import RequestError, UnreachableError
 
 
@@ -75,7 +75,7 @@ def test_lines_arrive_in_their_order_with_the_rank_that_the_worker_had() -> None
 def test_while_there_is_no_driver_lines_wait_and_the_oldest_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(posted_output, "MOST_RECORDED_BYTES", 10 * (100 + 1))
+    monkeypatch.setattr(driver_link, "MOST_RECORDED_BYTES", 10 * (100 + 1))
 
     async def scene(driver: Driver, output: RecordedOutput) -> None:
         for number in range(30):
@@ -96,7 +96,7 @@ def test_what_waits_is_counted_in_bytes_whatever_the_alphabet(
     monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     """Bytes came in and characters went out: the count ran away until nothing was left to drop."""
-    monkeypatch.setattr(posted_output, "MOST_RECORDED_BYTES", 10 * (100 + 100))
+    monkeypatch.setattr(driver_link, "MOST_RECORDED_BYTES", 10 * (100 + 100))
 
     async def scene(driver: Driver, output: RecordedOutput) -> None:
         for number in range(200):
@@ -137,8 +137,8 @@ def test_one_request_has_a_bounded_number_of_lines() -> None:
         output.take("a.0.1", 0, 1, [b""] * (MAX_OUTPUT_LINES + 1))
         await output.drain(30.0)
         assert [len(batch.lines) for batch in driver.batches] == [
-            posted_output.RECORDED_BATCH_BYTES // 100 + 1,
-            MAX_OUTPUT_LINES + 1 - (posted_output.RECORDED_BATCH_BYTES // 100 + 1),
+            driver_link.RECORDED_BATCH_BYTES // 100 + 1,
+            MAX_OUTPUT_LINES + 1 - (driver_link.RECORDED_BATCH_BYTES // 100 + 1),
         ]
 
     play(scene)
