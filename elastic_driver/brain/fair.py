@@ -101,7 +101,8 @@ def _sizes(view: View, space: Space) -> tuple[dict[str, int], dict[str, str]]:
     possible = _possible_jobs(view, space)
     measured = _being_measured(view, space)
     fixed = measured | _held(possible, measured, space)
-    few, slots = len(view.jobs) <= FITTED, sum(space.slots.values())
+    few = len(view.jobs) <= FITTED
+    slots = sum(space.slots.values())
     alike = fewest_hosts(space.slots)
     layouts = {
         job.name: fewest_hosts(space.of(job.name)) if space.is_limited(job.name) else alike
@@ -124,9 +125,11 @@ def _sizes(view: View, space: Space) -> tuple[dict[str, int], dict[str, str]]:
         found = kept
     for name, size in measured.items():
         whys[name] = f"its speed with {_workers(size)} is measured, for {MEASURE_S:g} s at most"
-    settled, left = fixed.keys() | space.given_up, slots - sum(found.values())
+    settled = fixed.keys() | space.given_up
+    left = slots - sum(found.values())
     for job in possible:
-        share, layout = found[job.name], layouts[job.name]
+        share = found[job.name]
+        layout = layouts[job.name]
         if share and few and job.measured and job.name not in settled:
             most = space.most(job.name, found, share, min(share + left, len(layout)))
             found[job.name] = size = _searched(job, layout, share, most)

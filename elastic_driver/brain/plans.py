@@ -65,7 +65,8 @@ class Plans:
 
     def forget_triggers(self) -> None:
         """Forget why a plan was needed: there is no job to plan for."""
-        self.triggers, self.due = [], None
+        self.triggers = []
+        self.due = None
 
     def ask_if_needed(self, view: MakeView, now: float) -> list[AskAlgorithm]:
         """Ask for a plan if there is a reason, and none is on its way."""

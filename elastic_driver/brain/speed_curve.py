@@ -30,7 +30,8 @@ POWER = 0.25  # beyond the measured sizes, speed(n) = speed(m) * (n / m) ** POWE
 
 def fewest_hosts(hosts: Mapping[str, int]) -> dict[int, int]:
     """Return the fewest hosts on which each number of workers fits."""
-    found, size = {}, 0
+    found: dict[int, int] = {}
+    size = 0
     for number, slots in enumerate(sorted(hosts.values(), reverse=True), start=1):
         for _slot in range(slots):
             size += 1
@@ -86,9 +87,9 @@ def _predicted(
     times: tuple[tuple[int, float], ...],
 ) -> Mapping[int, float]:
     """Return the speed at each size. `times`: the step times of the measured sizes, in order."""
-    layout, measured = Layout(dict(hosts), *fixed), dict(times)
-    enough = fitted and len(measured) > 1
-    model = fit(layout, measured) if enough else _model_of_one(layout, *times[-1])
+    layout = Layout(dict(hosts), *fixed)
+    enough = fitted and len(times) > 1
+    model = fit(layout, dict(times)) if enough else _model_of_one(layout, *times[-1])
     rates = {size: layout.work(size) / time for size, time in times}
     errors = {size: rate / model.rate(size) for size, rate in rates.items()}
     found = dict(rates)
