@@ -12,7 +12,8 @@ Feistel network of Black and Rogaway, "Ciphers with arbitrary finite domains" (C
 index is written as (left, right) in mixed radix a × b ≥ n, and each round adds a hash of one half
 to the other. Results ≥ n are enciphered again.
 
-**The usual value** of nodes or ranks, some of which are slow.
+**The usual value** of nodes or ranks, some of which are slow. **Slots of hosts**, less what limits
+them: a job limits its own, and the Brain those of each job.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -217,3 +218,19 @@ def usual(values: Iterable[float], factor: float) -> float:
         raise ValueError("nothing to compare with")
     anchor = ordered[(len(ordered) - 1) // _ANCHOR]
     return median(value for value in ordered if value <= factor * anchor)
+
+
+# ---- slots of hosts ------------------------------------------------------------------------
+
+
+def lowered(slots: Mapping[str, int], *limits: Mapping[str, int]) -> dict[str, int]:
+    """Return the slots of each host, or the lowest limit of that host if it is lower.
+
+    A limit of a host that has no slots here says nothing.
+    """
+    found = dict(slots)
+    for limit in limits:
+        for host, most in limit.items():
+            if most < found.get(host, 0):
+                found[host] = most
+    return found

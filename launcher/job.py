@@ -27,10 +27,8 @@ from launcher.backends.base import BACKENDS, entry_points, make_backend
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.slurm_allocation import describe_job, job_id_of
 from launcher.edge import give_memory_back, keep_memory_private, open_streams
-from launcher.join.node_name import claim_port, own_name, read_secret
 from launcher.launch import hosts as where
-from launcher.launch.bind_address import can_serve, names_this_machine
-from launcher.launch.checks import check_database, check_plan
+from launcher.launch.checks import can_serve, check_database, check_plan, names_this_machine
 from launcher.launch.hosts import Facts, JoinedHosts, MachineFacts
 from launcher.launch.plan import (
     LaunchPlan,
@@ -39,10 +37,9 @@ from launcher.launch.plan import (
     split_variables,
     worker_command,
 )
-from launcher.network import is_this_machine
-from launcher.options.help import render_help
+from launcher.network import is_this_machine, own_name
 from launcher.options.table import LaunchOptions
-from launcher.options.values import CommandLine, resolve
+from launcher.options.values import CommandLine, render_help, resolve
 
 if TYPE_CHECKING:
     from elastic_driver.runtime.journal.resume import ResumedRun
@@ -255,7 +252,7 @@ def describe_binding(plan: LaunchPlan) -> list[tuple[int, str]]:
     slots = sum(n for host, n in plan.hosts.hosts or () if is_this_machine(host))
     if plan.spec.bind == "none":
         return []
-    from launcher.agent import binding  # noqa: PLC0415 - not for --help
+    from launcher.agent import environment as binding  # noqa: PLC0415 - not for --help
 
     cores = binding.usable_cores()
     nodes = binding.gpu_nodes({**plan.agents.environ})
@@ -271,7 +268,8 @@ def serve_job(
     etcd: "EtcdRun | None",
 ) -> "JobResult | int":
     """Run the driver of a job that nodes join; if another process here does so already, join it."""
-    from launcher.join.serve import serve  # noqa: PLC0415 - see `run`
+    from launcher.join.search import claim_port  # noqa: PLC0415 - see `run`
+    from launcher.join.serve import serve  # noqa: PLC0415
 
     with claim_port(hosts.role.port, os.environ, sayer(plan.options)) as ours:
         if hosts.role.by_name and not ours:
@@ -281,7 +279,8 @@ def serve_job(
 
 def serve_tensorflow(line: CommandLine) -> "JobResult | int":
     """Serve TensorFlow nodes, without a job."""
-    from launcher.join.serve import serve_tensorflow as serve  # noqa: PLC0415 - see `run`
+    from launcher.join.search import read_secret  # noqa: PLC0415 - see `run`
+    from launcher.join.serve import serve_tensorflow as serve  # noqa: PLC0415
 
     if line.command:
         raise UsageError("--tf-orchestrator runs no command; others start the TensorFlow nodes")
@@ -298,7 +297,7 @@ def serve_tensorflow(line: CommandLine) -> "JobResult | int":
 def join_job(line: CommandLine, role: where.Join) -> int:
     """Take part in a job that another node serves."""
     from launcher.join.node import join  # noqa: PLC0415 - see `run`
-    from launcher.join.search import JoinPlan  # noqa: PLC0415
+    from launcher.join.search import JoinPlan, read_secret  # noqa: PLC0415
 
     options = line.options
     facts = collect_facts(line, os.environ)

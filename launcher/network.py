@@ -11,6 +11,7 @@ Other names are resolved only when an address is needed.
 
 import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,23 @@ import psutil
 
 from elastic_driver.errors import ClusterError
 from rendezvous.client_connections import is_loopback
+
+# ---- names --------------------------------------------------------------------------------
+
+
+def own_name() -> str:
+    """Return this machine's name with only the characters of a host name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:150].lstrip("._-") or "node"
+
+
+def machine_id() -> str:
+    """Return an id that tells machines of the same name apart (machine-id(5))."""
+    for path in (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id")):
+        with contextlib.suppress(OSError):
+            if text := path.read_text(errors="replace").strip():
+                return text[:64]
+    return own_name()[:64]
+
 
 # ---- addresses and interfaces -------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from elastic_driver.reachability import (
     announcement,
     verified,
 )
-from launcher.agent.liveness import MOST
+from launcher.agent.lifetime import MOST
 from tests.support.idle import probe_port_beside_idle
 
 AGENT = Presence("token", "a", 1)

@@ -14,6 +14,7 @@ from elastic_driver.arithmetic import (
     Permutation,
     allocate_microbatches,
     finish_tree,
+    lowered,
     mix,
     sample_counts,
     virtual_ranges,
@@ -110,3 +111,10 @@ def test_a_tree_of_five_leaves_is_the_aligned_one() -> None:
 def test_a_missing_leaf_is_named() -> None:
     with pytest.raises(KeyError, match="leaf 1 of 2 is missing"):
         finish_tree({(0, 0): 1.0}, 2, lambda a, b: a + b)
+
+
+def test_slots_are_lowered_to_the_lowest_limit_that_names_a_host_and_never_raised() -> None:
+    slots = {"a": 4, "b": 2, "c": 1}
+    assert lowered(slots, {"a": 3, "b": 9}, {"a": 1, "lost": 0}) == {"a": 1, "b": 2, "c": 1}
+    assert lowered(slots, {"c": 0}) == {"a": 4, "b": 2, "c": 0}
+    assert slots == {"a": 4, "b": 2, "c": 1}

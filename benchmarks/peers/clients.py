@@ -25,7 +25,7 @@ from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress
 from launcher.agent.driver_link import ORDERS_AHEAD
-from launcher.agent.liveness import Heartbeats, Promise
+from launcher.agent.lifetime import Heartbeats, Promise
 from launcher.launch.plan import HEARTBEAT_S, HEARTBEATS_PER_S
 from rendezvous.auth import read_credentials, write_token_file
 from rendezvous.client import RendezvousClient

@@ -32,7 +32,7 @@ from elastic_driver.runtime.output import AgentsOutput
 from elastic_driver.runtime.page_routes import PAGE_FILES
 from elastic_driver.runtime.worker_logs import WorkerLogs
 from launcher.ctl_commands import catalog
-from launcher.options import help as run_help
+from launcher.options import values as run_help
 from rendezvous.auth import make_token
 from rendezvous.server import RendezvousServer
 

@@ -4,14 +4,20 @@ An algorithm is a function that takes a `View` and returns a `Plan`, named by an
 group `elastic_driver.algorithms`. It is pure: it reads no clock, file or network, and the same view
 gives the same plan. It runs in a process of its own, which is killed when it takes too long.
 
-Times are unix seconds, durations seconds.
+A host may have as many workers of a job as its memory, its processors and a user's plan allow. The
+plan is a firm limit, and so is the memory for a job of which a worker has run out of it. A host
+with less memory than similar jobs took, or with too few processors for more workers, is only to be
+spared: such a wish does not count if the job could not train else.
+
+Pure. Times are unix seconds, durations seconds, memory is bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
 
+from elastic_driver.arithmetic import lowered
 from elastic_driver.words import counted
 
 GROUP = "elastic_driver.algorithms"  # of the entry points
@@ -141,3 +147,49 @@ def faults(view: View, plan: Plan) -> list[str]:
         if count > slots[host]:
             found.append(f"{host}: {counted(count, 'worker')} on {counted(slots[host], 'slot')}")
     return found
+
+
+# ---- the workers of a job that a host may have ---------------------------------------------
+
+
+def firm_slots(job: JobView, hosts: Sequence[HostView], slots: Mapping[str, int]) -> dict[str, int]:
+    """Return the most workers of a job that each host may have: of its slots, what is allowed."""
+    return lowered(slots, memory_limits(job, hosts), job.planned)
+
+
+def wished_slots(
+    job: JobView, hosts: Sequence[HostView], slots: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the most workers that each host should have, if the job can train with them."""
+    return lowered(slots, {} if job.room else _by_memory(job, hosts), job.starved)
+
+
+def memory_limits(job: JobView, hosts: Sequence[HostView]) -> dict[str, int]:
+    """Return the most workers by host, for a job of which a worker has run out of memory."""
+    return _by_memory(job, hosts) | job.room if job.room else {}
+
+
+def _by_memory(job: JobView, hosts: Sequence[HostView]) -> dict[str, int]:
+    """Return how many workers have the memory on the hosts whose idle memory is known."""
+    return {
+        host.name: job.at.get(host.name, 0) + host.memory_free // job.memory
+        for host in hosts
+        if job.memory and host.memory_free is not None
+    }
+
+
+def too_small(
+    job: JobView, hosts: Sequence[HostView], others: Mapping[str, int]
+) -> tuple[str, int] | None:
+    """Return the largest host, with its idle memory, if all have the memory for too few workers.
+
+    `others`: slots that other jobs use; their hosts may have more idle memory later. The host is ""
+    if the memory of none is known.
+    """
+    limits = memory_limits(job, [host for host in hosts if not others.get(host.name)])
+    lacks = {host: room for host, room in limits.items() if not others.get(host)}
+    if sum(lowered({host.name: host.slots for host in hosts}, lacks).values()) >= job.least:
+        return None
+    known = {host.name: host.memory_free for host in hosts if host.memory_free is not None}
+    largest = max(known, key=known.__getitem__, default="")
+    return largest, known.get(largest, 0)

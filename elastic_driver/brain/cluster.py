@@ -18,10 +18,9 @@ from typing import TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from elastic_driver.brain import log_events as log
-from elastic_driver.brain.algorithm import BUILT_IN, HostView, Plan, View
+from elastic_driver.brain.algorithm import BUILT_IN, HostView, Plan, View, too_small
 from elastic_driver.brain.grants import JOB_LEASE_S, Grant, JobOver, JobReport, Proved
 from elastic_driver.brain.jobs import STUCK_S, Job, believed
-from elastic_driver.brain.limits import too_small
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     DriverProbed,
@@ -416,7 +415,7 @@ class Cluster(Snapshots):
         used = claimed(self.runs()) if any(map(is_on_its_way, live)) else {}
         for job in live:
             before = job.claims() if is_on_its_way(job) else {}
-            hosts = next_slots(job, self.hosts, used, now)
+            hosts, job.gather_until = next_slots(job, self.hosts, used, now)
             if hosts is not None:
                 waits = job.target and not hosts
                 reason = "other jobs have to give up its slots first" if waits else job.reason

@@ -88,6 +88,8 @@ class Speeds:
         )
 
 
+# ---- one job -------------------------------------------------------------------------------
+
 PROBE_S = 5.0  # between two probes of a driver
 STUCK_S = 60.0  # for a job to give up slots, at the end of a step
 TURN_S = 600.0  # the longest that a silent job without processes keeps its turn

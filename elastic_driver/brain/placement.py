@@ -1,7 +1,7 @@
 """Which hosts have space for the workers of which job, and where the workers go.
 
-`Space`: with limits that differ from job to job (`limits`), some workers fit if the maximum flow
-from jobs through hosts is as large as their number.
+`Space`: with limits that differ from job to job, some workers fit if the maximum flow from jobs
+through hosts is as large as their number.
 
 `place`, once the number of each job's workers is decided, has three aims, each before the next: the
 fewest workers move; the jobs take the fewest hosts, each job counted by itself; the fewest jobs of
@@ -23,8 +23,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow  # type: ignore[import-untyped]
 
-from elastic_driver.brain.algorithm import HostView, JobView
-from elastic_driver.brain.limits import firm_limits, wishes
+from elastic_driver.arithmetic import lowered
+from elastic_driver.brain.algorithm import HostView, JobView, firm_slots, wished_slots
 
 Sizes = Mapping[str, int]  # the number of workers of each job
 
@@ -43,35 +43,29 @@ class Space:
     ) -> None:
         self.slots = dict(slots)
         self.given_up: set[str] = set()  # jobs whose wishes do not count
-        self._firm, self._wishes = firm or {}, wishes or {}
-        self._fewer = {
-            job: self._below_slots(self._firm.get(job, {}), self._wishes.get(job, {}))
-            for job in self._firm.keys() | self._wishes.keys()
+        self._firm = {job: lowered(slots, limits) for job, limits in (firm or {}).items()}
+        self._usable = self._firm | {
+            job: lowered(self._firm.get(job, slots), limits)
+            for job, limits in (wishes or {}).items()
         }
+        self._limited = {job for job, usable in self._usable.items() if usable != self.slots}
 
-    def _below_slots(self, *limits: Mapping[str, int]) -> dict[str, int]:
-        """Return the limits that are below the slots of their host."""
-        found: dict[str, int] = {}
-        for each in limits:
-            for host, most in each.items():
-                if most < found.get(host, self.slots.get(host, 0)):
-                    found[host] = most
-        return found
-
-    def of(self, job: str) -> dict[str, int]:
+    def of(self, job: str) -> Mapping[str, int]:
         """Return the slots of each host that a job may use."""
-        return self.slots | self._fewer.get(job, {})
+        return self._usable.get(job, self.slots)
 
     def is_limited(self, *jobs: str) -> bool:
         """Return whether one of these jobs may not use all slots."""
-        return any(self._fewer.get(job) for job in jobs)
+        return not self._limited.isdisjoint(jobs)
 
     def give_up_wishes(self, job: str) -> None:
         """Let a job use all slots that its firm limits leave."""
-        firm = self._below_slots(self._firm.get(job, {}))
-        if self._fewer.get(job, {}) != firm:
-            self._fewer[job] = firm
+        firm = self._firm.get(job, self.slots)
+        if self.of(job) != firm:
+            self._usable[job] = firm
             self.given_up.add(job)
+            if firm == self.slots:
+                self._limited.discard(job)
 
     # ---- what fits -----------------------------------------------------------------------
 
@@ -129,10 +123,11 @@ class Space:
 
 def space_of(jobs: Sequence[JobView], hosts: Sequence[HostView]) -> Space:
     """Return the space of these hosts for these jobs."""
+    slots = {host.name: host.slots for host in hosts}
     return Space(
-        {host.name: host.slots for host in hosts},
-        firm={job.name: firm_limits(job, hosts) for job in jobs},
-        wishes={job.name: wishes(job, hosts) for job in jobs},
+        slots,
+        firm={job.name: firm_slots(job, hosts, slots) for job in jobs},
+        wishes={job.name: wished_slots(job, hosts, slots) for job in jobs},
     )
 
 

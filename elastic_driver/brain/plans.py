@@ -13,6 +13,7 @@ Pure. Times are unix seconds.
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -64,7 +65,8 @@ class Plans:
 
     def forget_triggers(self) -> None:
         """Forget why a plan was needed: there is no job to plan for."""
-        self.triggers, self.due = [], None
+        self.triggers = []
+        self.due = None
 
     def ask_if_needed(self, view: MakeView, now: float) -> list[AskAlgorithm]:
         """Ask for a plan if there is a reason, and none is on its way."""
@@ -146,6 +148,8 @@ def shape(view: View) -> tuple[object, ...]:
     return [limits(job) for job in view.jobs], [(host.name, host.slots) for host in view.hosts]
 
 
+# ---- from plan to grants -------------------------------------------------------------------
+
 GATHER_S = 1.0  # slots that become free one after the other within this time are given together
 
 
@@ -163,23 +167,31 @@ def is_on_its_way(job: Job) -> bool:
     return job.target is not None and not (job.grants and job.target == job.granted)
 
 
+class NextSlots(NamedTuple):
+    """The slots to grant a job now; None: it goes on as it is.
+
+    `gather_until`: the time until which it waits for all slots of its target; None: it does not.
+    """
+
+    slots: dict[str, int] | None
+    gather_until: float | None = None
+
+
 def next_slots(
     job: Job, hosts: Mapping[str, int], used: Mapping[str, int], now: float
-) -> dict[str, int] | None:
-    """Return the slots to grant a job now, on its way to its target; None: it goes on as it is.
+) -> NextSlots:
+    """Return the slots to grant a job now, on its way to its target.
 
     `hosts`: the slots of each host. `used`: those that processes of all jobs may occupy.
     """
     target = job.target
     if target is None or not is_on_its_way(job):
-        job.gather_until = None
-        return None
+        return NextSlots(None)
     if any(hosts.get(host, 0) < slots for host, slots in target.items()):
-        job.gather_until = None  # a host is lost, so another plan is on its way
-        found = job.granted
+        found = NextSlots(job.granted)  # a host is lost, so another plan is on its way
     else:
         found = _possible(job, target, hosts, used, now)
-    return None if job.grants and found == job.granted else found
+    return found._replace(slots=None) if job.grants and found.slots == job.granted else found
 
 
 def _possible(
@@ -188,12 +200,13 @@ def _possible(
     hosts: Mapping[str, int],
     used: Mapping[str, int],
     now: float,
-) -> dict[str, int]:
+) -> NextSlots:
     """Return the slots that a job may have now; those that it uses already come first.
 
     They are what it has while it could only have too few.
     """
     granted, own, least = job.granted, job.claims(), job.report.least
+    until: float | None = None
     free = {host: hosts[host] - used.get(host, 0) + own.get(host, 0) for host in target}
     order = [*(h for h in granted if h in target), *(h for h in target if h not in granted)]
     possible = {host: n for host in order if (n := min(target[host], free[host])) > 0}
@@ -201,14 +214,11 @@ def _possible(
         possible = {h: k for h, n in possible.items() if (k := min(n, granted.get(h, 0)))}
     enough = not target or sum(possible.values()) >= least
     if possible != target and enough and _grows(granted, possible):
-        if job.gather_until is None:
-            job.gather_until = now + GATHER_S
-        if now < job.gather_until:
+        until = now + GATHER_S if job.gather_until is None else job.gather_until
+        if now < until:
             possible = {h: k for h, n in possible.items() if (k := min(n, granted.get(h, 0)))}
             enough = sum(possible.values()) >= least
-    else:
-        job.gather_until = None
-    return possible if enough else granted
+    return NextSlots(possible if enough else granted, until)
 
 
 def _grows(now: Mapping[str, int], then: Mapping[str, int]) -> bool:

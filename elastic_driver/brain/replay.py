@@ -17,8 +17,7 @@ from statistics import fmean
 from typing import NamedTuple, Protocol
 
 from elastic_driver.brain.algorithm import Algorithm, HostView, JobView, SpeedAt, View, faults
-from elastic_driver.brain.store.figures import HOUR, JOB, MINUTE, JobKey, Row
-from elastic_driver.brain.store.records import Record, work_of
+from elastic_driver.brain.store.records import HOUR, JOB, MINUTE, JobKey, Record, Row, work_of
 from elastic_driver.features.sizes.gauge import LEAST_STEPS, WARM_UP_S, WARM_UP_STEPS
 from elastic_driver.features.sizes.search import Layout, fit
 from elastic_driver.words import aligned, counted
@@ -341,13 +340,16 @@ def _summary(
 
 
 def _share(jobs: Iterable[Played], against: Iterable[float]) -> str:
+    """Return the mean of what each job has trained, as a share of `against`; "?": none could."""
     shares = [job.trained / each for job, each in zip(jobs, against, strict=True) if each]
     return f"{fmean(shares):.1%}" if shares else "?"
 
 
 def _amount(job: Recorded, batches: float) -> str:
+    """Return batches as the table counts them: in samples, if those of a batch are known."""
     return f"{batches * (1.0 if job.samples is None else job.samples):.0f}"
 
 
 def _played(job: Recorded, played: Played) -> str:
+    """Return what a job has trained, marked if it was at sizes that were not measured."""
     return _amount(job, played.trained) + (_MARK if played.extrapolated else "")

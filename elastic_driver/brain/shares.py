@@ -18,9 +18,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
 from math import inf, isfinite
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -80,7 +79,7 @@ class SharedJob:
         return slower + (self.speeds.get(high, 0.0) - slower) * part
 
     def effective_speed(self, size: int) -> float:
-        """Return the speed at a size, less what the way there costs."""
+        """Return the speed at a size, reduced by the cost of changing to it."""
         if self.size in (0, size) or not self.change_cost:
             return self.speeds[size]
         lost = self.changes * self.change_cost
@@ -151,25 +150,22 @@ def _cheapest_that_fit(costs: _Costs, slots: int, space: Space) -> dict[str, int
     """Return the size of each job, so that there is space for all and the sum of costs is least.
 
     If jobs lack space beside each other, one of them has to have fewer workers: each is tried, and
-    the cheapest shares so far are looked at first. After `EFFORT` looks only the job is tried that
-    loses least by it.
+    the cheapest candidate so far is looked at first. After `EFFORT` candidates only the job is
+    tried that loses least by it.
     """
-    order, tried = count(), set[tuple[int, ...]]()
-
-    def way(options: _Costs) -> tuple[float, int, _Costs, dict[str, int]]:
-        sizes = dict(zip(options, _cheapest(list(options.values()), slots), strict=True))
-        return sum(options[job][size] for job, size in sizes.items()), next(order), options, sizes
-
-    ways = [way(costs)]
+    made = 0
+    tried: set[tuple[int, ...]] = set()
+    candidates = [_candidate(costs, slots, made)]
     while True:
-        _, looks, options, sizes = heappop(ways)
+        cheapest = heappop(candidates)
+        sizes, options = cheapest.sizes, cheapest.options
         crowd = space.crowd(sizes)
         if not crowd:
             return sizes
         losses = {job: _loss(options[job], sizes[job]) for job in sizes if job in crowd}
         smaller = [job for job, loss in losses.items() if loss < inf]
-        if looks >= EFFORT:
-            ways.clear()
+        if cheapest.number >= EFFORT:
+            candidates.clear()
             tried.clear()
             smaller = [min(smaller, key=losses.__getitem__)]
         for job in smaller:
@@ -178,11 +174,28 @@ def _cheapest_that_fit(costs: _Costs, slots: int, space: Space) -> dict[str, int
             key = tuple(map(len, left.values()))
             if key not in tried:
                 tried.add(key)
-                heappush(ways, way(left))
+                made += 1
+                heappush(candidates, _candidate(left, slots, made))
+
+
+class _Candidate(NamedTuple):
+    """The cheapest sizes of all jobs by some of their options; compared by cost, then by age."""
+
+    cost: float
+    number: int  # no two candidates have the same
+    options: _Costs
+    sizes: dict[str, int]
+
+
+def _candidate(options: _Costs, slots: int, number: int) -> _Candidate:
+    """Return the candidate with the cheapest sizes that fit into the slots."""
+    sizes = dict(zip(options, _cheapest(list(options.values()), slots), strict=True))
+    cost = sum(options[job][size] for job, size in sizes.items())
+    return _Candidate(cost, number, options, sizes)
 
 
 def _loss(costs: Mapping[int, float], size: int) -> float:
-    """Return what each worker brings that the next smaller size has not; inf: there is none."""
+    """Return the cost that one more worker saves; inf for the smallest size."""
     smaller = max((n for n in costs if n < size), default=None)
     return inf if smaller is None else (costs[smaller] - costs[size]) / (size - smaller)
 

@@ -12,11 +12,11 @@ is memory for. Two limits are wishes, which do not keep a job from having the fe
 needs: those of hosts whose processors are too few, and of the memory that similar jobs took.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from msgspec import structs
 
+from elastic_driver.arithmetic import lowered
 from elastic_driver.job import units
 from elastic_driver.job.events import HostsGranted, SizeProposed, takes
 from elastic_driver.job.fleet import Effects
@@ -101,10 +101,13 @@ class Limits:
 
     def memory_room(self) -> dict[str, int]:
         """Return the most workers that have the memory, of each host of which that is known."""
-        if not (need := self.memory_need):
-            return dict(self.room)
-        equipped = {host: memory for host, (_, memory) in self.equipment.items() if memory}
-        return {host: memory // need for host, memory in equipped.items()} | self.room
+        return self._room_for(self.memory_need) | self.room
+
+    def _room_for(self, need: int) -> dict[str, int]:
+        """Return the most workers that need so much memory, by host; 0: that is not known."""
+        if not need:
+            return {}
+        return {host: memory // need for host, (_, memory) in self.equipment.items() if memory}
 
     def set_starved(self, host: str, most: int) -> None:
         """Set the most workers of a host whose processors are too few for more."""
@@ -119,44 +122,29 @@ class Limits:
 
         `least`: where wishes would leave fewer slots, they are passed over.
         """
-        firm = {
-            host: min(self._bounds(host, slots, plan)) for host, slots in self._merged().items()
-        }
-        found = {host: min((slots, *self._wishes(host))) for host, slots in firm.items()}
+        expected = {} if self.memory_need else self._room_for(self.expected)
+        firm = lowered(self._merged(), self.memory_room(), self._planned(plan))
+        found = lowered(firm, self.fewer, expected)
         return tuple((found if sum(found.values()) >= least else firm).items())
-
-    def _wishes(self, host: str) -> Iterator[int]:
-        if host in self.fewer:
-            yield self.fewer[host]
-        memory = self.equipment.get(host, (0, 0))[1]
-        if self.expected and memory and not self.memory_need:
-            yield memory // self.expected
 
     def planned(self) -> dict[str, int]:
         """Return the most workers that the present plan allows, of each host that it limits."""
-        known = dict.fromkeys((*self._merged(), *self.equipment))
-        found = {host: [*self._planned(host, self.plan)] for host in known}
-        return {host: min(bounds) for host, bounds in found.items() if bounds}
+        return self._planned(self.plan)
 
-    def _bounds(self, host: str, slots: int, plan: ev.PlanApplied | None) -> Iterator[int]:
-        yield slots
-        memory = self.equipment.get(host, (0, 0))[1]
-        if host in self.room:
-            yield self.room[host]
-        elif self.memory_need and memory:
-            yield memory // self.memory_need
-        yield from self._planned(host, plan)
-
-    def _planned(self, host: str, plan: ev.PlanApplied | None) -> Iterator[int]:
+    def _planned(self, plan: ev.PlanApplied | None) -> dict[str, int]:
+        found: dict[str, int] = {}
         if plan is None:
-            return
-        cpus, memory = self.equipment.get(host, (0, 0))
-        if plan.slots_per_host is not None:
-            yield plan.slots_per_host
-        if plan.cpu_per_worker is not None and cpus:
-            yield int(cpus / plan.cpu_per_worker)
-        if plan.memory_per_worker is not None and memory:
-            yield memory // plan.memory_per_worker
+            return found
+        for host in dict.fromkeys((*self._merged(), *self.equipment)):
+            cpus, memory = self.equipment.get(host, (0, 0))
+            bounds = [] if plan.slots_per_host is None else [plan.slots_per_host]
+            if plan.cpu_per_worker is not None and cpus:
+                bounds.append(int(cpus / plan.cpu_per_worker))
+            if plan.memory_per_worker is not None and memory:
+                bounds.append(memory // plan.memory_per_worker)
+            if bounds:
+                found[host] = min(bounds)
+        return found
 
 
 # ---- the number of workers ---------------------------------------------------------------

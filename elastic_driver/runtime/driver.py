@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elastic_driver.brain.store.figures import JobKey
-from elastic_driver.brain.store.records import Prior, Record
+from elastic_driver.brain.store.records import JobKey, Prior, Record
 from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.features import chapters

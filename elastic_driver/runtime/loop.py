@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from elastic_driver.brain.store.figures import Sample
+from elastic_driver.brain.store.records import Sample
 from elastic_driver.errors import ElasticError, ExitCode
 from elastic_driver.features.checks.driver import CheckAnswer, NodeChecks
 from elastic_driver.features.checks.machine import CheckEnded, NodeChecker

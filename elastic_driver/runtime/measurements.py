@@ -20,7 +20,7 @@ from msgspec.structs import asdict, replace
 
 from elastic_driver import contract
 from elastic_driver.brain.grants import Kind, Speed
-from elastic_driver.brain.store.figures import Sample
+from elastic_driver.brain.store.records import Sample
 from elastic_driver.features.sizes.gauge import noise_scale
 from elastic_driver.features.sizes.messages import HostLoad, LoadsSeen, SpeedSeen
 from elastic_driver.features.stragglers.machine import Stragglers

@@ -28,7 +28,7 @@ from elastic_driver.words import orders as documents
 from elastic_driver.words.orders import JobSpec
 from elastic_driver.words.wire_events import AgentReady, AgentReturned, ConnectionUnanswered
 from launcher.agent.command_line import AgentConfig
-from launcher.agent.driver_link import DriverLink, term_in
+from launcher.agent.driver_link import Consoles, DriverLink, RecordedOutput, term_in
 from launcher.agent.environment import Meeting
 from launcher.agent.folders import remove_orphans, scratch_folder
 from launcher.agent.host import (
@@ -41,9 +41,7 @@ from launcher.agent.host import (
     usable_cpus,
     usable_memory,
 )
-from launcher.agent.lifetime import Lifetime
-from launcher.agent.liveness import Heartbeats, ProbePort, Promise
-from launcher.agent.posted_output import Consoles, RecordedOutput
+from launcher.agent.lifetime import Heartbeats, Lifetime, ProbePort, Promise
 from launcher.agent.processes import become_subreaper
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
 from launcher.agent.warm.warm_plan import NotWarmable, warm_plan_for

@@ -21,11 +21,17 @@ from elastic_driver.words.orders import JobSpec, RanksOrder, StartWorkerOrder, t
 from elastic_driver.words.tf_config import own_port
 from elastic_driver.words.wire_events import RunningWorker, WorkerExited, WorkerStack, WorkerStarted
 from launcher.agent import processes
-from launcher.agent.binding import choose, gpu_nodes, in_words, usable_cores
-from launcher.agent.environment import Meeting, worker_environment
+from launcher.agent.driver_link import Record
+from launcher.agent.environment import (
+    Meeting,
+    choose,
+    gpu_nodes,
+    in_words,
+    usable_cores,
+    worker_environment,
+)
 from launcher.agent.host import MemoryJudge
 from launcher.agent.output import WorkerOutput, link_ranks
-from launcher.agent.posted_output import Record
 from launcher.agent.processes import (
     EXIT_NOT_EXECUTABLE,
     ProcessSpec,

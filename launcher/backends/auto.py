@@ -4,10 +4,10 @@ import time
 
 from elastic_driver.runtime.backend import Backend, BackendJob, OnClosed, OnLost
 from elastic_driver.runtime.discovery import Hosts
-from launcher.backends import ssh
 from launcher.backends.local import LocalBackend
 from launcher.backends.local import make_backend as make_local
 from launcher.backends.remote import RemoteBackend
+from launcher.backends.shells import make_ssh
 from launcher.network import is_this_machine
 
 
@@ -16,7 +16,7 @@ class AutoBackend(Backend):
 
     def __init__(self, job: BackendJob) -> None:
         self._here = make_local(job)
-        self._elsewhere = ssh.make_backend(job)
+        self._elsewhere = make_ssh(job)
         self._chosen: dict[tuple[str, int], LocalBackend | RemoteBackend] = {}
 
     def _for(self, host: str) -> LocalBackend | RemoteBackend:

@@ -34,7 +34,7 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.backend import RefusedReason, UnreachableReason
 from elastic_driver.runtime.discovery import check_host
 from launcher import version
-from launcher.agent.lines import LineSplitter
+from launcher.agent.output import LineSplitter
 from launcher.agent.processes import kill_child
 from launcher.agent.remote import LOOKED, NO_STDOUT, SAY_REACHED, after_login, done_in
 from launcher.backends.base import PACKAGE_ROOT, describe_end

@@ -1,14 +1,11 @@
 """The `elasticbrain` command: from argv to an exit status."""
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import msgspec
-
-from launcher.edge import handled, keep_memory_private, run_command
+from launcher.edge import keep_memory_private, run_command
 
 _DESCRIPTION = "Share the slots of hosts among jobs that were started with elasticrun --brain URL."
 _EXAMPLES = """\
@@ -25,7 +22,35 @@ you start jobs. Ctrl-C ends the Brain and no job: jobs keep their slots until it
 exit status: 64 wrong usage; 75 the address or the folder is in use; 130/143 ended by a signal.
 """
 _PORT = 29600
-_EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
+_FORM: dict[str, Any] = {
+    "formatter_class": argparse.RawDescriptionHelpFormatter,
+    "allow_abbrev": False,
+}
+_MONITOR = """\
+Write how busy machines are into the statistics database, every 5 seconds until Ctrl-C.
+
+sources:
+  agents      the machine that this runs on: start it on each host
+  prometheus  the node_exporter of each host that -H names
+  slurm       the nodes of Slurm, by sinfo
+Other packages may bring more.
+"""
+_MONITOR_EXAMPLE = """\
+example:
+  elasticbrain monitor --source prometheus -H n1:4,n2:4 --tls-ca ca.pem \\
+      --stats-db 'postgresql://ann@head/stats?sslrootcert=ca.pem'
+"""
+_REPLAY = """\
+Play recorded jobs through two algorithms, and show what each job would have trained.
+
+Each job is there from its recorded beginning to its end, and as fast as it was measured at each
+size; the speed at other sizes is extrapolated, and marked. The same input gives the same output.
+"""
+_REPLAY_EXAMPLE = """\
+example:
+  elasticbrain replay --algorithm fair --against mine --stats-db sqlite:///stats.db -H n1:4,n2:4
+"""
+_DATABASE = "the statistics: postgresql://USER@HOST/DATABASE, sqlite:///FILE, or FILE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +65,9 @@ def _dispatch(words: list[str]) -> int:
     except SystemExit as leaving:  # argparse has printed its help
         return int(leaving.code or 0)
     keep_memory_private()
-    act: Callable[[argparse.Namespace], int] = given.act
+    from launcher.brain import commands  # noqa: PLC0415 - loads much, which --help does not need
+
+    act: Callable[[argparse.Namespace], int] = getattr(commands, f"run_{given.command}")
     return act(given)
 
 
@@ -54,16 +81,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of `elasticbrain`."""
-    form: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    form |= {"epilog": _EXAMPLES, "allow_abbrev": False}
-    from launcher.brain import monitor, replay  # noqa: PLC0415 - see `run_command`
-
-    top = _Parser(prog="elasticbrain", description=_DESCRIPTION, **form)
+    """Return the parser of `elasticbrain`; `commands` has a function for each subcommand."""
+    form = {"epilog": _EXAMPLES, "description": _DESCRIPTION, **_FORM}
+    top = _Parser(prog="elasticbrain", **form)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser(
-        "serve", help="run a Brain until Ctrl-C", description=_DESCRIPTION, **form
-    )
+    serve = commands.add_parser("serve", help="run a Brain until Ctrl-C", **form)
     _add_serve(serve)
     text = "Show the hosts and jobs of a Brain, who has which slots, and why."
     shown = commands.add_parser("status", help="show hosts and jobs", description=text)
@@ -71,10 +93,9 @@ def parser() -> argparse.ArgumentParser:
     text = "Free the slots of a silent job. Be sure that no process of it lives on any host."
     forget = commands.add_parser("forget", help="free the slots of a silent job", description=text)
     forget.add_argument("job", metavar="JOB", help="its name in elasticbrain status")
-    monitor.add_parser(commands)
-    replay.add_parser(commands)
-    for each, act in ((serve, run_serve), (shown, run_status), (forget, run_forget)):
-        each.set_defaults(act=act)
+    _add_monitor(commands)
+    _add_replay(commands)
+    for each in (serve, shown, forget):
         each.add_argument(
             "--state-dir",
             metavar="DIR",
@@ -118,38 +139,61 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--tls-ca", metavar="FILE", help="your CA, by which jobs know the Brain")
 
 
-def run_serve(given: argparse.Namespace) -> int:
-    """Run a Brain until a signal; return the exit status."""
-    from elastic_driver.console import say  # noqa: PLC0415 - see `run_command`
-    from launcher.brain.service import BrainService  # noqa: PLC0415
-    from launcher.brain.setup import setup_of  # noqa: PLC0415
+def _add_monitor(commands: Any) -> None:
+    monitor = commands.add_parser(
+        "monitor",
+        help="write how busy machines are into the statistics",
+        description=_MONITOR,
+        epilog=_MONITOR_EXAMPLE,
+        **_FORM,
+    )
+    monitor.add_argument(
+        "--source", metavar="NAME", required=True, help="agents, prometheus, slurm, or another one"
+    )
+    monitor.add_argument("--stats-db", metavar="URL", required=True, help=_DATABASE)
+    monitor.add_argument(
+        "-H", "--hosts", metavar="h1:4,h2:4", help="the hosts with their slots (default: all)"
+    )
+    monitor.add_argument(
+        "--slots-per-host", metavar="N", help="slots of a host (default: its processors)"
+    )
+    monitor.add_argument(
+        "--port", metavar="N", help="where a node_exporter listens (default: 9100)"
+    )
+    monitor.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        default="",
+        help="the CA of the node_exporters' certificates (default: those of the system)",
+    )
+    monitor.add_argument(
+        "--insecure",
+        action="store_true",
+        help="ask the node_exporters of other machines in plain, too",
+    )
 
-    setup = setup_of(given, lambda line: say(f"elasticbrain: {line}"))
-    try:
-        service = BrainService(setup)
-        with handled(_EXITS, lambda number: service.stop(_EXITS[signal.Signals(number)])):
-            return service.run()
-    finally:
-        setup.folder.close()
 
+def _add_replay(commands: Any) -> None:
+    from elastic_driver.brain.algorithm import BUILT_IN  # noqa: PLC0415 - see `run_command`
 
-def run_status(given: argparse.Namespace) -> int:
-    """Print the status of the Brain of this folder."""
-    from launcher.brain.setup import folder_of  # noqa: PLC0415 - see `run_command`
-    from launcher.brain.status import ask, render  # noqa: PLC0415
-
-    document = ask(folder_of(given))
-    print(document.decode() if given.json else render(msgspec.json.decode(document)))
-    return 0
-
-
-def run_forget(given: argparse.Namespace) -> int:
-    """Have the Brain of this folder forget a job."""
-    from launcher.brain.setup import folder_of  # noqa: PLC0415 - see `run_command`
-    from launcher.brain.status import forget  # noqa: PLC0415
-
-    forget(folder_of(given), given.job)
-    return 0
+    replay = commands.add_parser(
+        "replay",
+        help="play recorded jobs through two algorithms",
+        description=_REPLAY,
+        epilog=_REPLAY_EXAMPLE,
+        **_FORM,
+    )
+    replay.add_argument(
+        "--algorithm", metavar="A", default=BUILT_IN, help="an algorithm (default: %(default)s)"
+    )
+    replay.add_argument("--against", metavar="B", required=True, help="the other algorithm")
+    replay.add_argument("--stats-db", metavar="URL", required=True, help=_DATABASE)
+    replay.add_argument(
+        "-H",
+        "--hosts",
+        metavar="h1:4,h2:4",
+        help="the hosts to play on (default: those that elasticbrain monitor has seen)",
+    )
 
 
 if __name__ == "__main__":

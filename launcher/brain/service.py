@@ -13,7 +13,7 @@ import queue
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -22,7 +22,7 @@ from elastic_driver.brain import log_events as log
 from elastic_driver.brain.algorithm import HostView
 from elastic_driver.brain.algorithms import Algorithms
 from elastic_driver.brain.cluster import DECLARATION, NAME, BrainEvent, Cluster
-from elastic_driver.brain.grants import Grant, Receipts, grant_key
+from elastic_driver.brain.grants import Receipts, grant_key
 from elastic_driver.brain.messages import (
     AskAlgorithm,
     HostsFound,
@@ -44,12 +44,16 @@ from elastic_driver.runtime.discovery import DiscoveryThread
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.runtime.mailbox import Mailbox
-from launcher.brain.database import HostFigures, Priors
 from launcher.brain.driver_probes import Drivers
-from launcher.brain.intake import Intake
-from launcher.brain.routes import BrainRoutes, job_of_lease
+from launcher.brain.routes import (
+    BrainRoutes,
+    Intake,
+    is_silent,
+    job_of_lease,
+    status_document,
+)
 from launcher.brain.setup import BrainSetup, State
-from launcher.brain.status import is_silent, status_document
+from launcher.brain.statistics_reader import HostFigures, Priors
 from rendezvous.server import Callbacks, RendezvousServer, ServerTls, Succession
 from rendezvous.wire import Delete, Set
 
@@ -88,14 +92,46 @@ Message: TypeAlias = (
 )
 
 
-@dataclass
-class _Unkept:
-    """The grants that wait until the state is on the disk."""
+class Promises:
+    """The grants that wait until the Brain's state is on the disk.
 
-    # Of each job the newest one.
-    grants: dict[str, PublishGrant | WithdrawGrant] = field(default_factory=dict)
-    due: float | None = None  # the next attempt; None: nothing has changed
-    failed: bool = False
+    Args:
+        save: writes the state; returns whether the disk has it.
+        act: publishes or withdraws a grant.
+    """
+
+    def __init__(
+        self, save: Callable[[], bool], act: Callable[[PublishGrant | WithdrawGrant], None]
+    ) -> None:
+        self._save, self._act = save, act
+        self._waiting: dict[str, PublishGrant | WithdrawGrant] = {}  # of each job the newest
+        self._written_at = 0.0
+        self.due: float | None = None  # the next attempt to write; None: nothing has changed
+        self.failed = False  # the newest attempt
+
+    def add(self, decision: PublishGrant | WithdrawGrant) -> None:
+        """Have a grant published or withdrawn once the state is on the disk."""
+        self._waiting[decision.job] = decision
+
+    def note_change(self, now: float, *, soon: bool) -> None:
+        """Note that the state has changed; `soon`: it is not only something that was measured."""
+        due = now + KEEP_S if self.due is None else self.due
+        if soon:
+            earliest = max(now, self._written_at + APART_S)
+            due = earliest if self.failed else min(due, earliest)
+        self.due = due
+
+    def keep(self, now: float) -> None:
+        """Write the state down, then publish and withdraw the grants, as decided until now."""
+        self._written_at = now
+        self.failed = not self._save()
+        if self.failed:
+            self.due = now + AGAIN_S
+            return
+        self.due = None
+        waiting, self._waiting = self._waiting, {}
+        for decision in waiting.values():
+            self._act(decision)
 
 
 class BrainService:
@@ -110,8 +146,7 @@ class BrainService:
         self._log = EventLog(setup.folder.events_file, clock=time.time, on_broken=self._say)
         self._server: RendezvousServer | None = None
         self._priors: Priors | None = None  # None: no database is named
-        self._unkept = _Unkept()
-        self._kept_at = 0.0
+        self._promises = Promises(self._save, self._act)
         self._has_decided = False  # since the time of the next write was set
         self._ahead: int | None = None  # messages that come before the tick that is due
         self._intake = Intake(self._mailbox.put)
@@ -176,7 +211,7 @@ class BrainService:
             self._intake.know(job.name, holds=False)
             if job.claims():
                 self._intake.note(job.name, holds=True)
-        self._keep(time.time())
+        self._promises.keep(time.time())
 
     def _open_server(self) -> RendezvousServer:
         setup = self._setup
@@ -226,7 +261,7 @@ class BrainService:
                 case str(job):
                     self._decide(self._proved(self._intake.report_of(job)))
                 case Stop(exit_code):
-                    self._keep(time.time())
+                    self._promises.keep(time.time())
                     return exit_code
                 case StatusAsked(reply):
                     url = "" if self._server is None else self._server.url
@@ -246,8 +281,8 @@ class BrainService:
             now = time.time()
             if self._tick_is_due(now):
                 self._decide(Tick())
-            if self._unkept.due is not None and self._unkept.due <= now:
-                self._keep(now)
+            if self._promises.due is not None and self._promises.due <= now:
+                self._promises.keep(now)
 
     def _tick_is_due(self, now: float) -> bool:
         """Return whether it is time for a tick, and what had come by then has been taken in.
@@ -272,7 +307,7 @@ class BrainService:
         return msgspec.structs.replace(heard, proved=proved)
 
     def _patience(self) -> float:
-        known = (*self._kernel.deadlines.values(), self._unkept.due)
+        known = (*self._kernel.deadlines.values(), self._promises.due)
         dues = [due for due in known if due is not None]
         left = min(dues) - time.time() if dues else LONGEST_WAIT_S
         return min(LONGEST_WAIT_S, max(SPIN_GUARD_S, left))
@@ -280,12 +315,9 @@ class BrainService:
     def _decide(self, event: BrainEvent) -> None:
         """Have the machine decide, and carry out what it decides; see `Kernel.decide`."""
         self._kernel.decide(NAME, event, (event,))
-        now, unkept = time.time(), self._unkept
-        due = now + KEEP_S if unkept.due is None else unkept.due
-        if self._has_decided or isinstance(event, JobEnded | JobSilent | HostsFound):
-            soon = max(now, self._kept_at + APART_S)
-            due = soon if unkept.failed else min(due, soon)
-        unkept.due, self._has_decided = due, False
+        soon = self._has_decided or isinstance(event, JobEnded | JobSilent | HostsFound)
+        self._promises.note_change(time.time(), soon=soon)
+        self._has_decided = False
 
     def _handlers(self) -> dict[type[Any], Handler]:
         """Return what carries out each type of decision."""
@@ -318,11 +350,11 @@ class BrainService:
             self._intake.know(event.job)  # it has got slots meanwhile
 
     def _promise(self, decision: PublishGrant) -> None:
-        self._unkept.grants[decision.job] = decision
+        self._promises.add(decision)
         self._intake.note(decision.job, holds=bool(decision.claims))
 
     def _withdraw(self, decision: WithdrawGrant) -> None:
-        self._unkept.grants[decision.job] = decision
+        self._promises.add(decision)
         self._intake.forget(decision.job)
         if self._priors is not None:
             self._priors.forget(decision.job)
@@ -346,36 +378,35 @@ class BrainService:
 
     # ---- the disk, before promises -------------------------------------------------------
 
-    def _keep(self, now: float) -> None:
-        """Write the state down, then publish and withdraw the grants, as decided until now."""
-        unkept, self._kept_at = self._unkept, now
+    def _save(self) -> bool:
+        """Write the state down; return whether the disk has it. Failures are told once."""
+        folder, failed = self._setup.folder, self._promises.failed
         state = msgspec.structs.replace(self._state, machine=self._cluster.snapshot())
         try:
-            self._setup.folder.save(state)
+            folder.save(state)
         except OSError as error:
-            unkept.due = now + AGAIN_S
-            if not unkept.failed:
-                unkept.failed = True
-                file = str(self._setup.folder.state_file)
-                self._tell(log.StateFailed(file=file, why=str(error.strerror)))
-            return
-        if unkept.failed:
-            self._tell(log.StateWritten(file=str(self._setup.folder.state_file)))
+            if not failed:
+                why = str(error.strerror)
+                self._tell(log.StateFailed(file=str(folder.state_file), why=why))
+            return False
+        if failed:
+            self._tell(log.StateWritten(file=str(folder.state_file)))
         self._watch_only_jobs()
-        grants, self._unkept = unkept.grants, _Unkept()
-        for decision in grants.values():
-            if self._server is not None and isinstance(decision, WithdrawGrant):
-                self._server.post([Delete(grant_key(decision.job))])
-            elif self._server is not None and isinstance(decision, PublishGrant):
-                self._publish(self._server, decision.job, decision.grant, decision.claims)
+        return True
 
-    def _publish(
-        self, server: RendezvousServer, job: str, grant: Grant, claims: dict[str, int]
-    ) -> None:
-        receipt = self._receipts.of(job, grant, claims)
+    def _act(self, decision: PublishGrant | WithdrawGrant) -> None:
+        """Publish or withdraw a grant."""
+        if self._server is None:
+            return
+        key = grant_key(decision.job)
+        if isinstance(decision, WithdrawGrant):
+            self._server.post([Delete(key)])
+            return
+        grant = decision.grant
+        receipt = self._receipts.of(decision.job, grant, decision.claims)
         proved = msgspec.structs.replace(grant, receipt=receipt)
-        server.post([Set(grant_key(job), msgspec.json.encode(proved))])
-        self._tell(log.GrantMade(grant=grant), job)
+        self._server.post([Set(key, msgspec.json.encode(proved))])
+        self._tell(log.GrantMade(grant=grant), decision.job)
 
     def _tell(self, what: log.BrainLogEvent, job: str = "") -> None:
         """Log and show what has happened to a job; "": to the Brain."""

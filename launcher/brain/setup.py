@@ -38,14 +38,15 @@ from elastic_driver.runtime.discovery import (
 from elastic_driver.runtime.endpoint import Identity, choose_identity
 from elastic_driver.settings import DriverOptions
 from elastic_driver.token_roles import jobs_token, node_token
-from launcher.brain.database import address_of
-from launcher.launch.bind_address import numeric_address
+from launcher.brain.statistics_reader import address_of
 from launcher.launch.brain_job import default_brain_dir
+from launcher.launch.checks import numeric_address
 from rendezvous.auth import Credentials, make_token, read_credentials, write_token_file
 from rendezvous.own_files import own_folder
 from rendezvous.tls import ServerCertificate, certificate_in
 from rendezvous.wire import UNREADABLE
 
+FORGET_PATH = "/v1/jobs/{job}:forget"
 MONITOR = "monitor"  # the name in the token of what measures the hosts
 
 

@@ -227,7 +227,7 @@ def _unfinished(run_id: str, state_dir: Path, driver: str) -> str:
             )
     where = "" if state_dir == default_state_dir(os.environ) else f"--state-dir {state_dir} "
     again = f"elasticrun --resume {where}--run-id {run_id}"
-    from launcher.launch.traces import nobody_lives  # noqa: PLC0415 - see `_moved`
+    from launcher.launch.resume import nobody_lives  # noqa: PLC0415 - see `_moved`
 
     if nobody_lives(RunDir(state_dir, run_id)):
         return (

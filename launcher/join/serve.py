@@ -19,8 +19,8 @@ from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from launcher import version
 from launcher.backends.local import LocalBackend
-from launcher.join.node_name import of_server
-from launcher.launch.bind_address import bind_address
+from launcher.join.search import of_server
+from launcher.launch.checks import bind_address
 from launcher.launch.hosts import JoinedHosts
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.submit import make_checks, make_driver, run_driver, stop_on_signals

@@ -1,25 +1,84 @@
 """Decides whether a command line begins a job, or goes on with one whose driver has died.
 
 `launcher.job` asks before it starts a driver. A run can go on if it is unfinished (`RunDir`) and no
-driver holds its lock. One whose agents may live (`traces`) is never begun anew: it goes on, or is
-refused. Nothing is started here; the lock of a run that goes on is held when a function returns it.
+driver holds its lock. One whose agents may live is never begun anew: it goes on, or is refused.
+Nothing is started here; the lock of a run that goes on is held when a function returns it.
+
+Agents may live even if the journal is damaged or gone. Those of this machine are processes with the
+mark of the run. The event log says which hosts had an agent. The lock says whether a driver that
+did not release it had begun the job.
 """
 
+import contextlib
 import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
+from elastic_driver import contract
 from elastic_driver.errors import UsageError
+from elastic_driver.job.job import Job
 from elastic_driver.options import masked
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError
 from elastic_driver.runtime.journal.resume import ResumedRun, load_run
 from elastic_driver.runtime.results import JobResult, agents_started, read_result
 from elastic_driver.runtime.run_dir import RunDir
-from launcher.launch import traces
+from launcher.agent.processes import is_of_this_user
+from launcher.backends.local import AGENT
+from launcher.network import is_this_machine
 from launcher.options.table import OPTIONS
 from launcher.options.values import CommandLine, resolve_again
+
+_MODULE = [word.encode() for word in AGENT[1:]]
+
+
+def agents_here(run_dir: RunDir) -> list[int]:
+    """Return the pids of the run's agents that live on this machine."""
+    mark = os.fsencode(f"{contract.JOB_MARK}={run_dir.token_file}")
+    module = b"\0".join(_MODULE)
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError, psutil.Error):  # it has just ended, or is another user's
+            process = Path(f"/proc/{pid}")
+            if module not in (process / "cmdline").read_bytes():  # most processes end here
+                continue
+            marked = mark in (process / "environ").read_bytes().split(b"\0")
+            if marked and is_of_this_user(psutil.Process(pid)):
+                found.append(pid)
+    return found
+
+
+def may_live(run_dir: RunDir) -> bool:
+    """Return whether something says that agents of the run were started, and nothing its end."""
+    former = run_dir.lock.former or run_dir.lock.holder
+    began = former is not None and former.began
+    return began or bool(agents_started(run_dir.events_file)) or bool(agents_here(run_dir))
+
+
+def nobody_lives(run_dir: RunDir) -> bool:
+    """Return whether the run has had agents, all of them on this machine, and none is left."""
+    hosts = agents_started(run_dir.events_file)
+    return bool(hosts) and all(map(is_this_machine, hosts)) and not agents_here(run_dir)
+
+
+def unknown_agents(run_dir: RunDir, job: Job) -> list[str]:
+    """Return the hosts with agents, if the job knows of none of them: its journal was cut off."""
+    hosts = agents_started(run_dir.events_file)
+    return [] if any(map(job.fleet.has_had, hosts)) else sorted(hosts)
+
+
+def how_to_end(run_dir: RunDir) -> str:
+    """Return what to type, so that the same command may begin the run anew."""
+    here = " ".join(map(str, agents_here(run_dir)))
+    folder = str(run_dir.path)
+    first = f"end its agents (kill {here})" if here else "wait until its agents have ended"
+    if not run_dir.path.exists():
+        return first
+    return f"{first}, put its files away ({shlex.join(('mv', folder, f'{folder}.damaged'))})"
+
 
 # Options that may be given with --resume and without a command: they change nothing of the job.
 _OF_THIS_TERMINAL = ("log_format", "verbose", "quiet", "no_progress", "dry_run")
@@ -121,14 +180,14 @@ def _take(run_dir: RunDir, *, keep: bool, alone: bool) -> ResumedRun | JobResult
         if not run_dir.journal_file.exists():
             raise NotBegunError(f"there is no journal {run_dir.journal_file}")
         run = load_run(run_dir.journal_file, may_be_torn=restarted, alone=alone)
-        hosts = [] if restarted else traces.unknown_agents(run_dir, run.job)
+        hosts = [] if restarted else unknown_agents(run_dir, run.job)
         if not hosts:
             return run
         problem = (
             f"{run_dir.journal_file}: the journal ends before the agents on {', '.join(hosts)}"
         )
     except NotBegunError as error:
-        if restarted or not traces.may_live(run_dir):
+        if restarted or not may_live(run_dir):
             run_dir.leave()
             return None
         problem = f"{error}, though the job has started agents"
@@ -137,7 +196,7 @@ def _take(run_dir: RunDir, *, keep: bool, alone: bool) -> ResumedRun | JobResult
     run_dir.leave()
     raise JournalError(
         f"{problem}; run {run_dir.run_id} cannot go on, and its workers may train: "
-        f"{traces.how_to_end(run_dir)}, and begin it again, from its newest checkpoint"
+        f"{how_to_end(run_dir)}, and begin it again, from its newest checkpoint"
     )
 
 
@@ -148,4 +207,4 @@ def _is_open(run_dir: RunDir) -> bool:
     lock, began = run_dir.lock, False
     if lock.path.exists() and lock.holder is not None:
         began = lock.holder.began
-    return began or bool(traces.agents_here(run_dir))
+    return began or bool(agents_here(run_dir))

@@ -50,8 +50,7 @@ from elastic_driver.words import counted
 from launcher.backends.base import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import TO_LEAVE, handled
-from launcher.launch.bind_address import bind_again, choose_bind_host
-from launcher.launch.checks import default_database, make_discovery
+from launcher.launch.checks import bind_again, choose_bind_host, default_database, make_discovery
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.status_line import BottomLine, has_room_for_line, status_line, summary
 from launcher.options.table import LaunchOptions

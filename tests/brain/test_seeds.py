@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_driver.brain import limits
+from elastic_driver.brain import algorithm as limits
 from elastic_driver.brain.jobs import Job
 from tests.brain.seeds import run_seed
 

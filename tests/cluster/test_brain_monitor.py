@@ -24,7 +24,7 @@ import sys, time
 from elastic_driver.brain.monitoring import MonitorOptions
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
-from launcher.brain.monitors.slurm import Slurm
+from launcher.brain.monitors import Slurm
 database = Database(Address(file=sys.argv[1]))
 database.put_nodes(Slurm(MonitorOptions()).look(time.time()))
 database.close()

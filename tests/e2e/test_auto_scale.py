@@ -9,8 +9,7 @@ import pytest
 from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.grants import Kind
 from elastic_driver.brain.store.address import Address
-from elastic_driver.brain.store.figures import JobKey
-from elastic_driver.brain.store.records import Record
+from elastic_driver.brain.store.records import JobKey, Record
 from tests.e2e.test_control import ctl
 from tests.support.job import JOBS, assert_no_step_lost_or_repeated, elasticrun
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.agent.binding import choose, in_words, usable_cores
+from launcher.agent.environment import choose, in_words, usable_cores
 from tests.support.job import ROOT
 
 SHOW = """

@@ -12,8 +12,7 @@ pytest.importorskip("sqlalchemy")
 
 from elastic_driver.brain.store.address import Address, read_address
 from elastic_driver.brain.store.database import Database
-from elastic_driver.brain.store.figures import FINE, HOUR, JobKey, Row
-from elastic_driver.brain.store.records import Record
+from elastic_driver.brain.store.records import FINE, HOUR, JobKey, Record, Row
 from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.postgres import postgres, why_not
 

@@ -51,9 +51,9 @@ from elastic_driver.words import orders as documents
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.progress import OutputLines, Progress, decode_progress
 from elastic_driver.worker.checkpoints import folder as checkpoints
-from launcher.agent import liveness as probe_port
+from launcher.agent import lifetime as probe_port
 from launcher.agent import processes as stacks
-from launcher.agent.lines import LineSplitter
+from launcher.agent.output import LineSplitter
 from launcher.backends.slurm_allocation import read_allocation, read_shares
 from launcher.options.values import resolve
 from rendezvous import wire

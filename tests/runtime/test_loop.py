@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from elastic_driver import contract
-from elastic_driver.brain.store.figures import Sample
+from elastic_driver.brain.store.records import Sample
 from elastic_driver.features.shards.messages import NextRequest, RangeDescription, ShardRequest
 from elastic_driver.job.events import HostsMeasured
 from elastic_driver.kernel.machine import Reply

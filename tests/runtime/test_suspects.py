@@ -21,7 +21,7 @@ from elastic_driver.reachability import Presence, Result, probe
 from elastic_driver.runtime.api import job_access
 from elastic_driver.runtime.probes import Suspects
 from elastic_driver.token_roles import agent_token
-from launcher.agent.liveness import MOST, ProbePort
+from launcher.agent.lifetime import MOST, ProbePort
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import DeletePrefix, Set
 from tests.runtime.waiting import until

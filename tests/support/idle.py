@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from launcher.agent.liveness import ProbePort
+from launcher.agent.lifetime import ProbePort
 
 
 @contextlib.asynccontextmanager

@@ -22,17 +22,18 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from elastic_driver.brain.grants import Kind
 from elastic_driver.brain.store import statements
 from elastic_driver.brain.store.address import Address, safe_parameters
-from elastic_driver.brain.store.figures import (
+from elastic_driver.brain.store.records import (
     COARSER,
     KEPT,
     JobKey,
+    Node,
+    Record,
     Row,
     Series,
     Summary,
     expired_before,
 )
-from elastic_driver.brain.store.records import Node, Record
-from elastic_driver.brain.store.tables import (
+from elastic_driver.brain.store.statements import (
     STEPS,
     NewerSchemaError,
     Step,

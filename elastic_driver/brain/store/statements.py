@@ -1,24 +1,183 @@
-"""Statements about figures, whole jobs and nodes, for SQLite and PostgreSQL alike."""
+"""Tables and statements of a statistics database, for SQLite and PostgreSQL alike.
 
-from collections.abc import Iterable, Sequence
+The tables are those of the newest schema, which numbered steps make and renew. A database has the
+number of the last step that was carried out in its table `schema_version`. A step is never changed
+once it is released; a new schema is a new step.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, or_, select, true
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    ColumnElement,
+    Connection,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Row,
+    Table,
+    Text,
+    UniqueConstraint,
+    and_,
+    delete,
+    func,
+    insert,
+    inspect,
+    or_,
+    select,
+    text,
+    true,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.grants import Kind
-from elastic_driver.brain.store.figures import (
+from elastic_driver.brain.store.records import (
     COARSER,
     DAY,
+    FRESH_S,
     JobKey,
+    Node,
+    Record,
     Summary,
     begin_of,
     coarser,
     expired_before,
+    in_order,
 )
-from elastic_driver.brain.store.records import FRESH_S, Node, Record, in_order
-from elastic_driver.brain.store.tables import figures, jobs, nodes, records, series, speeds
+
+metadata = MetaData()
+
+version = Table("schema_version", metadata, Column("number", Integer, nullable=False))
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("run", Text, nullable=False),
+    Column("began", Double, nullable=False),  # unix seconds; a name may be used again
+    UniqueConstraint("run", "began"),
+)
+
+series = Table(
+    "series",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("job", Integer, ForeignKey("jobs.id"), nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    UniqueConstraint("job", "subject", "name"),
+)
+
+figures = Table(
+    "figures",
+    metadata,
+    Column("series", Integer, ForeignKey("series.id"), primary_key=True),
+    Column("period", Integer, primary_key=True),  # seconds: 5, 60 or 3600
+    Column("t", BigInteger, primary_key=True),  # the beginning of the period, unix seconds
+    Column("n", BigInteger, nullable=False),  # of values
+    Column("least", Double, nullable=False),
+    Column("mean", Double, nullable=False),
+    Column("most", Double, nullable=False),
+    Index("figures_age", "period", "t"),
+)
+
+# ---- since schema 2 ------------------------------------------------------------------------
+
+records = Table(  # what is known of a whole job; see `records.Record`
+    "records",
+    metadata,
+    Column("job", Integer, ForeignKey("jobs.id"), primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("command", Text, nullable=False),  # a digest
+    Column("parameters", BigInteger),
+    Column("batch", BigInteger),
+    Column("micro_batches", BigInteger),
+    Column("least", Integer, nullable=False),
+    Column("most", Integer),
+    Column("memory", BigInteger),
+    Column("ended", Double),
+    Column("exit_code", Integer),
+    Index("records_name", "name"),
+    Index("records_command", "command"),
+)
+
+speeds = Table(
+    "speeds",
+    metadata,
+    Column("job", Integer, ForeignKey("jobs.id"), primary_key=True),
+    Column("size", Integer, primary_key=True),
+    Column("hosts", Integer, primary_key=True),
+    Column("step_time", Double, nullable=False),  # seconds
+    Column("error", Double, nullable=False),  # as a share of it
+)
+
+nodes = Table(  # the newest figures of machines; see `records.Node`
+    "nodes",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("seen", Double, nullable=False),
+    Column("slots", Integer),
+    Column("idle", Integer),
+    Column("cpu", Double),
+    Column("memory_free", BigInteger),
+    Column("memory_total", BigInteger),
+)
+
+
+# ---- migration -----------------------------------------------------------------------------
+
+_LOCK = 7_215_019  # PostgreSQL's number of the lock that a migration takes
+
+
+class NewerSchemaError(Exception):
+    """The database was made by a newer version of this program."""
+
+
+def _first(connection: Connection) -> None:
+    metadata.create_all(connection, tables=[jobs, series, figures])
+
+
+def _second(connection: Connection) -> None:
+    metadata.create_all(connection, tables=[records, speeds, nodes])
+
+
+Step = Callable[[Connection], None]
+STEPS: tuple[Step, ...] = (_first, _second)
+
+
+def migrate(connection: Connection, steps: Sequence[Step] = STEPS) -> None:
+    """Bring a database to the newest schema, within the open transaction.
+
+    Raises NewerSchemaError, and changes nothing, if the database is newer than that.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+    number = _number(connection)
+    if number > len(steps):
+        raise NewerSchemaError(
+            f"has schema {number}, and this version knows schemas up to {len(steps)}"
+        )
+    if number < len(steps):
+        for step in steps[number:]:
+            step(connection)
+        version.create(connection, checkfirst=True)
+        connection.execute(delete(version))
+        connection.execute(insert(version), {"number": len(steps)})
+
+
+def _number(connection: Connection) -> int:
+    if not inspect(connection).has_table(version.name):
+        return 0
+    number: int | None = connection.scalar(select(version.c.number))
+    return number or 0
+
+
+# ---- figures -------------------------------------------------------------------------------
 
 Keyed: TypeAlias = tuple[int, int, Summary]  # the number of a series, t, values
 
@@ -86,6 +245,8 @@ def roll_up(connection: Connection, job: int, until: float | None) -> None:
         rows = ((number, t, Summary(*values)) for number, _period, t, *values in found)
         put(connection, coarse, list(coarser(rows, coarse)))
 
+
+# ---- whole jobs and nodes ------------------------------------------------------------------
 
 _KIND = ("name", "command", "parameters", "batch")
 _OF_SPEED = ("size", "hosts", "step_time", "error")

@@ -16,8 +16,19 @@ from typing import TYPE_CHECKING
 
 from elastic_driver.brain.grants import Kind
 from elastic_driver.brain.store.address import Address
-from elastic_driver.brain.store.figures import MINUTE, Buckets, JobKey, Row, Sample, figures_of
-from elastic_driver.brain.store.records import JOBS, Prior, Record, Trained, prior_of
+from elastic_driver.brain.store.records import (
+    JOBS,
+    MINUTE,
+    Buckets,
+    JobKey,
+    Prior,
+    Record,
+    Row,
+    Sample,
+    Trained,
+    figures_of,
+    prior_of,
+)
 
 if TYPE_CHECKING:
     from elastic_driver.brain.store.database import Database

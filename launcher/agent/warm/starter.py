@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from launcher.agent.binding import apply
+from launcher.agent.environment import apply
 from launcher.agent.processes import (
     ProcessSpec,
     allow_core_dumps,

@@ -18,8 +18,8 @@ from sqlalchemy.exc import OperationalError
 
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database, is_corrupt, is_mistake, set_aside
-from elastic_driver.brain.store.figures import DAY, FINE, HOUR, MINUTE, JobKey, Row, Series, Summary
-from elastic_driver.brain.store.tables import STEPS, NewerSchemaError
+from elastic_driver.brain.store.records import DAY, FINE, HOUR, MINUTE, JobKey, Row, Series, Summary
+from elastic_driver.brain.store.statements import STEPS, NewerSchemaError
 
 JOB = JobKey("mnist", 1_000_000.25)
 SPEED = Series("job", "steps_per_s")

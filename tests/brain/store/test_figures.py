@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_driver.brain.store.figures import Sample, figures_of
+from elastic_driver.brain.store.records import Sample, figures_of
 from elastic_driver.words.progress import HostUsage, Measured, Pressure, WorkerMeasured
 
 HOST = {"cpu": 0.5, "memory_used": 3, "memory_total": 8, "disk_used": 20, "disk_total": 100}

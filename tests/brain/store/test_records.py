@@ -10,9 +10,18 @@ from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.grants import Kind
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
-from elastic_driver.brain.store.figures import DAY, FINE, JobKey, Row, Series, Summary
-from elastic_driver.brain.store.records import FRESH_S, Node, Record
-from elastic_driver.brain.store.tables import STEPS
+from elastic_driver.brain.store.records import (
+    DAY,
+    FINE,
+    FRESH_S,
+    JobKey,
+    Node,
+    Record,
+    Row,
+    Series,
+    Summary,
+)
+from elastic_driver.brain.store.statements import STEPS
 
 NAMED = Kind(name="mnist", command="a" * 64)
 KNOWN = Kind(name="mnist", command="a" * 64, parameters=10**12, batch=256)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_driver.brain.store.figures import (
+from elastic_driver.brain.store.records import (
     DAY,
     FINE,
     HOUR,

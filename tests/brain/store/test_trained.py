@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from elastic_driver.brain.grants import Kind, Speed
-from elastic_driver.brain.store.figures import Sample
-from elastic_driver.brain.store.records import Record, Trained
+from elastic_driver.brain.store.records import Record, Sample, Trained
 from elastic_driver.words.progress import Measured, WorkerMeasured
 
 KIND = Kind(name="mnist", command="a")

@@ -22,9 +22,18 @@ from elastic_driver.brain.grants import Kind, Speed
 from elastic_driver.brain.store import writer as module
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
-from elastic_driver.brain.store.figures import FINE, HOUR, MINUTE, JobKey, Sample, Series, Summary
-from elastic_driver.brain.store.records import Prior, Record
-from elastic_driver.brain.store.tables import STEPS
+from elastic_driver.brain.store.records import (
+    FINE,
+    HOUR,
+    MINUTE,
+    JobKey,
+    Prior,
+    Record,
+    Sample,
+    Series,
+    Summary,
+)
+from elastic_driver.brain.store.statements import STEPS
 from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.words.progress import Measured

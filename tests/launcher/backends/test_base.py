@@ -90,7 +90,7 @@ def test_ours_are_registered_like_any_other() -> None:
 def test_a_checkout_needs_no_metadata_and_an_installation_no_checkout(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    point = registry.metadata.EntryPoint("ssh", "launcher.backends.ssh:make_backend", "x")
+    point = registry.metadata.EntryPoint("ssh", "launcher.backends.shells:make_ssh", "x")
     known = registry.entry_points(registry.BACKENDS)
 
     def not_installed(_name: str) -> None:

@@ -21,7 +21,7 @@ from launcher.agent.processes import become_subreaper, children
 from launcher.backends import local
 from launcher.backends import local as adopted
 from launcher.backends.local import AdoptedProcess, LocalBackend, end_marked, find_agent
-from launcher.launch.traces import agents_here
+from launcher.launch.resume import agents_here
 from tests.launcher.agent.harness import DAEMON, ROOT, STUBBORN, WAIT, Driver, eventually
 from tests.launcher.backends.machine import command
 from tests.support.processes import is_running, processes_with

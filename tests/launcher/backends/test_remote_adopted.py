@@ -18,7 +18,7 @@ import pytest
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.words.wire_events import AgentReady, WorkerStarted
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.ssh import SshShell
+from launcher.backends.shells import SshShell
 from tests.launcher.agent.harness import HOST, ROOT, STUBBORN, WAIT, Driver, eventually
 from tests.launcher.backends.test_remote import SSH
 from tests.support.processes import is_running, processes_with, select
@@ -28,7 +28,7 @@ import sys, time
 from pathlib import Path
 from elastic_driver.runtime.backend import BackendJob
 from launcher.backends.remote import RemoteBackend
-from launcher.backends.ssh import SshShell
+from launcher.backends.shells import SshShell
 url, token, program, home, host, adopts = sys.argv[1:]
 job = BackendJob(endpoint=url, token_file=Path(token))
 backend = RemoteBackend(job, SshShell(program=program, home=Path(home)))

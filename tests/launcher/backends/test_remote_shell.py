@@ -11,7 +11,7 @@ import pytest
 from launcher import version
 from launcher.backends import remote_shell
 from launcher.backends.remote_shell import Found, judge, precheck
-from launcher.backends.ssh import SshShell
+from launcher.backends.shells import SshShell
 
 GOOD = Found(version=version(), python="3.11", folder=True, temporary=True)
 

@@ -17,7 +17,7 @@ from launcher.backends import remote_shell
 from launcher.backends import remote_shell as client
 from launcher.backends.remote import RemoteBackend
 from launcher.backends.remote_shell import Login, describe_login, in_its_words, precheck
-from launcher.backends.ssh import SshShell
+from launcher.backends.shells import SshShell
 from tests.launcher.agent.harness import HOST, ROOT, WAIT, Driver, eventually
 
 # A login shell reads its login file before the command; only what it reads then differs by shell.

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.launch.bind_address import numeric_address
-from launcher.launch.checks import make_discovery
+from launcher.launch.checks import make_discovery, numeric_address
 from launcher.launch.hosts import DiscoveredHosts, FixedHosts
 from tests.support.job import elasticrun
 

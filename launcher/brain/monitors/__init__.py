@@ -1,1 +1,0 @@
-"""The monitors of `elasticbrain monitor`: where the figures of machines come from."""
