@@ -24,12 +24,12 @@ from mkdocs.structure.pages import Page
 
 import elastic_driver
 from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
+from elastic_driver.features.page.routes import PAGE_FILES
 from elastic_driver.runtime import openapi
 from elastic_driver.runtime.api import ROUTES, DriverRoutes, job_access
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.log_routes import LogRoutes
 from elastic_driver.runtime.output import AgentsOutput
-from elastic_driver.runtime.page_routes import PAGE_FILES
 from elastic_driver.runtime.worker_logs import WorkerLogs
 from launcher.ctl_commands import catalog
 from launcher.options import help as run_help

@@ -6,10 +6,14 @@ feature. So a folder that is added or removed changes no other file.
 | chapter | its names | used by |
 |---|---|---|
 | `machine` | `MACHINES`: the declarations of its machines | the driver, and replay |
-| `routes` | `ROUTES`: rows; perhaps `STATUS`: of HTTP, by the code of a `Rejection` | the driver |
+| `routes` | `ROUTES`: rows; `STATUS`, `parts` (below) | the driver |
 | `metrics` | `families(document)`: those of Prometheus, from the status | the driver |
 | `companion` | `begin(run)`: starts what runs beside a job | the driver |
+| `html` | `write(…)`: a page of a job that may be over, in one file | `elasticctl` |
 | `sentences` | `SENTENCES`: what people read of it | `elasticctl` |
+
+A machine of the feature answers its rows; `STATUS` has the status of HTTP by the code of its
+`Rejection`. Where `routes` has `parts(serving)`, what this returns answers them.
 
 The other chapters are the feature's own: `messages` are its documents, events and decisions;
 `driver` runs in the driver's process; `worker` runs in a user's script.

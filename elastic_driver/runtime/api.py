@@ -1,9 +1,9 @@
 """The driver's HTTP routes together: the rows of all modules, their rights, and their parts.
 
 Each module has its rows beside its handlers (`rendezvous.routes`); a folder of
-`elastic_driver.features` may bring its own in `routes.py`, whose handlers get the `OpenRequests` of
-the driver. So a new route is a row in the module that owns it. Every decision about the job is made
-in the driver's thread.
+`elastic_driver.features` may bring its own in `routes.py`. Their handlers get what its
+`parts(serving)` returns; without that, the `OpenRequests` of the driver. So a new route is a row in
+the module that owns it. Every decision about the job is made in the driver's thread.
 """
 
 from collections.abc import Mapping
@@ -12,17 +12,14 @@ from aiohttp import web
 
 from elastic_driver import token_roles
 from elastic_driver.features import chapters
-from elastic_driver.features.joining import driver as joined
 from elastic_driver.rights import access_of
 from elastic_driver.round_members import RoundMembers
 from elastic_driver.runtime import (
     event_routes,
-    live,
     log_routes,
     machine_api,
     openapi,
     output,
-    page_routes,
     status_routes,
 )
 from elastic_driver.runtime.driver_port import DriverPort
@@ -36,17 +33,7 @@ _STORE = token_roles.TRAINERS | token_roles.AGENTS
 ROUTES: tuple[Route, ...] = (
     *store_rows(_STORE, _STORE, _STORE | token_roles.NODES | token_roles.JOBS),
     *collect(
-        (
-            event_routes,
-            status_routes,
-            live,
-            output,
-            log_routes,
-            page_routes,
-            openapi,
-            joined,
-            *chapters("routes"),
-        )
+        (event_routes, status_routes, output, log_routes, openapi, *chapters("routes")),
     ),
 )
 
@@ -66,7 +53,7 @@ class DriverRoutes:
         self,
         driver: DriverPort,
         log: EventLog,
-        nodes: joined.JoinedNodes | None = None,
+        nodes: status_routes.Nodes | None = None,
         lines: output.AgentsOutput | None = None,
         *,
         logs: log_routes.LogRoutes | None = None,
@@ -78,27 +65,21 @@ class DriverRoutes:
             driver, log, JobTimes() if times is None else times
         )
         self.events = event_routes.EventRoutes(driver, self.status.status)
-        self._parts = (
-            self.events,
-            self.status,
-            live.Live(self.status.status, driver.history, log, self.status.one_stream),
-            lines,
-            logs,
-            page_routes.PageRoutes(),
-            openapi.OpenApi(ROUTES),
-            nodes,
-            self.requests,
-        )
+        serving = status_routes.Serving(driver, log, self.status, nodes)
+        self._parts: list[status_routes.RoutePart] = [self.events, self.status]
+        self._parts += [part for part in (lines, logs) if part is not None]
+        self._parts += [openapi.OpenApi(ROUTES), self.requests]
+        for chapter in chapters("routes"):
+            if hasattr(chapter, "parts"):
+                self._parts += chapter.parts(serving)
 
     @property
     def posts(self) -> Mapping[str, Post]:
         """What answers POSTs the short way."""
-        of_requests = collect(chapters("routes"))
-        of_events = short_ways(event_routes.ROUTES, self.events)
-        return {**of_events, **short_ways(of_requests, self.requests)}
+        of_requests = short_ways(machine_api.rows(), self.requests)
+        return {**short_ways(event_routes.ROUTES, self.events), **of_requests}
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
         for part in self._parts:
-            if part is not None:
-                part.add_to(app)
+            part.add_to(app)

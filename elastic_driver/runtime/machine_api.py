@@ -132,7 +132,7 @@ class OpenRequests:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        mount(app, collect(chapters("routes")), self)
+        mount(app, rows(), self)
         app.on_shutdown.append(self.close)
 
     async def close(self, _app: web.Application) -> None:
@@ -140,6 +140,11 @@ class OpenRequests:
         waiting, self._open = self._open, {}
         for done in waiting.values():
             done(Problem(503, "stopping", "the driver is stopping", "ask its successor"))
+
+
+def rows() -> tuple[Route, ...]:
+    """Return the rows of all requests that machines answer."""
+    return collect(each for each in chapters("routes") if not hasattr(each, "parts"))
 
 
 def machine_route(

@@ -16,7 +16,6 @@ from elastic_driver.brain.store.address import Address
 from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.features.checks.driver import NodeChecks
 from elastic_driver.features.goodput.driver import RunLedger
-from elastic_driver.features.joining.driver import JoinedNodes
 from elastic_driver.job.decisions import EndJob
 from elastic_driver.job.events import LeaseExpired
 from elastic_driver.kernel.machine import ForMachine
@@ -51,6 +50,7 @@ from elastic_driver.runtime.probes import Suspects
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.status_routes import Nodes
 from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
 from elastic_driver.settings import DriverOptions, Settings
 from elastic_driver.words.orders import JobSpec
@@ -71,7 +71,7 @@ class DriverSetup:
     reporter: Reporter
     options: DriverOptions = field(default_factory=DriverOptions)
     checks: NodeChecks | None = None  # None: nodes are never checked
-    joined: JoinedNodes | None = None  # takes in nodes; `discovery` and `starter` ask it
+    joined: Nodes | None = None  # takes in nodes; `discovery` and `starter` ask it
     secrets: tuple[str, ...] = ()  # taken like the operator's token
     argv: tuple[str, ...] = ()  # the command line, for a driver that goes on with the run
     cwd: str = ""  # its folder

@@ -4,7 +4,8 @@ import asyncio
 import concurrent.futures
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -16,7 +17,6 @@ from elastic_driver.runtime import machine_api, metrics
 from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.live import KEEP_ALIVE_S
 from elastic_driver.runtime.status_document import JobDocument
 from elastic_driver.token_roles import WATCHERS
 from elastic_driver.words.orders import Count
@@ -35,7 +35,9 @@ from rendezvous.routes import (
     caller_of,
     mount,
 )
+from rendezvous.server import RendezvousServer
 
+KEEP_ALIVE_S = 15.0  # a comment is sent to a reader if there is no news for so long
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
 MAX_STREAMS = 64  # readers that follow the job or its event log at the same time
 
@@ -209,3 +211,36 @@ ROUTES = (
     Route("GET", "/v1/history", WATCHERS, StatusRoutes.get_history, History, query=HistorySince),
     Route("GET", contract.METRICS_PATH, WATCHERS, StatusRoutes.get_metrics, TEXT),
 )
+
+
+# ---- routes of features ------------------------------------------------------------------
+
+
+class RoutePart(Protocol):
+    """What answers some routes."""
+
+    def add_to(self, app: web.Application) -> None:
+        """Mount the routes."""
+
+
+class Nodes(RoutePart, Protocol):
+    """Takes in nodes that join by themselves."""
+
+    def open(self, server: RendezvousServer, token: str) -> None:
+        """Let nodes join from now on: the rendezvous is up, and the job's token is written."""
+
+    def lease_expired(self, key: str) -> None:
+        """Give up the node that owned this lease; called by the server's thread for every lease."""
+
+    def job_ends(self, exit_code: int, reason: str) -> None:
+        """Tell the nodes how the job has ended."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the routes of a feature may need of the driver."""
+
+    driver: DriverPort
+    log: EventLog
+    status: StatusRoutes
+    nodes: Nodes | None  # None: no nodes join

@@ -12,6 +12,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.errors import ElasticError, UsageError
+from elastic_driver.features import chapters
 from elastic_driver.features.goodput.story import Story, picture, read_story
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE
@@ -69,11 +70,12 @@ def report(words: Sequence[str]) -> int:
         step, why = _step_now(path.parent)
         story.ledger.step = max(story.ledger.step, step or 0)
     if given.html:
-        from launcher.ctl_commands import report_page  # noqa: PLC0415 - imports aiohttp
-
         name = path.absolute().parent.name if path.name == EVENTS_FILE else path.stem
         into = given.output or Path(f"{name}.html")
-        report_page.write(into, name, path, document(story, path, now))
+        pages = chapters("html")  # imports aiohttp
+        if not pages:
+            raise UsageError("the page is not installed; leave out --html")
+        pages[0].write(into, name, path, document(story, path, now))
         print(into)
     elif given.json:
         print(msgspec.json.encode(document(story, path, now)).decode())

@@ -23,6 +23,7 @@ from elastic_driver import announcement
 from elastic_driver.brain.cluster import Cluster
 from elastic_driver.errors import UsageError
 from elastic_driver.features.goodput.ledger import Ledger
+from elastic_driver.features.page import routes as page_routes
 from elastic_driver.features.shards import messages as shards
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow import messages as tf
@@ -31,7 +32,7 @@ from elastic_driver.job.events import ProgressReading, ProgressReported, Tick
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.tables import SnapshotError
 from elastic_driver.presence import DriverPresence, Presence
-from elastic_driver.runtime import liveness_port, page_routes, run_dir
+from elastic_driver.runtime import liveness_port, run_dir
 from elastic_driver.runtime.discovery import (
     MAX_HOSTS,
     MAX_SLOTS,

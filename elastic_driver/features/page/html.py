@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from elastic_driver.errors import UsageError
-from elastic_driver.runtime.live import event_row
-from elastic_driver.runtime.page_routes import FOLDER
+from elastic_driver.features.page.live import event_row
+from elastic_driver.features.page.routes import FOLDER
 from elastic_driver.words.log_lines import read_line
 from rendezvous.own_files import open_named
 
