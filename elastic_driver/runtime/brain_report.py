@@ -5,16 +5,20 @@ cannot be reached are written off by the job, but they may live on there: they c
 ended by themselves. Times are seconds.
 """
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 
-from elastic_driver.brain.grants import MOST_WORKERS, Grant, JobOver, JobReport, Kind, Speed
-from elastic_driver.features.stragglers.machine import Stragglers
+import msgspec
+from msgspec.structs import replace
+
+from elastic_driver.brain.grants import MOST_WORKERS, Grant, JobOver, JobReport, Kind
 from elastic_driver.job.events import HostsGranted
 from elastic_driver.job.job import Job
 from elastic_driver.job.workers import OCCUPYING
 from elastic_driver.runtime.brain_link import BrainLink
-from elastic_driver.runtime.measurements import kind_seen, speed_seen
+from elastic_driver.runtime.watch import Watch, progress_of, speed_of
+from elastic_driver.words.orders import JobSpec
 
 LOOK_S = 0.1  # between two looks at the job
 
@@ -44,26 +48,12 @@ class BrainReports:
             kind=self.kind,
         )
 
-    def look(self, job: Job, watch: Stragglers, now: float) -> None:
+    def look(self, job: Job, watch: Watch, now: float) -> None:
         """Report how the job is now, unless that was done a moment ago."""
         if now - self._looked < LOOK_S:
             return
         self._looked = now
         self.kind = kind_seen(self.kind, job, watch)
-        seen = speed_seen(job, watch)
-        speed = None
-        if seen is not None:
-            speed = Speed(
-                round=seen.round,
-                size=seen.size,
-                hosts=len(job.rounds.current.hosts),
-                worker=seen.worker,
-                steps=seen.steps,
-                at=seen.at,
-                rest=seen.rest,
-                micro_batches=seen.micro_batches,
-                noise=seen.noise,
-            )
         capacity = job.capacity
         report = JobReport(
             began=self.began,
@@ -80,7 +70,7 @@ class BrainReports:
             starved=dict(job.limits.fewer),
             planned=_bounded(job.limits.planned()),
             kind=self.kind,
-            speed=speed,
+            speed=speed_of(job, watch),
         )
         self.link.update(report)
 
@@ -121,3 +111,17 @@ class BrainReports:
 def _bounded(workers: dict[str, int]) -> dict[str, int]:
     """Return the numbers of workers as a report may have them: a worker may need very little."""
     return {host: min(most, MOST_WORKERS) for host, most in workers.items()}
+
+
+def kind_of(spec: JobSpec) -> Kind:
+    """Return what a job trains, as far as its command says it."""
+    digest = hashlib.sha256(msgspec.json.encode(spec.command)).hexdigest()
+    return Kind(name=spec.run_id[:255], command=digest)
+
+
+def kind_seen(kind: Kind, job: Job, watch: Watch) -> Kind:
+    """Return what a job trains, with what its workers have said of the model and the batch."""
+    progress = progress_of(job, watch)
+    if progress is None or progress.parameters is None:
+        return kind
+    return replace(kind, parameters=progress.parameters, batch=progress.batch)

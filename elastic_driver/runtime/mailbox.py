@@ -25,7 +25,6 @@ from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.runtime.discovery import Hosts
-from rendezvous.wire import Entry
 
 
 class RunClock:
@@ -84,10 +83,10 @@ class KeysChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class UsageRead:
-    """Take in what the agents have written about their hosts, by key."""
+class Called:
+    """Call this in the driver's thread."""
 
-    entries: dict[str, Entry]
+    act: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ class Delivered:
 
 Message: TypeAlias = (
     ForMachine | Delivered | StatusAsked | StopNow | TakenOver | JobBegins
-    | KeysChanged | UsageRead | CheckAsked
+    | KeysChanged | Called | CheckAsked
 )  # fmt: skip
 
 

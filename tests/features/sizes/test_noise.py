@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elastic_driver.features.sizes.gauge import LEAST, MOST, efficiency, noise_scale
+from elastic_driver.features.sizes.gauge import efficiency
+from elastic_driver.runtime.watch import LEAST_NOISE as LEAST
+from elastic_driver.runtime.watch import MOST_NOISE as MOST
+from elastic_driver.runtime.watch import noise_scale
 from elastic_driver.words.progress import GradientNorms
 
 
