@@ -18,7 +18,6 @@ import msgspec
 
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.features import chapters
-from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.job.decisions import EndJob
 from elastic_driver.job.events import StopRequested
 from elastic_driver.job.job import Job
@@ -28,6 +27,7 @@ from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery, Hosts
 from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.executor import Executor
+from elastic_driver.runtime.host_checks import Report
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.parts import Companion, DriverPart, Run
 from elastic_driver.runtime.reporter import Change
@@ -85,10 +85,13 @@ class ElasticDriver:
             raise
         self._thread = run
 
-    def check(self, hosts: Hosts) -> CheckReport:
+    def check(self, hosts: Hosts) -> Report:
         """Check hosts before the job; raises ElasticError if that cannot begin."""
-        answers: queue.SimpleQueue[CheckReport | Exception] = queue.SimpleQueue()
-        self._mailbox.put(mail.CheckAsked(hosts, answers.put))
+        answers: queue.SimpleQueue[Report | Exception] = queue.SimpleQueue()
+        loop = self._loop
+        if loop is None:
+            raise RuntimeError("a driver is opened before it checks hosts")
+        self._mailbox.put(mail.Called(lambda: loop.checking.check(hosts, answers.put)))
         while self._outcome is None:
             try:
                 found = answers.get(timeout=SIGNAL_SLICE_S)
@@ -278,7 +281,6 @@ class ElasticDriver:
             mailbox=self._mailbox,
             executor=executor,
             lease=setup.settings.heartbeat_timeout,
-            checks=setup.checks,
             status=self._status,
             answer=resources.routes.requests.answer,
             acknowledge=resources.routes.events.acknowledge,
@@ -343,17 +345,16 @@ class ElasticDriver:
     def _status(self) -> bytes:
         """Return the run, the job and what was measured as JSON; before the job, the check."""
         loop, setup, resources = self._loop, self._setup, self._resources
-        checks = None if setup.checks is None else setup.checks.report
         head: dict[str, Any] = {
             "run_id": setup.spec.run_id,
             "endpoint": self.endpoint,
             "started": resources.began,
         }
         if loop is None or (loop.job is None and not self._serving):
-            if loop is not None and loop.checker:
-                checked = msgspec.to_builtins(loop.checker.report(resources.clock()))
-                return msgspec.json.encode({**head, **checked})
-            return msgspec.json.encode({**head, "state": "starting", "node_check": checks})
+            shown: dict[str, Any] = {"state": "starting", "node_check": None}
+            for part in self._parts:
+                shown = part.before_job() or shown
+            return msgspec.json.encode({**head, **shown})
         document: dict[str, Any] = {**head, **loop.views()}
         if loop.job is None:
             return msgspec.json.encode({**document, "state": "serving"})
@@ -363,7 +364,6 @@ class ElasticDriver:
             "step": loop.watch.step,
             "slow": loop.watch.status(),
             "events": resources.log.counts(),
-            "node_check": checks,
             "goodput": loop.executor.record.ledger.document(time.time()),
         }
         for part in self._parts:

@@ -3,14 +3,22 @@
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-from elastic_driver.features.checks.messages import TaskEnded
 from elastic_driver.job.events import JobEvent
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.words.progress import History
 from elastic_driver.words.wire_events import StateDescribed
 
+
+class OfWorker(ForMachine, Protocol):
+    """An event of a feature that a worker sends (`machines.REPORTED`)."""
+
+    @property
+    def worker(self) -> str:
+        """The worker that sends it."""
+
+
 # An event that a client sends.
-Request: TypeAlias = JobEvent | TaskEnded | StateDescribed
+Request: TypeAlias = JobEvent | StateDescribed | OfWorker
 
 
 class DriverPort(Protocol):

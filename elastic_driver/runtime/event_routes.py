@@ -7,7 +7,8 @@ once the journal has the event.
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, TypeAlias
 
 import msgspec
@@ -16,10 +17,10 @@ from msgspec import Struct
 
 from elastic_driver import contract, token_roles
 from elastic_driver.errors import ExitCode
-from elastic_driver.features.checks.messages import TaskEnded
 from elastic_driver.job.events import JobEvent
 from elastic_driver.runtime import machine_api
-from elastic_driver.runtime.driver_port import DriverPort, Request
+from elastic_driver.runtime.driver_port import DriverPort, OfWorker, Request
+from elastic_driver.runtime.machines import REPORTED
 from elastic_driver.token_roles import JOBS, MEMBERS, OPERATORS
 from elastic_driver.words import counted
 from elastic_driver.words import wire_events as ev
@@ -50,8 +51,10 @@ class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # What agents and workers send: for the job, and for other machines.
-Reported: TypeAlias = ev.WireEvent | ev.StateDescribed | TaskEnded
-_decode_event: Callable[[bytes], Reported] = msgspec.json.Decoder(Reported).decode
+Reported: TypeAlias = ev.WireEvent | ev.StateDescribed | OfWorker
+_REPORTED: Any = reduce(or_, REPORTED, ev.WireEvent)
+_decode_event: Callable[[bytes], Reported]
+_decode_event = msgspec.json.Decoder(_REPORTED | ev.StateDescribed).decode
 _decode_stop = msgspec.json.Decoder(StopRequest).decode
 # Events about a worker that only its agent sees.
 _OF_AGENTS = ev.WorkerStarted | ev.WorkerExited
@@ -263,7 +266,7 @@ ROUTES = (
         MEMBERS | JOBS,
         EventRoutes.post_event,
         answer=Accepted,
-        body=ev.WireEvent | TaskEnded,
+        body=_REPORTED,
         short=EventRoutes.take_event,
         note="the answer comes when the journal has it",
     ),

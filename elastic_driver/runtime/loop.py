@@ -7,15 +7,13 @@ together. Runs in the driver's thread. Times are seconds.
 
 import contextlib
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from elastic_driver.brain.store.records import Prior
-from elastic_driver.errors import ElasticError, ExitCode
-from elastic_driver.features.checks.driver import CheckAnswer, NodeChecks
-from elastic_driver.features.checks.machine import CheckEnded, NodeChecker
+from elastic_driver.errors import ExitCode
 from elastic_driver.features.goodput.driver import job_started
 from elastic_driver.job.decisions import Announce, CheckHosts, EndJob
 from elastic_driver.job.events import DriverResumed, HostsMeasured, StopRequested, Tick
@@ -24,12 +22,19 @@ from elastic_driver.job.workers import OCCUPYING
 from elastic_driver.kernel.kernel import Handler, Kernel
 from elastic_driver.kernel.log import Level
 from elastic_driver.kernel.machine import ForMachine, Reply, Shown
-from elastic_driver.kernel.services import KeysRead
+from elastic_driver.kernel.services import (
+    AdmitMembers,
+    KeysRead,
+    PublishKey,
+    ReadKeys,
+    SendEvent,
+    ShowLine,
+)
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.runtime.executor import Executor
+from elastic_driver.runtime.host_checks import Checking
 from elastic_driver.runtime.journal.replay import MEMORY
 from elastic_driver.runtime.journal.resume import ResumedRun
 from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
@@ -38,7 +43,6 @@ from elastic_driver.runtime.mailbox import RunClock, collector_paused
 from elastic_driver.runtime.parts import DriverPart, Measuring
 from elastic_driver.runtime.watch import watch_in
 from elastic_driver.words import counted
-from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.progress import Measured
 from rendezvous.wire import Entry
@@ -54,6 +58,13 @@ def _event_in(message: ForMachine | mail.Delivered) -> ForMachine:
     return message.event if isinstance(message, mail.Delivered) else message
 
 
+def _decided(handlers: Mapping[type[Any], Handler]) -> dict[type[Any], Handler]:
+    """Return the handlers without those of services that no machine here asks for."""
+    asked = {kind for each in MACHINES for kind in each.decision_types()}
+    services = {ReadKeys, PublishKey, AdmitMembers, SendEvent, ShowLine}
+    return {kind: act for kind, act in handlers.items() if kind in asked or kind not in services}
+
+
 def _call_all(acts: list[Callable[[], None]]) -> None:
     for act in acts:
         act()
@@ -66,13 +77,11 @@ class DriverLoop:
     mailbox: mail.DriverMailbox
     executor: Executor
     lease: float  # seconds that a client of a machine may be silent
-    checks: NodeChecks | None  # None: nodes are never checked
     status: Callable[[], bytes]  # returns the status document
     answer: Callable[[list[Reply]], None]  # sends the machines' replies to their clients
     debug: bool  # check the machines' invariants after each event
     end: EndJob | None = None  # the job is over: the agents shut down
     job: Job | None = None  # None: not begun yet
-    checker: NodeChecker | None = None
     parts: Sequence[DriverPart] = ()  # of the features
     brain: BrainReports | None = None  # reports the job to the Brain; None: there is no Brain
     journal: Journal | None = None  # open from the job's beginning on; None: there is none
@@ -83,14 +92,19 @@ class DriverLoop:
     unanswered: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        measuring = [part for part in self.parts if isinstance(part, Measuring)]
+        self.measuring = measuring[0] if measuring else Measuring()
+        checking = [part for part in self.parts if isinstance(part, Checking)]
+        self.checking = checking[0] if checking else Checking()
         own: dict[type[Any], Handler] = {
             EndJob: self._end_job,
-            CheckHosts: lambda d: self._begin_check(d.hosts, partial(self._answer_job, d)),
-            CheckEnded: self._end_check,
+            CheckHosts: self.checking.check_for_job,
         }
+        for part in self.parts:
+            own |= part.handlers()
         self.kernel = Kernel(
             MACHINES,
-            self.executor.handlers() | own,
+            _decided(self.executor.handlers()) | own,
             clock=self.clock,
             answer=self.answer,
             followers=self.executor.followers(),
@@ -103,8 +117,6 @@ class DriverLoop:
         self._watch_name, self.watch = watch_in(self.kernel.machines)
         for part in self.parts:
             part.attach(self)
-        measuring = [part for part in self.parts if isinstance(part, Measuring)]
-        self.measuring = measuring[0] if measuring else Measuring()
         self._stop_now = False
 
     def turn(self, until: float | None = None) -> None:
@@ -219,8 +231,6 @@ class DriverLoop:
                     self._begin_job(job, run_id)
                 else:
                     self._resume_job(self.resumed)
-            case mail.CheckAsked(hosts, answer):
-                self._begin_check(hosts, answer)
             case StopRequested(reason, exit_code) if self.job is None:
                 self.end = self.end or EndJob(exit_code, reason)
             case _:
@@ -346,22 +356,14 @@ class DriverLoop:
     def _end_job(self, decision: EndJob) -> None:
         self.end = self.end or decision
 
-    def _end_check(self, decision: CheckEnded) -> None:
-        self.checker = None
-        self.kernel.end("check")
-        if self.checks is not None:
-            self.checks.end(decision.report)
-
     def _begin_job(self, job: Job, run_id: str) -> None:
         self._run_job(job)
-        self._begin_parts(job)
         self.journal_states()
         if self.journal is not None:  # whoever sees that the job has begun can go on with it
             self._tell(self.journal.settle())
         what, started = f"run {run_id}", job_started(job.settings)
         self.kernel.act(Announce(started, what))
-        if self.checks is not None and self.checks.report is not None:
-            self.kernel.act(Announce(host_log.NodesChecked(), self.checks.report.summary()))
+        self._begin_parts(job)
 
     def _run_job(self, job: Job) -> None:
         self.job = job
@@ -387,19 +389,3 @@ class DriverLoop:
     def _begin_parts(self, job: Job) -> None:
         for part in self.parts:
             part.job_begins(job)
-
-    def _begin_check(self, hosts: Hosts, answer: CheckAnswer) -> None:
-        """Check hosts; any thread may later call `answer` with the report, or with an error."""
-        if self.checks is None:
-            raise AssertionError("hosts are checked only in jobs that began with a check")
-        try:
-            self.checker = self.checks.begin(hosts, answer)
-        except (ElasticError, OSError) as error:
-            answer(error)
-        else:
-            self.kernel.begin("check", self.checker, due=self.clock())  # the first tick begins
-            self.journal_states()
-
-    def _answer_job(self, asked: CheckHosts, found: Any) -> None:
-        if self.checks is not None:
-            self.mailbox.put(self.checks.verdict(asked, found))

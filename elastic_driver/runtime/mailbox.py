@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from elastic_driver.errors import TakenOverError
-from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.machine import ForMachine
-from elastic_driver.runtime.discovery import Hosts
 
 
 class RunClock:
@@ -90,14 +88,6 @@ class Called:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckAsked:
-    """Check hosts before the job; `answer` takes the report, or the error."""
-
-    hosts: Hosts
-    answer: Callable[[CheckReport | Exception], None]
-
-
-@dataclass(frozen=True, slots=True)
 class StatusAsked:
     """Make the status document; `reply` takes it as JSON and does not block."""
 
@@ -119,7 +109,7 @@ class Delivered:
 
 Message: TypeAlias = (
     ForMachine | Delivered | StatusAsked | StopNow | TakenOver | JobBegins
-    | KeysChanged | Called | CheckAsked
+    | KeysChanged | Called
 )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from typing import Protocol
 from elastic_driver import contract
 from elastic_driver.brain.store.address import Address
 from elastic_driver.errors import ClusterError, TakenOverError
-from elastic_driver.features.checks.driver import NodeChecks
 from elastic_driver.features.goodput.driver import RunLedger
 from elastic_driver.job.decisions import EndJob
 from elastic_driver.job.events import LeaseExpired
@@ -37,6 +36,7 @@ from elastic_driver.runtime.endpoint import (
 )
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
+from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.job_record import JobRecord
 from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.journal.resume import ResumedRun
@@ -70,7 +70,7 @@ class DriverSetup:
     run_dir: RunDir  # not yet created
     reporter: Reporter
     options: DriverOptions = field(default_factory=DriverOptions)
-    checks: NodeChecks | None = None  # None: nodes are never checked
+    checks: HostChecks | None = None  # None: nodes are never checked
     joined: Nodes | None = None  # takes in nodes; `discovery` and `starter` ask it
     secrets: tuple[str, ...] = ()  # taken like the operator's token
     argv: tuple[str, ...] = ()  # the command line, for a driver that goes on with the run

@@ -40,7 +40,6 @@ def loop_of(executor: SimpleNamespace, replies: list[Reply], *parts: DriverPart)
         mailbox=Mailbox(),
         executor=cast("Any", executor),
         lease=30.0,
-        checks=None,
         status=bytes,
         answer=replies.extend,
         debug=True,

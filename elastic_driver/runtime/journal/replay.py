@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic_driver.errors import UsageError
-from elastic_driver.features.checks.machine import CheckEnded
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.kernel import Machines
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.runtime.journal import write_ahead
 from elastic_driver.runtime.journal.codec import decode
 from elastic_driver.runtime.journal.store import FORMAT, UPGRADED, checksum, connect, stranger
-from elastic_driver.runtime.machines import MACHINES
+from elastic_driver.runtime.machines import ENDS, MACHINES
 
 _KINDS = {each.name: each.kind for each in MACHINES.journalled if each.kind is not None}
 _LATER = "SELECT * FROM events WHERE n > ? AND n <= ? ORDER BY n"
@@ -156,7 +155,7 @@ class Replay:
                 decisions = self._run.handle(n, at, name, event)
             except (ValueError, LookupError) as error:
                 raise JournalError(self.refusal(f"event {n}", str(error))) from error
-            if any(isinstance(decision, CheckEnded) for decision in decisions):
+            if any(isinstance(decision, ENDS) for decision in decisions):
                 self._run.end(name)
             self.now = at
             yield Step(n, at, name, event, decisions)

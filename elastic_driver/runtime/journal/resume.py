@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from elastic_driver.job.decisions import EndJob
 from elastic_driver.job.job import Job
 from elastic_driver.runtime.journal.replay import JournalError, Replay, Step, refuse_damage
+from elastic_driver.runtime.machines import PASSING
 from elastic_driver.runtime.mailbox import collector_paused
 from elastic_driver.settings import Settings
 
@@ -97,7 +98,7 @@ def _newest(replay: Replay) -> ResumedRun:
         unix_offset=last.unix_offset,
         n=max(last.n, since[-1].n if since else replay.first),
         at=max(last.at, replay.now),
-        machines={name: found for name, found in replay.machines.items() if name != "check"},
+        machines={name: found for name, found in replay.machines.items() if name not in PASSING},
         memory=replay.memory,
         keys=replay.keys(),
         since=since,
