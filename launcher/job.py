@@ -45,7 +45,7 @@ from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine, resolve
 
 if TYPE_CHECKING:
-    from elastic_driver.runtime.journal.resume import ResumedRun
+    from elastic_driver.runtime.journal.replay import ResumedRun
     from elastic_driver.runtime.results import JobResult
     from launcher.launch.etcd_run import EtcdRun
 

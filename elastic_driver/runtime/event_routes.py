@@ -19,7 +19,7 @@ from elastic_driver import contract, token_roles
 from elastic_driver.errors import ExitCode
 from elastic_driver.job.events import JobEvent
 from elastic_driver.runtime import machine_api
-from elastic_driver.runtime.driver_port import DriverPort, OfWorker, Request
+from elastic_driver.runtime.machine_api import DriverPort, OfWorker, Request
 from elastic_driver.runtime.machines import REPORTED
 from elastic_driver.token_roles import JOBS, MEMBERS, OPERATORS
 from elastic_driver.words import counted

@@ -37,7 +37,7 @@ from elastic_driver.runtime.backend import (
 )
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.job_record import JobRecord
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.replay import ResumedRun
 from elastic_driver.runtime.probes import HostProbes, Suspects
 from elastic_driver.words import orders as doc
 from elastic_driver.words import wire_events as ev

@@ -32,16 +32,14 @@ from elastic_driver.kernel.services import (
 )
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.runtime import mailbox as mail
-from elastic_driver.runtime.brain_report import BrainReports
+from elastic_driver.runtime.brain_link import BrainReports
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_checks import Checking
-from elastic_driver.runtime.journal.replay import MEMORY
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.replay import MEMORY, ResumedRun
 from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
 from elastic_driver.runtime.machines import MACHINES
 from elastic_driver.runtime.mailbox import RunClock, collector_paused
-from elastic_driver.runtime.parts import DriverPart, Measuring
-from elastic_driver.runtime.watch import watch_in
+from elastic_driver.runtime.parts import DriverPart, Measuring, watch_in
 from elastic_driver.words import counted
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.progress import Measured

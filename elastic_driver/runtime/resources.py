@@ -21,9 +21,8 @@ from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes, job_access
 from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
-from elastic_driver.runtime.brain_report import BrainReports
+from elastic_driver.runtime.brain_link import BrainReports
 from elastic_driver.runtime.discovery import HostDiscovery
-from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.endpoint import (
     Identity,
     all_hear,
@@ -38,14 +37,14 @@ from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.job_record import JobRecord
-from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.replay import ResumedRun
 from elastic_driver.runtime.journal.store import Head, JournalStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.library_logs import described, logs_shown
-from elastic_driver.runtime.log_routes import LogRoutes
+from elastic_driver.runtime.machine_api import DriverPort
 from elastic_driver.runtime.mailbox import RunClock
-from elastic_driver.runtime.output import AgentsOutput, without_numbers
+from elastic_driver.runtime.metrics import JobTimes
+from elastic_driver.runtime.output import AgentsOutput, LogRoutes, without_numbers
 from elastic_driver.runtime.probes import Suspects
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult

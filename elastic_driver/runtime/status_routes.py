@@ -10,13 +10,12 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 from msgspec import Struct
-from prometheus_client.core import Metric
 
 from elastic_driver import contract
 from elastic_driver.runtime import machine_api, metrics
-from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.job_times import JobTimes
+from elastic_driver.runtime.machine_api import DriverPort
+from elastic_driver.runtime.metrics import JobTimes
 from elastic_driver.runtime.status_document import JobDocument
 from elastic_driver.token_roles import WATCHERS
 from elastic_driver.words.orders import Count
@@ -99,10 +98,6 @@ class StatusRoutes:
             self._scraped = status, metrics.exposition(status, self._figures(), self._times)
         body = self._scraped[1]
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
-
-    def metric_families(self, status: bytes) -> Iterator[Metric]:
-        """Return the metrics of a status document; any thread may call this."""
-        return metrics.families(status, self._figures(), self._times)
 
     def _figures(self) -> metrics.ServerFigures:
         assert self._app is not None  # noqa: S101 - the routes are mounted before they are asked

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from elastic_driver.errors import UsageError
 from elastic_driver.masking import masked
-from elastic_driver.runtime.journal.replay import JournalError, NotBegunError
-from elastic_driver.runtime.journal.resume import ResumedRun, load_run
+from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, ResumedRun, load_run
 from elastic_driver.runtime.results import JobResult, agents_started, read_result
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.launch import traces

@@ -32,11 +32,11 @@ from elastic_driver.console import say, say_note
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
 from elastic_driver.job.events import JobLeaving
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend, RefusedReason
-from elastic_driver.runtime.brain_report import BrainReports
+from elastic_driver.runtime.brain_link import BrainReports
 from elastic_driver.runtime.discovery import HostDiscovery, Hosts
 from elastic_driver.runtime.driver import ElasticDriver, JobNow
 from elastic_driver.runtime.host_checks import CheckOrder, HostChecks, Report, check_command
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.replay import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.library_logs import described
 from elastic_driver.runtime.reporter import Level, Reporter

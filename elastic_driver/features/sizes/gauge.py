@@ -11,7 +11,7 @@ sample teaches (φ + M₀) / (φ + M) of what it teaches in the batch M₀ (Poll
 mean gradient. Here batches are counted in those of one worker, so M is the number of workers, and
 M₀ is 1.
 
-`runtime.watch` estimates the scale.
+`runtime.parts` estimates the scale.
 """
 
 from dataclasses import dataclass, field

@@ -17,9 +17,8 @@ from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.features.statistics.measurements import Measurements
 from elastic_driver.job.events import MemoryExpected
 from elastic_driver.job.workers import RUNNING
-from elastic_driver.runtime.brain_report import kind_of
-from elastic_driver.runtime.parts import DriverThread, Measuring
-from elastic_driver.runtime.watch import Watch, progress_of, speed_of
+from elastic_driver.runtime.brain_link import kind_of
+from elastic_driver.runtime.parts import DriverThread, Measuring, Watch, progress_of, speed_of
 
 if TYPE_CHECKING:
     from elastic_driver.job.job import Job
