@@ -152,6 +152,33 @@ class DriverLoop:
         shown = [(MACHINES[name].shown_as, m) for name, m in self.kernel.machines.items()]
         return {name: m.view() for name, m in shown if name and isinstance(m, Shown)}
 
+    def wind_down(self, grace: float) -> None:
+        """Have the agents stop their workers and exit, and wait until they have."""
+        deadline = self.clock() + grace + AGENT_EXIT_S
+        if self.end is not None and not self._stop_now:
+            interrupted = self.end.exit_code == ExitCode.INTERRUPTED
+            plain = self.job is not None and not self.job.outcome.elastic
+            interrupt = interrupted and plain  # elastic workers go back to their last commit
+            self.executor.shut_down_agents(grace, self.end.reason, interrupt=interrupt)
+        tell_at: float | None = self.clock() + TELL_S
+        while not self._stop_now and self.executor.orders and self.clock() < deadline:
+            self.turn(deadline if tell_at is None else min(deadline, tell_at))
+            if tell_at is not None and self.clock() >= tell_at:
+                tell_at = None
+                self._tell_of_wait(deadline - AGENT_EXIT_S - self.clock())
+
+    def _tell_of_wait(self, left: float) -> None:
+        """Say whom the end of the job waits for, and for how long at most."""
+        count = 0 if self.job is None else self.job.workers.count(*OCCUPYING)
+        if self.end is None or not count:
+            return
+        waits = f"waiting for {counted(count, 'worker')} to end, {max(left, 0.0):.0f} s at most"
+        stopped = self.end.failure is None and self.end.exit_code == ExitCode.INTERRUPTED
+        again = "; Ctrl-C again kills at once" if stopped else ""
+        self.executor.record.reporter.note(
+            f"{waits} ({self.end.reason}){again}", level=Level.NORMAL
+        )
+
     # ---- for the parts (`parts.DriverThread`) ----------------------------------------------
 
     def call(self, act: Callable[[], object]) -> None:
@@ -181,33 +208,6 @@ class DriverLoop:
         for part in self.parts:
             for event in part.prior(prior):
                 self.mailbox.put(event)
-
-    def wind_down(self, grace: float) -> None:
-        """Have the agents stop their workers and exit, and wait until they have."""
-        deadline = self.clock() + grace + AGENT_EXIT_S
-        if self.end is not None and not self._stop_now:
-            interrupted = self.end.exit_code == ExitCode.INTERRUPTED
-            plain = self.job is not None and not self.job.outcome.elastic
-            interrupt = interrupted and plain  # elastic workers go back to their last commit
-            self.executor.shut_down_agents(grace, self.end.reason, interrupt=interrupt)
-        tell_at: float | None = self.clock() + TELL_S
-        while not self._stop_now and self.executor.orders and self.clock() < deadline:
-            self.turn(deadline if tell_at is None else min(deadline, tell_at))
-            if tell_at is not None and self.clock() >= tell_at:
-                tell_at = None
-                self._tell_of_wait(deadline - AGENT_EXIT_S - self.clock())
-
-    def _tell_of_wait(self, left: float) -> None:
-        """Say whom the end of the job waits for, and for how long at most."""
-        count = 0 if self.job is None else self.job.workers.count(*OCCUPYING)
-        if self.end is None or not count:
-            return
-        waits = f"waiting for {counted(count, 'worker')} to end, {max(left, 0.0):.0f} s at most"
-        stopped = self.end.failure is None and self.end.exit_code == ExitCode.INTERRUPTED
-        again = "; Ctrl-C again kills at once" if stopped else ""
-        self.executor.record.reporter.note(
-            f"{waits} ({self.end.reason}){again}", level=Level.NORMAL
-        )
 
     # ---- messages ------------------------------------------------------------------------
 

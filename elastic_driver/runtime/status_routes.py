@@ -1,4 +1,4 @@
-"""The routes that show the job: its status, history and metrics, and its event log as it grows."""
+"""The routes that show the job: its status and metrics, and its event log as it grows."""
 
 import asyncio
 import concurrent.futures
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
 from aiohttp import web
 from msgspec import Struct
 
@@ -19,7 +18,6 @@ from elastic_driver.runtime.metrics import JobTimes
 from elastic_driver.runtime.status_document import JobDocument
 from elastic_driver.token_roles import WATCHERS
 from elastic_driver.words.orders import Count
-from elastic_driver.words.progress import Amount, History
 from rendezvous.auth import Caller
 from rendezvous.fairness import Shares
 from rendezvous.routes import (
@@ -54,12 +52,6 @@ class Since(Struct, frozen=True):
     since: Count = 0
 
 
-class HistorySince(Struct, frozen=True):
-    """The time after which a reader wants the history, in unix seconds."""
-
-    since: Amount = 0.0
-
-
 class StatusRoutes:
     """Handlers of the routes that show the job."""
 
@@ -79,17 +71,6 @@ class StatusRoutes:
     async def get_status(self, _request: web.Request) -> web.Response:
         """Answer with the status document."""
         return web.Response(body=await self.status(), content_type=JSON)
-
-    async def get_history(self, request: web.Request) -> web.Response:
-        """Answer with step, speed and world size of the last hour."""
-        text = request.query.get("since") or "0"
-        try:
-            since = msgspec.convert({"since": text}, HistorySince, strict=False).since
-        except msgspec.ValidationError:
-            problem = f"since={text[:40]!r} is not a time in unix seconds"
-            raise Problem(422, "invalid", problem, "since=0") from None
-        body = msgspec.json.encode(self._driver.history(since))
-        return web.Response(body=body, content_type=JSON)
 
     async def get_metrics(self, _request: web.Request) -> web.Response:
         """Answer with the metrics, in Prometheus' text format."""
@@ -203,7 +184,6 @@ ROUTES = (
         note="as `text/event-stream` also new ones",
     ),
     Route("GET", contract.STATUS_PATH, WATCHERS, StatusRoutes.get_status, JobDocument),
-    Route("GET", "/v1/history", WATCHERS, StatusRoutes.get_history, History, query=HistorySince),
     Route("GET", contract.METRICS_PATH, WATCHERS, StatusRoutes.get_metrics, TEXT),
 )
 

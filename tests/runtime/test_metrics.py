@@ -16,8 +16,9 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_driver.features.statistics.metrics import MOST_HOSTS
 from elastic_driver.job.decisions import Announce
-from elastic_driver.runtime.metrics import MOST_HOSTS, JobTimes, ServerFigures, exposition
+from elastic_driver.runtime.metrics import JobTimes, ServerFigures, exposition
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
 from elastic_driver.words.orders import World
