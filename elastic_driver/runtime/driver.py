@@ -333,7 +333,11 @@ class ElasticDriver:
 
         The senders of events that another driver needs get no answer, and send them to it.
         """
-        acts = [] if self._loop is None or not self._deaf else self._loop.unanswered
+        acts: list[Callable[[], None]] = []
+        unanswered = [] if self._loop is None or not self._deaf else self._loop.unanswered
+        while unanswered:  # each once: a thread of the server may do this, too
+            with contextlib.suppress(IndexError):
+                acts.append(unanswered.pop(0))
         with contextlib.suppress(queue.Empty):
             while self._deaf:
                 message = self._mailbox.get(0.0)
