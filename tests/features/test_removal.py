@@ -64,7 +64,7 @@ def without(feature: str, tmp_path: Path) -> None:
     run(tmp_path, "-c", TRAIN, *options, script)
 
 
-@pytest.mark.parametrize("feature", ["page", "statistics", "telemetry"])
+@pytest.mark.parametrize("feature", ["page", "statistics", "stragglers", "telemetry"])
 def test_without_its_folder_the_rest_is_imported_and_trains(feature: str, tmp_path: Path) -> None:
     without(feature, tmp_path)
 

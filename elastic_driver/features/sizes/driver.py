@@ -9,6 +9,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from elastic_driver.features.sizes.machine import Starvation
 from elastic_driver.features.sizes.messages import HostLoad, LoadsSeen, PriorFound, SpeedSeen
 from elastic_driver.job.workers import RUNNING
@@ -71,21 +73,16 @@ def speed_seen(job: Job, watch: Watch) -> SpeedSeen | None:
     if speed is None:
         return None
     known = sorted(job.hosts.known.values(), key=job.hosts.preference)
+    told = asdict(speed)
+    del told["hosts"]
     return SpeedSeen(
-        round=speed.round,
-        size=speed.size,
+        **told,
         wanted=job.capacity.wanted,
-        worker=speed.worker,
-        steps=speed.steps,
-        at=speed.at,
         slots=tuple(host.slots for host in known if job.hosts.is_usable(host.name)),
         least=job.capacity.least,
         most=job.capacity.most,
         unit=job.settings.node_unit,
         held=job.capacity.target is not None,
-        rest=speed.rest,
-        micro_batches=speed.micro_batches,
-        noise=speed.noise,
     )
 
 

@@ -225,7 +225,7 @@ class Measurements:
             for worker, each in found.workers.items()
             if contract.host_of_worker(worker) == host
         }
-        now, workers = self._measured, {}
+        workers = {}
         for worker in {**self._progress, **used}:
             each, resources = self._progress.get(worker), used.get(worker)
             speed = self._speeds.get(worker)
@@ -237,16 +237,8 @@ class Measurements:
                 times=None if each is None else each.times,
                 **({} if resources is None else asdict(resources)),
             )
-        return Measured(
-            step=now.step,
-            total=now.total,
-            steps_per_s=now.steps_per_s,
-            samples_per_s=now.samples_per_s,
-            samples=now.samples,
-            numbers=now.numbers,
-            workers=workers,
-            hosts={host: found.host for host, found in usage.items()},
-        )
+        hosts = {host: found.host for host, found in usage.items()}
+        return replace(self._measured, workers=workers, hosts=hosts)
 
     def idle_memory(self) -> tuple[tuple[str, int], ...]:
         """Return the hosts whose idle memory is known, with it in bytes."""
