@@ -64,7 +64,7 @@ def make_checks(
         folder=RunDir(run_dir.path, FOLDER),
         file=run_dir.path / REPORT_FILE,
         keep=kept.add,
-        history=kept,
+        remember=kept.add_new,
         say=(lambda _line: None) if quiet else say,
     )
 

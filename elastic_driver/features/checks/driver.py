@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import field
@@ -82,13 +82,6 @@ class CheckSettings(CheckLimits, frozen=True, kw_only=True):
         )
 
 
-class History(Protocol):
-    """The checks of all runs."""
-
-    def add_new(self, report: CheckReport) -> CheckReport:
-        """Add a check's report; return it with remarks on the checks before it."""
-
-
 @dataclass
 class NodeChecks:
     """The node checks of one run (`host_checks.HostChecks`)."""
@@ -99,7 +92,8 @@ class NodeChecks:
     folder: RunDir  # for the token and the address that these agents are given
     file: Path | None = None  # for the results of this run; None: they are not kept
     keep: Callable[[CheckReport], None] = lambda _report: None  # keeps a report beyond this run
-    history: History | None = None  # of all runs
+    # The same for the check before the job; returns its report with remarks on earlier checks.
+    remember: Callable[[CheckReport], CheckReport] = lambda report: report
     say: Say = lambda _line: None
     report: CheckReport | None = None  # of all checks; replaced, never changed
     backend: Backend | None = None  # of the present check
@@ -214,10 +208,6 @@ class NodeChecks:
         if self.file is not None:
             with contextlib.suppress(OSError, *UNREADABLE):
                 self.report = msgspec.json.decode(self.file.read_bytes(), type=CheckReport)
-
-    def remember(self, report: CheckReport) -> CheckReport:
-        """See `HostChecks.remember`."""
-        return report if self.history is None else self.history.add_new(report)
 
     def _write(self) -> None:
         try:
