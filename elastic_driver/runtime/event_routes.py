@@ -52,9 +52,10 @@ class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 # What agents and workers send: for the job, and for other machines.
 Reported: TypeAlias = ev.WireEvent | ev.StateDescribed | OfWorker
-_REPORTED: Any = reduce(or_, REPORTED, ev.WireEvent)
+_REPORTED: Any = reduce(or_, REPORTED, ev.WireEvent)  # the types, with those of features
 _decode_event: Callable[[bytes], Reported]
-_decode_event = msgspec.json.Decoder(_REPORTED | ev.StateDescribed).decode
+KINDS: Any = _REPORTED | ev.StateDescribed
+_decode_event = msgspec.json.Decoder(KINDS).decode
 _decode_stop = msgspec.json.Decoder(StopRequest).decode
 # Events about a worker that only its agent sees.
 _OF_AGENTS = ev.WorkerStarted | ev.WorkerExited

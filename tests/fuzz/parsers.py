@@ -42,7 +42,7 @@ from elastic_driver.runtime.discovery import (
     parse_host_lines,
     parse_hosts,
 )
-from elastic_driver.runtime.event_routes import Reported
+from elastic_driver.runtime.event_routes import KINDS
 from elastic_driver.runtime.journal import follower, tenure
 from elastic_driver.runtime.journal import follower as mirror
 from elastic_driver.runtime.journal.etcd import EtcdError, KeyValue
@@ -332,7 +332,7 @@ def _with_kind(*kinds: type[Any]) -> st.SearchStrategy[tuple[type[Any], bytes]]:
 
 def take_event(body: bytes) -> None:
     """An event of the wire; the journal keeps it as it is."""
-    event = msgspec.json.decode(body, type=Reported)
+    event = msgspec.json.decode(body, type=KINDS)
     assert machines.decode_event(machines.encode_event(event)) == event
 
 
@@ -554,7 +554,7 @@ PARSERS = (
     ),
     Parser(
         "event",
-        nearly(Reported),
+        nearly(KINDS),
         take_event,
         NOT_JSON,
         (  # numbers that the journal cannot hold
