@@ -20,7 +20,7 @@ from elastic_driver.brain.store import writer
 from elastic_driver.brain.store.address import Address, read_address
 from elastic_driver.brain.store.database import Database
 from elastic_driver.brain.store.records import FINE, HOUR, JobKey, Record, Sample
-from elastic_driver.runtime.measurements import MOST_USAGE_S, USAGE_S, WORKERS_PER_S
+from elastic_driver.features.statistics.measurements import MOST_USAGE_S, USAGE_S, WORKERS_PER_S
 from elastic_driver.words.progress import HostUsage, Measured, StepTimes, WorkerMeasured
 
 PAUSE_S = 0.05  # of the writer, whose 5 s are 5 s of the job

@@ -42,7 +42,7 @@ from launcher.options.table import LaunchOptions
 from launcher.options.values import CommandLine, render_help, resolve
 
 if TYPE_CHECKING:
-    from elastic_driver.runtime.journal.resume import ResumedRun
+    from elastic_driver.runtime.journal.replay import ResumedRun
     from elastic_driver.runtime.results import JobResult
     from launcher.launch.etcd_run import EtcdRun
 

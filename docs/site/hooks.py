@@ -24,12 +24,11 @@ from mkdocs.structure.pages import Page
 
 import elastic_driver
 from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
-from elastic_driver.runtime import openapi
+from elastic_driver.features.page.routes import PAGE_FILES
+from elastic_driver.runtime import api
 from elastic_driver.runtime.api import ROUTES, DriverRoutes, job_access
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.log_routes import LogRoutes
-from elastic_driver.runtime.output import AgentsOutput
-from elastic_driver.runtime.page_routes import PAGE_FILES
+from elastic_driver.runtime.output import AgentsOutput, LogRoutes
 from elastic_driver.runtime.worker_logs import WorkerLogs
 from launcher.ctl_commands import catalog
 from launcher.options import values as run_help
@@ -235,7 +234,7 @@ def _document() -> dict[str, Any]:
     with RendezvousServer(token=token, access=job_access(), routes=routes.add_to) as server:
         headers = {"Authorization": f"Bearer {token}"}
         client = HTTPConnection("127.0.0.1", server.port, timeout=30)
-        client.request("GET", openapi.OPENAPI_PATH, headers=headers)
+        client.request("GET", api.OPENAPI_PATH, headers=headers)
         document: dict[str, Any] = json.load(client.getresponse())
         client.close()
     log.close()

@@ -5,14 +5,20 @@ feature. So a folder that is added or removed changes no other file.
 
 | chapter | its names | used by |
 |---|---|---|
-| `machine` | `MACHINES`: the declarations of its machines | the driver, and replay |
-| `routes` | `ROUTES`: rows; perhaps `STATUS`: of HTTP, by the code of a `Rejection` | the driver |
+| `machine` | `MACHINES`: declarations of machines (`runtime.machines`) | the driver, replay |
+| `driver` | perhaps `part(setup, began)`: what it does in the driver's thread | the driver |
+| `routes` | `ROUTES`: rows; `STATUS`, `parts` (below) | the driver |
 | `metrics` | `families(document)`: those of Prometheus, from the status | the driver |
 | `companion` | `begin(run)`: starts what runs beside a job | the driver |
+| `command`, `report` | checks of hosts (`runtime.host_checks`); their `DOCUMENT` | both |
 | `sentences` | `SENTENCES`: what people read of it | `elasticctl` |
+| `html` | `write(…)`: a page of a job that may be over, in one file | `elasticctl` |
+
+A machine of the feature answers its rows; `STATUS` has the status of HTTP by the code of its
+`Rejection`. Where `routes` has `parts(serving)`, what this returns answers them.
 
 The other chapters are the feature's own: `messages` are its documents, events and decisions;
-`driver` runs in the driver's process; `worker` runs in a user's script.
+`worker` runs in a user's script.
 """
 
 import pkgutil

@@ -1,7 +1,7 @@
 """Jobs that do not go on: workers that hang, the stacks of all workers, and rounds that wait.
 
 A worker that makes no progress for longer than its limit reports that, and where its training
-thread stands: in a collective, waiting for others, or elsewhere (`worker.heartbeat.stall_watch`).
+thread stands: in a collective, waiting for others, or elsewhere (`worker.heartbeat.watches`).
 One report proves little: a worker in a collective may wait for another. So `Hangs` waits until all
 members of the round have reported, or `settle` seconds, and then:
 

@@ -16,24 +16,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elastic_driver.brain.store.records import JobKey, Prior, Record
-from elastic_driver.brain.store.writer import StatisticsWriter
 from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.features import chapters
-from elastic_driver.features.checks.report import CheckReport
-from elastic_driver.features.sizes.messages import PriorFound
 from elastic_driver.job.decisions import EndJob
-from elastic_driver.job.events import MemoryExpected, StopRequested
+from elastic_driver.job.events import StopRequested
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.options import masked
 from elastic_driver.runtime import mailbox as mail
-from elastic_driver.runtime.companions import Companion, Run
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery, Hosts
-from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.executor import Executor
+from elastic_driver.runtime.host_checks import Report
 from elastic_driver.runtime.loop import DriverLoop
-from elastic_driver.runtime.measurements import kind_of
+from elastic_driver.runtime.machine_api import Request
+from elastic_driver.runtime.parts import Companion, DriverPart, Run
 from elastic_driver.runtime.reporter import Change
 from elastic_driver.runtime.resources import DriverResources, DriverSetup
 from elastic_driver.runtime.results import JobResult
@@ -63,7 +59,7 @@ class ElasticDriver:
         self._resources = DriverResources(setup, self._mailbox, self)
         self._loop: DriverLoop | None = None
         self.companions: list[Companion] = []  # of the features, once the job has begun
-        self._statistics: StatisticsWriter | None = None
+        self._parts: list[DriverPart] = []  # of the features
         self._thread: threading.Thread | None = None
         self._outcome: JobResult | None = None  # after everything is closed
         self._begun = False  # the job
@@ -89,10 +85,13 @@ class ElasticDriver:
             raise
         self._thread = run
 
-    def check(self, hosts: Hosts) -> CheckReport:
+    def check(self, hosts: Hosts) -> Report:
         """Check hosts before the job; raises ElasticError if that cannot begin."""
-        answers: queue.SimpleQueue[CheckReport | Exception] = queue.SimpleQueue()
-        self._mailbox.put(mail.CheckAsked(hosts, answers.put))
+        answers: queue.SimpleQueue[Report | Exception] = queue.SimpleQueue()
+        loop = self._loop
+        if loop is None:
+            raise RuntimeError("a driver is opened before it checks hosts")
+        self._mailbox.put(mail.Called(lambda: loop.checking.check(hosts, answers.put)))
         while self._outcome is None:
             try:
                 found = answers.get(timeout=SIGNAL_SLICE_S)
@@ -125,7 +124,6 @@ class ElasticDriver:
             resources.tell_agents(setup.resumed)
         self._mailbox.put(mail.JobBegins(job, setup.spec.run_id))
         self._takes_events = True
-        self._start_statistics()  # what it finds about similar jobs is for a job that has begun
         self._begin_companions()
         self._find_hosts(discovery or setup.discovery)
 
@@ -138,29 +136,6 @@ class ElasticDriver:
         thread = DiscoveryThread(source, interval=interval, post=self._mailbox.put)
         self._resources.on_close(thread.stop)
         thread.start()
-
-    def _start_statistics(self) -> None:
-        """Keep the job's statistics in a database, if there is one for them."""
-        setup, began = self._setup, self._resources.began
-        if setup.statistics is not None and self._loop is not None:
-            limits = setup.settings.min_np, setup.settings.max_np
-            self._statistics = StatisticsWriter(
-                setup.statistics,
-                JobKey(setup.spec.run_id, began),
-                Record(kind_of(setup.spec), *limits),
-                self.reporter.note,
-                on_prior=self._take_prior if setup.settings.auto_scale else None,
-            )
-            self._statistics.start()
-            self._loop.statistics = self._statistics.take
-
-    def _take_prior(self, prior: Prior) -> None:
-        """Tell the job, and the search of its best size, what similar jobs have measured."""
-        if prior.memory is not None:
-            self._mailbox.put(MemoryExpected(prior.memory, prior.memory_reason))
-        if prior.speeds:
-            times = tuple((each.size, each.hosts, each.step_time) for each in prior.speeds)
-            self._mailbox.put(PriorFound(jobs=prior.jobs, step_times=times))
 
     def _begin_companions(self) -> None:
         """Have the features begin what runs beside the job."""
@@ -285,7 +260,7 @@ class ElasticDriver:
 
     def history(self, since: float) -> History:
         """Return how the job has trained since then (unix seconds), in the last hour."""
-        return History() if self._loop is None else self._loop.measurements.history(since)
+        return History() if self._loop is None else self._loop.measuring.history(since)
 
     def now(self) -> JobNow | None:
         """Return the job in a few numbers; None before it begins. Any thread may ask."""
@@ -294,17 +269,18 @@ class ElasticDriver:
             return None
         ledger, change = loop.executor.record.ledger.ledger, self.reporter.last_change
         now = ledger.workers, ledger.aim
-        return JobNow(*now, loop.measurements.job, change, ledger.processes)
+        return JobNow(*now, loop.measuring.job, change, ledger.processes)
 
     # ---- the driver's thread -------------------------------------------------------------
 
     def _make_loop(self, executor: Executor) -> DriverLoop:
         setup, resources = self._setup, self._resources
+        made = (chapter for chapter in chapters("driver") if hasattr(chapter, "part"))
+        self._parts = [chapter.part(setup, resources.began) for chapter in made]
         return DriverLoop(
             mailbox=self._mailbox,
             executor=executor,
             lease=setup.settings.heartbeat_timeout,
-            checks=setup.checks,
             status=self._status,
             answer=resources.routes.requests.answer,
             acknowledge=resources.routes.events.acknowledge,
@@ -312,6 +288,7 @@ class ElasticDriver:
             clock=resources.clock,
             resumed=setup.resumed,
             brain=setup.brain,
+            parts=self._parts,
             debug=setup.options.debug,
         )
 
@@ -339,8 +316,8 @@ class ElasticDriver:
             logged = self._resources.close(end, begun=self._begun, replaced=replaced)
             if self._setup.brain is not None:
                 self._setup.brain.end(None if replaced else end.exit_code)
-            if self._statistics is not None:
-                self._statistics.close(None if replaced else end.exit_code)
+            for part in self._parts:
+                part.close(None if replaced else end.exit_code)
             for companion in self.companions:
                 companion.close()
         except BaseException:
@@ -356,7 +333,11 @@ class ElasticDriver:
 
         The senders of events that another driver needs get no answer, and send them to it.
         """
-        acts = [] if self._loop is None or not self._deaf else self._loop.unanswered
+        acts: list[Callable[[], None]] = []
+        unanswered = [] if self._loop is None or not self._deaf else self._loop.unanswered
+        while unanswered:  # each once: a thread of the server may do this, too
+            with contextlib.suppress(IndexError):
+                acts.append(unanswered.pop(0))
         with contextlib.suppress(queue.Empty):
             while self._deaf:
                 message = self._mailbox.get(0.0)
@@ -368,30 +349,29 @@ class ElasticDriver:
     def _status(self) -> bytes:
         """Return the run, the job and what was measured as JSON; before the job, the check."""
         loop, setup, resources = self._loop, self._setup, self._resources
-        checks = None if setup.checks is None else setup.checks.report
         head: dict[str, Any] = {
             "run_id": setup.spec.run_id,
             "endpoint": self.endpoint,
             "started": resources.began,
         }
         if loop is None or (loop.job is None and not self._serving):
-            if loop is not None and loop.checker:
-                checked = msgspec.to_builtins(loop.checker.report(resources.clock()))
-                return msgspec.json.encode({**head, **checked})
-            return msgspec.json.encode({**head, "state": "starting", "node_check": checks})
+            shown: dict[str, Any] = {"state": "starting", "node_check": None}
+            for part in self._parts:
+                shown = part.before_job() or shown
+            return msgspec.json.encode({**head, **shown})
         document: dict[str, Any] = {**head, **loop.views()}
         if loop.job is None:
             return msgspec.json.encode({**document, "state": "serving"})
         document |= {
             "command": masked(setup.spec.command),
             **msgspec.to_builtins(loop.job.status(resources.clock())),
-            "step": loop.stragglers.step,
-            "measured": loop.measurements.document(),
-            "slow": loop.stragglers.status(),
+            "step": loop.watch.step,
+            "slow": loop.watch.status(),
             "events": resources.log.counts(),
-            "node_check": checks,
             "goodput": loop.executor.record.ledger.document(time.time()),
         }
-        document["counters"]["false_alarms"] = loop.stragglers.false_alarms
+        for part in self._parts:
+            document |= part.status()
+        document["counters"]["false_alarms"] = loop.watch.false_alarms
         document["counters"]["slot_seconds"] = loop.executor.record.ledger.counters(time.time())
         return msgspec.json.encode(document)

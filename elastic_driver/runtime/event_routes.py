@@ -7,7 +7,8 @@ once the journal has the event.
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, TypeAlias
 
 import msgspec
@@ -16,9 +17,9 @@ from msgspec import Struct
 
 from elastic_driver import contract, token_roles
 from elastic_driver.errors import ExitCode
-from elastic_driver.features.checks.messages import TaskEnded
 from elastic_driver.runtime import machine_api
-from elastic_driver.runtime.driver_port import DriverPort, Request
+from elastic_driver.runtime.machine_api import DriverPort, OfWorker, Request
+from elastic_driver.runtime.machines import REPORTED
 from elastic_driver.token_roles import JOBS, MEMBERS, OPERATORS
 from elastic_driver.words import counted
 from elastic_driver.words import wire_events as ev
@@ -49,8 +50,11 @@ class StopRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # What agents and workers send: for the job, and for other machines.
-Reported: TypeAlias = ev.WireEvent | ev.StateDescribed | TaskEnded
-_decode_event: Callable[[bytes], Reported] = msgspec.json.Decoder(Reported).decode
+Reported: TypeAlias = ev.WireEvent | ev.StateDescribed | OfWorker
+_REPORTED: Any = reduce(or_, REPORTED, ev.WireEvent)  # the types, with those of features
+_decode_event: Callable[[bytes], Reported]
+KINDS: Any = _REPORTED | ev.StateDescribed
+_decode_event = msgspec.json.Decoder(KINDS).decode
 _decode_stop = msgspec.json.Decoder(StopRequest).decode
 # Events about a worker that only its agent sees.
 _OF_AGENTS = ev.WorkerStarted | ev.WorkerExited
@@ -262,7 +266,7 @@ ROUTES = (
         MEMBERS | JOBS,
         EventRoutes.post_event,
         answer=Accepted,
-        body=ev.WireEvent | TaskEnded,
+        body=_REPORTED,
         short=EventRoutes.take_event,
         note="the answer comes when the journal has it",
     ),

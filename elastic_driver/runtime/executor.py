@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from elastic_driver import contract
-from elastic_driver.features.checks.driver import NodeChecks
 from elastic_driver.job import decisions as do
 from elastic_driver.job.events import AgentLost, LeaseExpired, ProgressReading, ProgressReported
 from elastic_driver.job.workers import OCCUPYING
@@ -35,8 +34,9 @@ from elastic_driver.runtime.backend import (
     RefusedReason,
     UnreachableReason,
 )
+from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.job_record import JobRecord
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.replay import ResumedRun
 from elastic_driver.runtime.probes import HostProbes, Suspects
 from elastic_driver.token_roles import RoundMembers
 from elastic_driver.words import orders as doc
@@ -65,7 +65,7 @@ class Executor:
     rounds: RoundMembers
     starter: Backend
     record: JobRecord
-    checks: NodeChecks | None
+    checks: HostChecks | None
     suspects: Suspects
     post: Callable[[ForMachine], None]  # puts an event into the mailbox, from any thread
     orders: dict[AgentKey, int] = field(default_factory=dict)  # given to agents that live

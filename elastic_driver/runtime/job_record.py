@@ -15,10 +15,9 @@ from elastic_driver.job.decisions import Announce, EndJob, PublishWorld
 from elastic_driver.job.events import EventBatch
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.journal.replay import Step
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.replay import ResumedRun, Step
 from elastic_driver.runtime.mailbox import RunClock
+from elastic_driver.runtime.metrics import JobTimes
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import HeldTails, JobResult, WorkerResults, as_event
 from elastic_driver.words import log_events as log

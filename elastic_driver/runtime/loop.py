@@ -7,48 +7,43 @@ together. Runs in the driver's thread. Times are seconds.
 
 import contextlib
 import queue
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from elastic_driver.brain.store.records import Sample
-from elastic_driver.errors import ElasticError, ExitCode
-from elastic_driver.features.checks.driver import CheckAnswer, NodeChecks
-from elastic_driver.features.checks.machine import CheckEnded, NodeChecker
+from elastic_driver.brain.store.records import Prior
+from elastic_driver.errors import ExitCode
 from elastic_driver.features.goodput.driver import job_started
-from elastic_driver.features.sizes.machine import Starvation
-from elastic_driver.features.stragglers.machine import RoundPublished, Stragglers
 from elastic_driver.job.decisions import Announce, CheckHosts, EndJob
 from elastic_driver.job.events import DriverResumed, HostsMeasured, StopRequested, Tick
 from elastic_driver.job.job import Job
-from elastic_driver.job.workers import OCCUPYING, RUNNING
+from elastic_driver.job.workers import OCCUPYING
 from elastic_driver.kernel.kernel import Handler, Kernel
 from elastic_driver.kernel.log import Level
 from elastic_driver.kernel.machine import ForMachine, Reply, Shown
-from elastic_driver.kernel.services import KeysRead
+from elastic_driver.kernel.services import (
+    AdmitMembers,
+    KeysRead,
+    PublishKey,
+    ReadKeys,
+    SendEvent,
+    ShowLine,
+)
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.runtime import mailbox as mail
-from elastic_driver.runtime.brain_report import BrainReports
-from elastic_driver.runtime.discovery import Hosts
+from elastic_driver.runtime.brain_link import BrainReports
 from elastic_driver.runtime.executor import Executor
-from elastic_driver.runtime.journal.replay import MEMORY
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.host_checks import Checking
+from elastic_driver.runtime.journal.replay import MEMORY, ResumedRun
 from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
 from elastic_driver.runtime.machines import MACHINES
 from elastic_driver.runtime.mailbox import RunClock, collector_paused
-from elastic_driver.runtime.measurements import (
-    Measurements,
-    loads_seen,
-    new_auto_scaler,
-    sample_of,
-    speed_seen,
-)
+from elastic_driver.runtime.parts import DriverPart, Measuring, watch_in
 from elastic_driver.words import counted
-from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.progress import Measured
+from rendezvous.wire import Entry
 
 MAX_TOGETHER = 1000  # events that are handled together
 TELL_S = 2.0  # for workers to end, before the user is told of the wait
@@ -59,6 +54,13 @@ _HELD_S = 0.02  # between two looks at a journal that does not answer
 
 def _event_in(message: ForMachine | mail.Delivered) -> ForMachine:
     return message.event if isinstance(message, mail.Delivered) else message
+
+
+def _decided(handlers: Mapping[type[Any], Handler]) -> dict[type[Any], Handler]:
+    """Return the handlers without those of services that no machine here asks for."""
+    asked = {kind for each in MACHINES for kind in each.decision_types()}
+    services = {ReadKeys, PublishKey, AdmitMembers, SendEvent, ShowLine}
+    return {kind: act for kind, act in handlers.items() if kind in asked or kind not in services}
 
 
 def _call_all(acts: list[Callable[[], None]]) -> None:
@@ -73,16 +75,12 @@ class DriverLoop:
     mailbox: mail.DriverMailbox
     executor: Executor
     lease: float  # seconds that a client of a machine may be silent
-    checks: NodeChecks | None  # None: nodes are never checked
     status: Callable[[], bytes]  # returns the status document
     answer: Callable[[list[Reply]], None]  # sends the machines' replies to their clients
     debug: bool  # check the machines' invariants after each event
     end: EndJob | None = None  # the job is over: the agents shut down
     job: Job | None = None  # None: not begun yet
-    checker: NodeChecker | None = None
-    stragglers: Stragglers = field(default_factory=Stragglers)
-    measurements: Measurements = field(default_factory=Measurements)
-    statistics: Callable[[Sample], None] | None = None  # takes samples; None: none are kept
+    parts: Sequence[DriverPart] = ()  # of the features
     brain: BrainReports | None = None  # reports the job to the Brain; None: there is no Brain
     journal: Journal | None = None  # open from the job's beginning on; None: there is none
     clock: RunClock = field(default_factory=RunClock)
@@ -92,14 +90,19 @@ class DriverLoop:
     unanswered: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        measuring = [part for part in self.parts if isinstance(part, Measuring)]
+        self.measuring = measuring[0] if measuring else Measuring()
+        checking = [part for part in self.parts if isinstance(part, Checking)]
+        self.checking = checking[0] if checking else Checking()
         own: dict[type[Any], Handler] = {
             EndJob: self._end_job,
-            CheckHosts: lambda d: self._begin_check(d.hosts, partial(self._answer_job, d)),
-            CheckEnded: self._end_check,
+            CheckHosts: self.checking.check_for_job,
         }
+        for part in self.parts:
+            own |= part.handlers()
         self.kernel = Kernel(
             MACHINES,
-            self.executor.handlers() | own,
+            _decided(self.executor.handlers()) | own,
             clock=self.clock,
             answer=self.answer,
             followers=self.executor.followers(),
@@ -109,14 +112,17 @@ class DriverLoop:
         for each in MACHINES:
             if each.new is not None:
                 self.kernel.begin(each.name, each.new(self.lease))
-        self.kernel.begin("stragglers", self.stragglers)
+        self._watch_name, self.watch = watch_in(self.kernel.machines)
+        for part in self.parts:
+            part.attach(self)
         self._stop_now = False
 
     def turn(self, until: float | None = None) -> None:
         """Handle the next message, if one comes before a deadline, and the deadlines passed."""
         shows = self.executor.record.tails.deadline if self.end is None else None
         answers = None if self.journal is None else self.journal.deadline
-        known = (*self.kernel.deadlines.values(), until, shows, answers, self.measurements.due)
+        looks = (part.due for part in self.parts)
+        known = (*self.kernel.deadlines.values(), until, shows, answers, *looks)
         deadlines = [due for due in known if due is not None]
         timeout = max(_SPIN_GUARD_S, min(deadlines) - self.clock()) if deadlines else None
         try:
@@ -130,13 +136,14 @@ class DriverLoop:
             # Messages that had to wait for the journal may tell of what is due.
             if not self.mailbox.has_old:
                 self._decide(name, Tick())
-        if self.measurements.due is not None and self.measurements.due <= now:
-            self._measure(now)
+        for part in self.parts:
+            if part.due is not None and part.due <= now:
+                part.look(now)
         if self.journal is not None:
             self.journal.flush()
             self._tell(self.journal.overdue())
         if self.brain is not None and self.job is not None:
-            self.brain.look(self.job, self.stragglers, now)
+            self.brain.look(self.job, self.watch, now)
         if self.end is None:
             self.executor.record.show_overdue(now)
 
@@ -144,42 +151,6 @@ class DriverLoop:
         """Return what the machines show in the status, by the names under which they do."""
         shown = [(MACHINES[name].shown_as, m) for name, m in self.kernel.machines.items()]
         return {name: m.view() for name, m in shown if name and isinstance(m, Shown)}
-
-    def _measure(self, now: float) -> None:
-        """Take in the newest progress of the workers, and ask for the usage of the hosts."""
-        job, measurements, watch = self.job, self.measurements, self.stragglers
-        if job is None:
-            return
-        began = time.thread_time()
-        unix, size = now + self.clock.unix_offset, job.workers.count(RUNNING)
-        measurements.take(now, unix, watch.world, watch.progress, size)
-        agents = ((host, agent.incarnation) for host, agent in job.fleet.agents.items())
-        if keys := measurements.usage_keys(now, agents):
-            self.executor.read(keys, lambda found: self.mailbox.put(mail.UsageRead(found)))
-        else:
-            self._keep_sample(job, now, measurements.job)
-        seen = speed_seen(job, watch) if "starvation" in self.kernel.machines else None
-        loads = None if seen is None else loads_seen(job, measurements.document())
-        # A search that thinks for long, or a busy machine, puts off no look.
-        measurements.looked(now, time.thread_time() - began)
-        if seen is not None and loads is not None:
-            if "scaling" in self.kernel.machines:
-                self._decide("scaling", seen)
-            self._decide("starvation", loads)
-
-    def _take_usage(self, read: mail.UsageRead) -> None:
-        """Take in the newest usage of the hosts; statistics get it while it is new."""
-        if self.job is None:
-            return
-        began, now = time.thread_time(), self.clock()
-        self.measurements.usage_read(read.entries)
-        self._keep_sample(self.job, now, self.measurements.record())
-        self.measurements.recorded(now, time.thread_time() - began)
-
-    def _keep_sample(self, job: Job, now: float, measured: Measured) -> None:
-        if self.statistics is not None:
-            unix = now + self.clock.unix_offset
-            self.statistics(sample_of(job, self.stragglers, unix, measured))
 
     def wind_down(self, grace: float) -> None:
         """Have the agents stop their workers and exit, and wait until they have."""
@@ -208,6 +179,36 @@ class DriverLoop:
             f"{waits} ({self.end.reason}){again}", level=Level.NORMAL
         )
 
+    # ---- for the parts (`parts.DriverThread`) ----------------------------------------------
+
+    def call(self, act: Callable[[], object]) -> None:
+        """See `DriverThread.call`."""
+        self.mailbox.put(mail.Called(act))
+
+    def post(self, event: ForMachine) -> None:
+        """See `DriverThread.post`."""
+        self.mailbox.put(event)
+
+    def read(self, keys: tuple[str, ...], found: Callable[[dict[str, Entry]], None]) -> None:
+        """See `DriverThread.read`."""
+        self.executor.read(keys, found)
+
+    def tell_measured(self, document: Callable[[], Measured]) -> Callable[[], None]:
+        """See `DriverThread.tell_measured`."""
+        events = [event for part in self.parts for event in part.measured(document)]
+
+        def tell() -> None:
+            for event in events:
+                self._decide(event.machine, event)
+
+        return tell
+
+    def tell_prior(self, prior: Prior) -> None:
+        """See `DriverThread.tell_prior`."""
+        for part in self.parts:
+            for event in part.prior(prior):
+                self.mailbox.put(event)
+
     # ---- messages ------------------------------------------------------------------------
 
     def _take(self, message: mail.Message) -> None:
@@ -221,15 +222,13 @@ class DriverLoop:
                 raise error
             case mail.KeysChanged():
                 self._keep(message)
-            case mail.UsageRead():
-                self._take_usage(message)
+            case mail.Called(act):
+                act()
             case mail.JobBegins(job, run_id):
                 if self.resumed is None:
                     self._begin_job(job, run_id)
                 else:
                     self._resume_job(self.resumed)
-            case mail.CheckAsked(hosts, answer):
-                self._begin_check(hosts, answer)
             case StopRequested(reason, exit_code) if self.job is None:
                 self.end = self.end or EndJob(exit_code, reason)
             case _:
@@ -248,7 +247,7 @@ class DriverLoop:
         for each in events:
             self.executor.record.note(each)
         if any(isinstance(e, ev.WorkerExited) and e.out_of_memory is not None for e in events):
-            self._decide("job", HostsMeasured(self.measurements.idle_memory()))
+            self._decide("job", HostsMeasured(self.measuring.idle_memory()))
         self.kernel.hand_over(events)
         self._snapshot_if_due()
         self.unanswered = []
@@ -266,15 +265,17 @@ class DriverLoop:
 
     def _snapshot_if_due(self) -> None:
         if self.journal is not None and self.journal.snapshot_due:
-            self._journal_states()
+            self.journal_states()
 
     def _on_handled(self, name: str, event: Any, seconds: float) -> None:
         """Note how far the job is, which its watch has just read."""
-        record, watch = self.executor.record, self.stragglers
+        record, watch = self.executor.record, self.watch
         if isinstance(event, KeysRead):
             self.executor.look_seconds = seconds
             record.times.progressed(watch.step, watch.step_time)
-        if isinstance(event, KeysRead) or (name == "stragglers" and type(event) is ev.WorkerEnding):
+        if isinstance(event, KeysRead) or (
+            name == self._watch_name and type(event) is ev.WorkerEnding
+        ):
             record.progressed(watch.step, watch.round_step)
 
     # ---- the journal ---------------------------------------------------------------------
@@ -301,18 +302,19 @@ class DriverLoop:
         if not journal.holds:
             return True
         waiting: list[mail.Message] = []
+        watched = self._watch_name
         while journal.holds and not self._stop_now:
             with contextlib.suppress(queue.Empty):
                 match message := self.mailbox.get(_HELD_S):
                     case mail.StatusAsked() | mail.StopNow() | mail.TakenOver():
                         self._take(message)
-                    case KeysRead(machine="stragglers") | RoundPublished():
-                        self._decide("stragglers", message)
+                    case _ if getattr(message, "machine", "") == watched:
+                        self._decide(watched, message)
                     case _:
                         waiting.append(message)
-            due = self.kernel.deadlines.get("stragglers")
+            due = self.kernel.deadlines.get(watched)
             if due is not None and due <= self.clock():
-                self._decide("stragglers", Tick())
+                self._decide(watched, Tick())
             self._tell(journal.settle())
         self.mailbox.put_back(waiting)
         return not self._stop_now
@@ -335,7 +337,7 @@ class DriverLoop:
         elif changed.kept is not None:
             changed.kept()
 
-    def _journal_states(self) -> None:
+    def journal_states(self) -> None:
         """Write the machines' states, from which a replay may begin."""
         if self._journal is not None:
             with collector_paused():
@@ -352,23 +354,14 @@ class DriverLoop:
     def _end_job(self, decision: EndJob) -> None:
         self.end = self.end or decision
 
-    def _end_check(self, decision: CheckEnded) -> None:
-        self.checker = None
-        self.kernel.end("check")
-        if self.checks is not None:
-            self.checks.end(decision.report)
-
     def _begin_job(self, job: Job, run_id: str) -> None:
         self._run_job(job)
-        self._begin_scaling(job)
-        self.measurements.due = self.clock()
-        self._journal_states()
+        self.journal_states()
         if self.journal is not None:  # whoever sees that the job has begun can go on with it
             self._tell(self.journal.settle())
         what, started = f"run {run_id}", job_started(job.settings)
         self.kernel.act(Announce(started, what))
-        if self.checks is not None and self.checks.report is not None:
-            self.kernel.act(Announce(host_log.NodesChecked(), self.checks.report.summary()))
+        self._begin_parts(job)
 
     def _run_job(self, job: Job) -> None:
         self.job = job
@@ -382,35 +375,15 @@ class DriverLoop:
         self.kernel.events = run.n
         self._run_job(run.job)
         self.executor.resume(run)
-        self.stragglers.step = self.executor.record.ledger.step
-        self._begin_scaling(run.job)
-        self.measurements.due = self.clock()
+        self.watch.step = self.executor.record.ledger.step
+        self._begin_parts(run.job)
         self.end = run.end
         moved = self.executor.server.url != run.url
         event = DriverResumed(run.term + 1, f"driver {run.term} has ended", moved)
         for each in MACHINES.journalled:
             self._decide(each.name, event)
-        self._journal_states()
+        self.journal_states()
 
-    def _begin_scaling(self, job: Job) -> None:
-        """Have the number of workers searched, or hosts with too many found, as the job wants."""
-        if job.settings.auto_scale:
-            self.kernel.begin("scaling", new_auto_scaler())
-        if job.settings.auto_scale or self.brain is not None:
-            self.kernel.begin("starvation", Starvation())
-
-    def _begin_check(self, hosts: Hosts, answer: CheckAnswer) -> None:
-        """Check hosts; any thread may later call `answer` with the report, or with an error."""
-        if self.checks is None:
-            raise AssertionError("hosts are checked only in jobs that began with a check")
-        try:
-            self.checker = self.checks.begin(hosts, answer)
-        except (ElasticError, OSError) as error:
-            answer(error)
-        else:
-            self.kernel.begin("check", self.checker, due=self.clock())  # the first tick begins
-            self._journal_states()
-
-    def _answer_job(self, asked: CheckHosts, found: Any) -> None:
-        if self.checks is not None:
-            self.mailbox.put(self.checks.verdict(asked, found))
+    def _begin_parts(self, job: Job) -> None:
+        for part in self.parts:
+            part.job_begins(job)

@@ -1,15 +1,16 @@
-"""Requests over HTTP that a machine answers, such as those for data shards.
+"""What HTTP routes use of the driver: its mailbox, and the answers of its machines.
 
-Handlers run on the server's loop: they decode a request, post it as an event with a ticket, and
-wait for the machine's `Reply` (`OpenRequests`). `machine_route` makes the row of such a request;
-the rows are in the chapters `routes` of the features.
+Handlers run on the server's loop. For a request that a machine answers, such as those for data
+shards, they decode it, post it as an event with a ticket, and wait for the machine's `Reply`
+(`OpenRequests`). `machine_route` makes the row of such a request; the rows are in the chapters
+`routes` of the features.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -20,6 +21,8 @@ from elastic_driver.features import chapters
 from elastic_driver.kernel.machine import ForMachine, Reply
 from elastic_driver.kernel.services import Rejection, RequestDropped
 from elastic_driver.token_roles import RoundMembers
+from elastic_driver.words.progress import History
+from elastic_driver.words.wire_events import Event, StateDescribed
 from rendezvous.access import Roles
 from rendezvous.auth import Caller
 from rendezvous.routes import (
@@ -33,6 +36,45 @@ from rendezvous.routes import (
     mount,
     read_json,
 )
+
+
+class OfWorker(ForMachine, Protocol):
+    """An event of a feature that a worker sends (`machines.REPORTED`)."""
+
+    @property
+    def worker(self) -> str:
+        """The worker that sends it."""
+
+
+# An event that a client sends.
+Request: TypeAlias = Event | StateDescribed | OfWorker
+
+
+class DriverPort(Protocol):
+    """The driver as routes see it; every method may be called by any thread."""
+
+    @property
+    def size_bounds(self) -> tuple[int, int | None]:
+        """The fewest and (None: no limit) the most workers the job may have."""
+
+    def post(self, event: ForMachine) -> bool:
+        """Put an event into the mailbox; False when it is full or the job is over."""
+
+    def deliver(self, event: Request, acknowledge: Callable[[], None]) -> bool:
+        """Do the same, and have `acknowledge` handed to `EventRoutes.acknowledge`.
+
+        That is done once the journal has the event, so that no driver forgets it any more.
+        """
+
+    def request_stop(self, reason: str, exit_code: int) -> None:
+        """Ask for the job's end; a second call ends it at once."""
+
+    def ask_status(self, reply: Callable[[bytes], None]) -> None:
+        """Have `reply` called soon with the status document, in another thread."""
+
+    def history(self, since: float) -> History:
+        """Return how the job has trained since then (unix seconds), in the last hour."""
+
 
 _encode = msgspec.json.Encoder().encode
 
@@ -132,7 +174,7 @@ class OpenRequests:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        mount(app, collect(chapters("routes")), self)
+        mount(app, rows(), self)
         app.on_shutdown.append(self.close)
 
     async def close(self, _app: web.Application) -> None:
@@ -140,6 +182,11 @@ class OpenRequests:
         waiting, self._open = self._open, {}
         for done in waiting.values():
             done(Problem(503, "stopping", "the driver is stopping", "ask its successor"))
+
+
+def rows() -> tuple[Route, ...]:
+    """Return the rows of all requests that machines answer."""
+    return collect(each for each in chapters("routes") if not hasattr(each, "parts"))
 
 
 def machine_route(

@@ -21,11 +21,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from elastic_driver.errors import TakenOverError
-from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.machine import ForMachine
-from elastic_driver.runtime.discovery import Hosts
-from rendezvous.wire import Entry
 
 
 class RunClock:
@@ -84,18 +81,10 @@ class KeysChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class UsageRead:
-    """Take in what the agents have written about their hosts, by key."""
+class Called:
+    """Call this in the driver's thread."""
 
-    entries: dict[str, Entry]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckAsked:
-    """Check hosts before the job; `answer` takes the report, or the error."""
-
-    hosts: Hosts
-    answer: Callable[[CheckReport | Exception], None]
+    act: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +109,7 @@ class Delivered:
 
 Message: TypeAlias = (
     ForMachine | Delivered | StatusAsked | StopNow | TakenOver | JobBegins
-    | KeysChanged | UsageRead | CheckAsked
+    | KeysChanged | Called
 )  # fmt: skip
 
 

@@ -1,8 +1,11 @@
-"""`GET /metrics`: the status document in Prometheus' text format.
+"""`GET /metrics`: the status document, and histograms of a job's durations, for Prometheus.
 
 A scrape takes one status document and derives all metrics from it, so that they are consistent.
 Names begin with `elastic_`, counters end with `_total`, times are seconds. docs/operations.md lists
 them. Called in the server's thread.
+
+The driver's thread writes the histograms. Each driver of a run begins with empty ones, which
+Prometheus takes for the restart of a counter.
 """
 
 from collections import Counter
@@ -20,10 +23,10 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from elastic_driver.features import chapters
+from elastic_driver.job.decisions import Announce
 from elastic_driver.job.events import Evidence
 from elastic_driver.job.workers import WorkerState
 from elastic_driver.kernel.log import name_of
-from elastic_driver.runtime.job_times import JobTimes
 from elastic_driver.runtime.status_document import (
     JobDocument,
     StatusDocument,
@@ -32,8 +35,53 @@ from elastic_driver.runtime.status_document import (
 from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words import log_events as log
 from elastic_driver.words import worker_log_events as worker_log
-from elastic_driver.words.progress import Measured
+from elastic_driver.words.orders import World
 from rendezvous.answers import Histogram
+
+STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+CHANGE_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+
+class JobTimes:
+    """The histograms of one driver; all times are those of the driver's clock.
+
+    A step counts once, with the time that the usual rank reported last; steps that are done again
+    after a failure do not count. A round counts from `round_opened` to `round_completed`. A
+    recovery counts from the loss of a member of the world to the first step that is committed in a
+    later round; scripts that commit no steps have none.
+    """
+
+    def __init__(self) -> None:
+        self.steps = Histogram(STEP_BOUNDS)
+        self.rounds, self.recoveries = Histogram(CHANGE_BOUNDS), Histogram(CHANGE_BOUNDS)
+        self._step: int | None = None  # the newest that was counted
+        self._opened: float | None = None  # when the round was opened that is not complete
+        self._lost: tuple[float, int] | None = None  # when, in which round; no step since then
+
+    def announced(self, event: Announce, world: World | None, now: float) -> None:
+        """Record an event of the log; `world` is the newest that was published."""
+        match event.what:
+            case log.RoundOpened():
+                self._opened = now
+            case log.RoundCompleted() if self._opened is not None:
+                self.rounds.observe(now - self._opened)
+                self._opened = None
+            case what if what.is_loss and world is not None and self._lost is None:
+                if any(member.worker == event.worker for member in world.members):
+                    self._lost = now, world.round
+
+    def stepped(self, round_id: int, now: float) -> None:
+        """Record that a worker has committed its first step of a round."""
+        if self._lost is not None and round_id > self._lost[1]:
+            self.recoveries.observe(now - self._lost[0])
+            self._lost = None
+
+    def progressed(self, step: int, step_time: float) -> None:
+        """Record that `step` steps are committed, each of the last ones in `step_time`."""
+        if self._step is not None and step > self._step and step_time > 0:
+            self.steps.observe(step_time, step - self._step)
+        self._step = step if self._step is None else max(step, self._step)
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HOST_STATES = (
@@ -66,27 +114,6 @@ _COUNTED = (  # name, event in the log, help
     ("agents_lost", name_of(host_log.AgentLost), "Agents that were lost."),
     ("work_moved", name_of(worker_log.WorkMoved), "How often work was moved."),
 )
-_SPEEDS = (  # name, key in the document's `measured`, help
-    ("steps_per_second", "steps_per_s", "Steps of the world in a second."),
-    ("samples_per_second", "samples_per_s", "Samples of all ranks in a second."),
-)
-MOST_HOSTS = 1024  # that have series of their own, the first by name
-_OF_HOSTS = (  # name, key in the document's `measured.hosts`, help
-    ("host_cpu_ratio", "cpu", "Share of all cores that worked, 0 to 1."),
-    ("host_memory_used_bytes", "memory_used", "Memory in use."),
-    ("host_memory_bytes", "memory_total", "Memory in all."),
-    ("host_disk_used_bytes", "disk_used", "Disk in use."),
-    ("host_disk_bytes", "disk_total", "Disk in all."),
-    ("host_network_receive_bytes_per_second", "net_in", "Network, without loopback."),
-    ("host_network_transmit_bytes_per_second", "net_out", "Network, without loopback."),
-    ("host_disk_read_bytes_per_second", "disk_read", "From all disks."),
-    ("host_disk_written_bytes_per_second", "disk_write", "To all disks."),
-)
-_OF_GPUS = (  # name, key in the host's `gpus`, help
-    ("gpu_used_ratio", "used", "Share of time in which the GPU computed, 0 to 1."),
-    ("gpu_memory_used_bytes", "memory_used", "Memory of the GPU in use."),
-    ("gpu_memory_bytes", "memory_total", "Memory of the GPU in all."),
-)
 
 
 class ServerFigures(NamedTuple):
@@ -102,11 +129,6 @@ def exposition(status: bytes, server: ServerFigures, times: JobTimes) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Picture(read_status(status), server, times))
     return generate_latest(registry)
-
-
-def families(status: bytes, server: ServerFigures, times: JobTimes) -> Iterator[Metric]:
-    """Return the same metrics for another format."""
-    return _Picture(read_status(status), server, times).collect()
 
 
 class _Picture(Collector):
@@ -143,8 +165,6 @@ class _Picture(Collector):
             yield from chapter.families(document)
         if isinstance(document, JobDocument):
             yield from self._of_the_job(document)
-            yield from _of_measured(document.measured)
-            yield from _of_goodput(document)
 
     def _of_the_job(self, document: JobDocument) -> Iterator[Metric]:
         events = document.events
@@ -187,46 +207,6 @@ class _Picture(Collector):
             ("recovery", "From the loss of a worker to the next step.", self._times.recoveries),
         ):
             yield _histogram(f"elastic_{name}_duration_seconds", text, {(): times})
-
-
-def _of_measured(measured: Measured) -> Iterator[Metric]:
-    """Yield what workers and agents have measured."""
-    for name, key, text in _SPEEDS:
-        yield GaugeMetricFamily(f"elastic_{name}", text, value=getattr(measured, key))
-    text = "Samples that workers have trained, also in steps that were done again."
-    yield CounterMetricFamily("elastic_samples", text, value=measured.samples)
-    hosts = dict(sorted(measured.hosts.items())[:MOST_HOSTS])
-    for name, key, text in _OF_HOSTS:
-        family = GaugeMetricFamily(f"elastic_{name}", text, labels=("host",))
-        for host, usage in hosts.items():
-            if (value := getattr(usage, key)) is not None:
-                family.add_metric((host,), value)
-        yield family
-    text = "Share of ten seconds in which a process waited for this resource, 0 to 1."
-    family = GaugeMetricFamily("elastic_host_pressure_ratio", text, labels=("host", "resource"))
-    for host, usage in hosts.items():
-        for resource in usage.pressure.__struct_fields__:
-            if (share := getattr(usage.pressure, resource)) is not None:
-                family.add_metric((host, resource), share)
-    yield family
-    for name, key, text in _OF_GPUS:
-        family = GaugeMetricFamily(f"elastic_{name}", text, labels=("host", "gpu"))
-        for host, usage in hosts.items():
-            for gpu in usage.gpus:
-                family.add_metric((host, str(gpu.index)), getattr(gpu, key))
-        yield family
-
-
-def _of_goodput(document: JobDocument) -> Iterator[Metric]:
-    """Yield the sums of the goodput ledger."""
-    text = "Seconds of worker slots, by what they were spent with."
-    family = CounterMetricFamily("elastic_goodput_seconds", text, labels=("class",))
-    for name, seconds in document.counters.slot_seconds.items():
-        family.add_metric((name,), seconds)
-    yield family
-    text = "Share of all seconds of worker slots that was training, 0 to 1."
-    share = None if document.goodput is None else document.goodput.goodput
-    yield GaugeMetricFamily("elastic_goodput_ratio", text, value=share)
 
 
 def _histogram(

@@ -14,18 +14,15 @@ from typing import Protocol
 from elastic_driver import contract
 from elastic_driver.brain.store.address import Address
 from elastic_driver.errors import ClusterError, TakenOverError
-from elastic_driver.features.checks.driver import NodeChecks
 from elastic_driver.features.goodput.driver import RunLedger
-from elastic_driver.features.joining.driver import JoinedNodes
 from elastic_driver.job.decisions import EndJob
 from elastic_driver.job.events import LeaseExpired
 from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.api import DriverRoutes, job_access
 from elastic_driver.runtime.backend import Backend, MakeBackend, ReportsConnections
-from elastic_driver.runtime.brain_report import BrainReports
+from elastic_driver.runtime.brain_link import BrainReports
 from elastic_driver.runtime.discovery import HostDiscovery
-from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.endpoint import (
     Identity,
     all_hear,
@@ -38,19 +35,21 @@ from elastic_driver.runtime.endpoint import (
 )
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
+from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.job_record import JobRecord
-from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.replay import ResumedRun
 from elastic_driver.runtime.journal.store import Head, JournalStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.library_logs import described, logs_shown
-from elastic_driver.runtime.log_routes import LogRoutes
+from elastic_driver.runtime.machine_api import DriverPort
 from elastic_driver.runtime.mailbox import RunClock
-from elastic_driver.runtime.output import AgentsOutput, without_numbers
+from elastic_driver.runtime.metrics import JobTimes
+from elastic_driver.runtime.output import AgentsOutput, LogRoutes, without_numbers
 from elastic_driver.runtime.probes import Suspects
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.runtime.status_routes import Nodes
 from elastic_driver.runtime.worker_logs import MIB, WorkerLogs
 from elastic_driver.settings import DriverOptions, Settings
 from elastic_driver.words.orders import JobSpec
@@ -70,8 +69,8 @@ class DriverSetup:
     run_dir: RunDir  # not yet created
     reporter: Reporter
     options: DriverOptions = field(default_factory=DriverOptions)
-    checks: NodeChecks | None = None  # None: nodes are never checked
-    joined: JoinedNodes | None = None  # takes in nodes; `discovery` and `starter` ask it
+    checks: HostChecks | None = None  # None: nodes are never checked
+    joined: Nodes | None = None  # takes in nodes; `discovery` and `starter` ask it
     secrets: tuple[str, ...] = ()  # taken like the operator's token
     argv: tuple[str, ...] = ()  # the command line, for a driver that goes on with the run
     cwd: str = ""  # its folder

@@ -299,15 +299,14 @@ class WorkerResults:
         return "\n".join(lines)[-WORDS_CHARS:]
 
 
+# The fields of a result that every line of the log has, and those of its own event.
+_OF_LINE = ("worker", "host", "slot", "rank", "pid", "reason")
+_OF_EVENT = ("exit_code", "ended", "seconds", "last_words", "hung")
+
+
 def as_event(result: WorkerResult) -> Announce:
     """Return a worker's result as an event of the log."""
-    what = worker_log.WorkerResult(
-        exit_code=result.exit_code,
-        ended=result.ended,
-        seconds=result.seconds,
-        last_words=result.last_words,
-        hung=result.hung,
-    )
+    what = worker_log.WorkerResult(**{name: getattr(result, name) for name in _OF_EVENT})
     place = (result.host, result.slot, result.rank, result.pid, result.worker)
     return Announce(what, result.reason, None, *place)
 
@@ -316,19 +315,8 @@ def _as_result(line: LogLine, what: worker_log.WorkerResult) -> WorkerResult | N
     """Return the result of a worker that `as_event` has written; None if a field is missing."""
     if line.worker is None or line.host is None or line.slot is None:
         return None
-    return WorkerResult(
-        worker=line.worker,
-        host=line.host,
-        slot=line.slot,
-        rank=line.rank,
-        pid=line.pid,
-        exit_code=what.exit_code,
-        reason=line.reason,
-        ended=what.ended,
-        seconds=what.seconds,
-        last_words=what.last_words,
-        hung=what.hung,
-    )
+    known = {name: getattr(line, name) for name in _OF_LINE}
+    return WorkerResult(**known, **{name: getattr(what, name) for name in _OF_EVENT})
 
 
 def read_result(events_file: Path) -> JobResult | None:

@@ -7,14 +7,21 @@ is in unix seconds. docs/status.md explains each key.
 """
 
 import contextlib
-from typing import Any, Literal
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from elastic_driver.features.checks.report import CheckReport
+from elastic_driver.features import chapters
 from elastic_driver.job.status import CounterStatus, JobStatus, SlowStatus
 from elastic_driver.words.progress import Measured
+
+if TYPE_CHECKING:
+    CheckReport = Any
+else:  # of the feature that checks hosts; None if there is none
+    CheckReport = reduce(or_, (each.DOCUMENT for each in chapters("report")), type(None))
 
 
 class GoodputStatus(Struct, frozen=True):

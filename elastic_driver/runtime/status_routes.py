@@ -1,26 +1,23 @@
-"""The routes that show the job: its status, history and metrics, and its event log as it grows."""
+"""The routes that show the job: its status and metrics, and its event log as it grows."""
 
 import asyncio
 import concurrent.futures
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import msgspec
 from aiohttp import web
 from msgspec import Struct
-from prometheus_client.core import Metric
 
 from elastic_driver import contract
 from elastic_driver.runtime import machine_api, metrics
-from elastic_driver.runtime.driver_port import DriverPort
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.job_times import JobTimes
-from elastic_driver.runtime.live import KEEP_ALIVE_S
+from elastic_driver.runtime.machine_api import DriverPort
+from elastic_driver.runtime.metrics import JobTimes
 from elastic_driver.runtime.status_document import JobDocument
 from elastic_driver.token_roles import WATCHERS
 from elastic_driver.words.orders import Count
-from elastic_driver.words.progress import Amount, History
 from rendezvous.auth import Caller
 from rendezvous.fairness import Shares
 from rendezvous.routes import (
@@ -35,7 +32,9 @@ from rendezvous.routes import (
     caller_of,
     mount,
 )
+from rendezvous.server import RendezvousServer
 
+KEEP_ALIVE_S = 15.0  # a comment is sent to a reader if there is no news for so long
 STATUS_WAIT_S = 5.0  # for the driver's thread to answer with the status
 MAX_STREAMS = 64  # readers that follow the job or its event log at the same time
 
@@ -51,12 +50,6 @@ class Since(Struct, frozen=True):
     """The number of the last event that the reader knows."""
 
     since: Count = 0
-
-
-class HistorySince(Struct, frozen=True):
-    """The time after which a reader wants the history, in unix seconds."""
-
-    since: Amount = 0.0
 
 
 class StatusRoutes:
@@ -79,17 +72,6 @@ class StatusRoutes:
         """Answer with the status document."""
         return web.Response(body=await self.status(), content_type=JSON)
 
-    async def get_history(self, request: web.Request) -> web.Response:
-        """Answer with step, speed and world size of the last hour."""
-        text = request.query.get("since") or "0"
-        try:
-            since = msgspec.convert({"since": text}, HistorySince, strict=False).since
-        except msgspec.ValidationError:
-            problem = f"since={text[:40]!r} is not a time in unix seconds"
-            raise Problem(422, "invalid", problem, "since=0") from None
-        body = msgspec.json.encode(self._driver.history(since))
-        return web.Response(body=body, content_type=JSON)
-
     async def get_metrics(self, _request: web.Request) -> web.Response:
         """Answer with the metrics, in Prometheus' text format."""
         status = await self.status()
@@ -97,10 +79,6 @@ class StatusRoutes:
             self._scraped = status, metrics.exposition(status, self._figures(), self._times)
         body = self._scraped[1]
         return web.Response(body=body, headers={"Content-Type": metrics.CONTENT_TYPE})
-
-    def metric_families(self, status: bytes) -> Iterator[Metric]:
-        """Return the metrics of a status document; any thread may call this."""
-        return metrics.families(status, self._figures(), self._times)
 
     def _figures(self) -> metrics.ServerFigures:
         assert self._app is not None  # noqa: S101 - the routes are mounted before they are asked
@@ -206,6 +184,38 @@ ROUTES = (
         note="as `text/event-stream` also new ones",
     ),
     Route("GET", contract.STATUS_PATH, WATCHERS, StatusRoutes.get_status, JobDocument),
-    Route("GET", "/v1/history", WATCHERS, StatusRoutes.get_history, History, query=HistorySince),
     Route("GET", contract.METRICS_PATH, WATCHERS, StatusRoutes.get_metrics, TEXT),
 )
+
+
+# ---- routes of features ------------------------------------------------------------------
+
+
+class RoutePart(Protocol):
+    """What answers some routes."""
+
+    def add_to(self, app: web.Application) -> None:
+        """Mount the routes."""
+
+
+class Nodes(RoutePart, Protocol):
+    """Takes in nodes that join by themselves."""
+
+    def open(self, server: RendezvousServer, token: str) -> None:
+        """Let nodes join from now on: the rendezvous is up, and the job's token is written."""
+
+    def lease_expired(self, key: str) -> None:
+        """Give up the node that owned this lease; called by the server's thread for every lease."""
+
+    def job_ends(self, exit_code: int, reason: str) -> None:
+        """Tell the nodes how the job has ended."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the routes of a feature may need of the driver."""
+
+    driver: DriverPort
+    log: EventLog
+    status: StatusRoutes
+    nodes: Nodes | None  # None: no nodes join

@@ -19,7 +19,7 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.contract import listening_ports, store_ports
-from elastic_driver.contract import no_port_left as none_left
+from elastic_driver.contract import no_port_left
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.reachability import Presence, verified
 from elastic_driver.runtime.library_logs import logs_shown
@@ -220,7 +220,7 @@ class Agent:
         found = (("probes", probe), ("torch's stores", stores))
         for purpose, ports in (*found, ("TensorFlow", slots or not spec.slot_ports)):
             if not ports:
-                raise ClusterError(none_left(spec.ports, purpose, self._config.host))
+                raise ClusterError(no_port_left(spec.ports, purpose, self._config.host))
         return stores, slots, probe
 
     async def _watch_connections(self, link: DriverLink, workers: Workers) -> None:

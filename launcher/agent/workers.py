@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elastic_driver import contract
 from elastic_driver.console import Console
-from elastic_driver.contract import no_port_left as none_left
+from elastic_driver.contract import no_port_left
 from elastic_driver.errors import ExitCode
 from elastic_driver.failure_causes import looks_like_peer_loss
 from elastic_driver.token_roles import worker_token
@@ -269,7 +269,7 @@ class Workers:
             return
         port = own_port(config)
         if port is not None and not ports[0] <= port <= ports[1]:
-            sentence = none_left(ports, "TensorFlow", self._meeting.host)
+            sentence = no_port_left(ports, "TensorFlow", self._meeting.host)
             raise StartError(sentence, ExitCode.USAGE)
 
     def _execute(self, order: StartWorkerOrder, output: WorkerOutput) -> WorkerProcess:

@@ -9,13 +9,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from elastic_driver.errors import UsageError
-from elastic_driver.features.checks.driver import CheckHistoryFile
-from elastic_driver.features.checks.report import CheckHistory
 from elastic_driver.options import FLAG, without_password
 from elastic_driver.runtime.discovery import FixedDiscovery, parse_hosts
+from elastic_driver.runtime.host_checks import check_command
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.ctl_commands.job_text import table
 from launcher.job import collect_facts, with_allocation
@@ -72,24 +69,17 @@ def check(words: list[str]) -> int:
         driver = submit.make_driver(plan, FixedDiscovery(found), starter, run_dir, checks=checks)
         driver.open()
         try:
-            report = submit.run_check(driver, found, plan, _say)
+            report = submit.run_check(driver, found, checks)
         finally:
             driver.abandon()
     print(submit.render_report(report, plan), flush=True)
-    return 1 if report.excluded(stragglers=checks.settings.exclude_stragglers) else 0
+    return 1 if checks.excluded(report) else 0
 
 
 def _show_history(line: CommandLine, names: list[str]) -> int:
     """Print the results of earlier checks of these hosts, or of all."""
-    file = CheckHistoryFile(Path(collect_facts(line, os.environ).state_dir), _say)
-    history = file.read()
-    if line.options.log_format == "json":
-        chosen = {n: past for n, past in history.nodes.items() if not names or n in names}
-        print(msgspec.json.encode(CheckHistory(chosen)).decode())
-    elif history.nodes:
-        print(history.render(names))
-    else:
-        print(f"no check was ever kept in {file.path.parent}; is it in another --state-dir?")
+    folder, as_json = collect_facts(line, os.environ).state_dir, line.options.log_format == "json"
+    print(check_command().history(Path(folder), names, _say, as_json=as_json))
     return 0
 
 

@@ -1,14 +1,8 @@
 """`elasticctl report`: the story of a job that runs or is over, from its event log alone.
 
 `text` and `document` show the story (`features/goodput/story.py`). Neither needs a driver.
-
-With `--html` it is the driver's page in one file. The file has the page's own style and script, and
-the job as JSON. It loads nothing: its policy allows the two by their digest, and no connection.
-What workers and hosts have written is only data.
 """
 
-import base64
-import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +12,17 @@ import msgspec
 
 from elastic_driver import contract
 from elastic_driver.errors import ElasticError, UsageError
+from elastic_driver.features import chapters
 from elastic_driver.features.goodput.story import Story, picture, read_story
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import EVENTS_FILE
 from elastic_driver.runtime.status_document import GoodputStatus
 from elastic_driver.words import counted
-from elastic_driver.words.log_lines import read_line
 from launcher.ctl_commands import job_text
 from launcher.ctl_commands.find import PROBE_S, Where, file_of_run, find
 from launcher.ctl_commands.running import CommandParser
 from launcher.readable import count, duration
 from rendezvous.errors import RendezvousError
-from rendezvous.own_files import open_named
 
 _REPORT = (
     "Tell the story of a job from its event log: duration, steps, world size over time, failures, "
@@ -79,7 +72,10 @@ def report(words: Sequence[str]) -> int:
     if given.html:
         name = path.absolute().parent.name if path.name == EVENTS_FILE else path.stem
         into = given.output or Path(f"{name}.html")
-        write_page(into, name, path, document(story, path, now))
+        pages = chapters("html")  # imports aiohttp
+        if not pages:
+            raise UsageError("the page is not installed; leave out --html")
+        pages[0].write(into, name, path, document(story, path, now))
         print(into)
     elif given.json:
         print(msgspec.json.encode(document(story, path, now)).decode())
@@ -150,76 +146,3 @@ def text(story: Story, path: Path, now: float, silent: str = "") -> str:
         f"slots on average: {shares['slots']:.4g}; events: {path}",
     ]
     return "\n".join(lines)
-
-
-# ---- the page ------------------------------------------------------------------------------
-
-MOST_EVENTS = 20_000  # the newest; a page with more is slow
-_STYLE = '<link rel="stylesheet" href="/assets/app.css">'
-_SCRIPT = '<script defer src="/assets/app.js"></script>'
-_ICON = '<link rel="icon" href="/assets/icon.svg">'
-
-
-def write_page(into: Path, run_id: str, log: Path, story: dict[str, Any]) -> None:
-    """Write the page of a run; `story`: see `document`. Raises UsageError for a bad path."""
-    from elastic_driver.runtime.live import event_row  # noqa: PLC0415 - imports aiohttp
-
-    with log.open("rb") as lines:
-        events = [event_row(line) for line in lines if read_line(line) is not None]
-    text = page(run_id, story, events[-MOST_EVENTS:])
-    try:
-        with open(open_named(into), "wb") as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UsageError(f"cannot write {into}: {error.strerror}; choose another -o") from None
-
-
-def page(run_id: str, story: dict[str, Any], events: list[dict[str, Any]]) -> str:
-    """Return the HTML of the page."""
-    from elastic_driver.runtime.page_routes import FOLDER  # noqa: PLC0415 - imports aiohttp
-
-    style, script, whole = (
-        (FOLDER / name).read_text(encoding="utf-8") for name in ("app.css", "app.js", "index.html")
-    )
-    script = script.replace("</script", "<\\/script")
-    policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
-        "img-src data:; form-action 'none'; base-uri 'none'"
-    )
-    data = msgspec.json.encode(_page_data(run_id, story, events)).decode().replace("<", "\\u003c")
-    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    body = f'<script type="application/json" id="report">{data}</script>\n<script>{script}</script>'
-    parts = {_ICON: head, _STYLE: f"<style>{style}</style>", _SCRIPT: body}
-    for mark, part in parts.items():
-        before, found, after = whole.partition(mark)
-        assert found, f"{mark} is not in index.html"  # noqa: S101 - both are ours
-        whole = before + part + after
-    return whole
-
-
-def _page_data(run_id: str, story: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the page shows, in the form of the driver's messages."""
-    worlds = story["worlds"]
-    times = [w["t"] for w in worlds]
-    sizes = [w["size"] for w in worlds]
-    nothing = [None] * len(worlds)
-    job = {
-        "run_id": run_id,
-        "state": story["state"],
-        "reason": story["reason"],
-        "size": sizes[-1] if sizes else 0,
-        "round": story["rounds"],
-        "step": story["step"],
-        "goodput": story["goodput"],
-        "counters": {"failures": story["failures"]},
-        "host_count": 0,
-        "member_count": 0,
-    }
-    history = {"t": times, "world_size": sizes, "step": nothing, "steps_per_s": nothing}
-    history |= {"samples_per_s": nothing, "step_time": nothing}
-    keys = {name: story[name] for name in ("state", "reason")}
-    return {"job": job, "history": history, "events": events, **keys}
-
-
-def _digest(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from elastic_driver.features.joining.driver import CheckOfNodes, JoinedNodes, NodeRules
 from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.discovery import FixedDiscovery
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.replay import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir

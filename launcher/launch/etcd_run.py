@@ -23,7 +23,7 @@ from elastic_driver.errors import ClusterError, ElasticError, ExitCode, TakenOve
 from elastic_driver.runtime.journal import follower as mirror
 from elastic_driver.runtime.journal.etcd import PLAIN_VARIABLE, EtcdClient, EtcdError, read_access
 from elastic_driver.runtime.journal.follower import About, Ended, EtcdStore, Follower, RunState
-from elastic_driver.runtime.journal.resume import ResumedRun, load_run
+from elastic_driver.runtime.journal.replay import ResumedRun, load_run
 from elastic_driver.runtime.journal.store import SqliteStore
 from elastic_driver.runtime.journal.tenure import Tenure, new_key
 from elastic_driver.runtime.results import JobResult

@@ -22,8 +22,7 @@ from elastic_driver import contract
 from elastic_driver.errors import UsageError
 from elastic_driver.job.job import Job
 from elastic_driver.options import masked
-from elastic_driver.runtime.journal.replay import JournalError, NotBegunError
-from elastic_driver.runtime.journal.resume import ResumedRun, load_run
+from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, ResumedRun, load_run
 from elastic_driver.runtime.results import JobResult, agents_started, read_result
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import is_of_this_user

@@ -30,22 +30,20 @@ import msgspec
 
 from elastic_driver.console import say, say_note
 from elastic_driver.errors import ClusterError, ElasticError, ExitCode
-from elastic_driver.features.checks.driver import CheckHistoryFile, CheckSettings, NodeChecks
-from elastic_driver.features.checks.messages import TaskSettings
-from elastic_driver.features.checks.report import CheckReport
-from elastic_driver.features.joining.driver import JoinedNodes
 from elastic_driver.job.events import JobLeaving
 from elastic_driver.runtime.backend import Backend, BackendJob, MakeBackend, RefusedReason
-from elastic_driver.runtime.brain_report import BrainReports
+from elastic_driver.runtime.brain_link import BrainReports
 from elastic_driver.runtime.discovery import HostDiscovery, Hosts
 from elastic_driver.runtime.driver import ElasticDriver, JobNow
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.host_checks import CheckOrder, HostChecks, Report, check_command
+from elastic_driver.runtime.journal.replay import ResumedRun
 from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.library_logs import described
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.results import JobResult, describe_failure, last_words
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
+from elastic_driver.runtime.status_routes import Nodes
 from elastic_driver.words import counted
 from launcher.backends.base import make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
@@ -55,7 +53,6 @@ from launcher.launch.plan import LaunchPlan
 from launcher.launch.status_line import BottomLine, has_room_for_line, status_line, summary
 from launcher.options.table import LaunchOptions
 from rendezvous.own_files import open_named
-from rendezvous.wire import UNREADABLE
 
 
 def submit(
@@ -91,11 +88,11 @@ def submit(
         plan, discovery, backend, run_dir, checks=checks, run=run, store=store, brain=brain
     )
     if checks is not None and run is not None:
-        checks.report = report = read_report(run_dir)
-        discovery = WithoutHosts(discovery, excluded_hosts(report, checks.settings))
+        checks.go_on()
+        discovery = WithoutHosts(discovery, checks.excluded(checks.report))
     elif checks is not None:
         hosts = discovery.find()
-        plan, bad = _checked(plan, driver, checks, hosts, run_dir)
+        plan, bad = _checked(plan, driver, checks, hosts)
         discovery = WithoutHosts(discovery, bad)
     if isinstance(source, AllocationDiscovery):
         # Slurm may still be ending the steps: what the agents then report comes at any time.
@@ -114,12 +111,12 @@ def _first_hosts(plan: LaunchPlan, discovery: HostDiscovery, run: ResumedRun | N
 
 
 def _checked(
-    plan: LaunchPlan, driver: ElasticDriver, checks: NodeChecks, hosts: Hosts, run_dir: RunDir
+    plan: LaunchPlan, driver: ElasticDriver, checks: HostChecks, hosts: Hosts
 ) -> tuple[LaunchPlan, dict[str, str]]:
     """Check the hosts before the job; return the plan without the bad ones, and their reasons."""
     driver.open()
     try:
-        bad = check_before_training(driver, checks, plan, hosts, run_dir)
+        bad = check_before_training(driver, checks, plan, hosts)
         plan = without(plan, hosts, bad)
         good = tuple(host for host, _slots in hosts if host not in bad)
         return replace(plan, settings=replace(plan.settings, checked_hosts=good)), bad
@@ -134,8 +131,8 @@ def make_driver(
     starter: MakeBackend,
     run_dir: RunDir,
     *,
-    checks: NodeChecks | None = None,
-    joined: JoinedNodes | None = None,
+    checks: HostChecks | None = None,
+    joined: Nodes | None = None,
     secrets: tuple[str, ...] = (),
     run: ResumedRun | None = None,
     store: JournalStore | None = None,
@@ -268,26 +265,22 @@ def without(plan: LaunchPlan, hosts: Hosts, problems: Collection[str]) -> Launch
 # ---- the node check -----------------------------------------------------------------------
 
 
-REPORT_FILE = "node_check.json"
-_CHECK_FOLDER = "node-check"  # in the run's folder; for the token and address of the check
-
-
 def sayer(plan: LaunchPlan) -> Callable[[str], None]:
     """Return a function that shows a sentence to the user."""
     return partial(say_note, as_json=plan.options.log_format == "json")
 
 
 def check_before_training(
-    driver: ElasticDriver, checks: NodeChecks, plan: LaunchPlan, hosts: Hosts, run_dir: RunDir
+    driver: ElasticDriver, checks: HostChecks, plan: LaunchPlan, hosts: Hosts
 ) -> dict[str, str]:
     """Check the hosts before the job begins; return the hosts to leave out, with the reasons.
 
     The report is shown, and kept in the run's folder. Raises ClusterError if no host is left or a
     signal ends the check.
     """
-    checks.report = report = run_check(driver, hosts, plan, sayer(plan))
-    (run_dir.path / REPORT_FILE).write_bytes(msgspec.json.encode(report) + b"\n")
-    bad = excluded_hosts(report, checks.settings)
+    report = run_check(driver, hosts, checks)
+    checks.begin_with(report)
+    bad = checks.excluded(report)
     if plan.verbosity >= 0 or bad:
         say(render_report(report, plan))
     if len(bad) == len(report.nodes):
@@ -298,30 +291,18 @@ def check_before_training(
     return bad
 
 
-def excluded_hosts(report: CheckReport | None, settings: CheckSettings) -> dict[str, str]:
-    """Return the hosts that the job does not use after this check, with the reasons."""
-    return {} if report is None else report.excluded(stragglers=settings.exclude_stragglers)
-
-
-def read_report(run_dir: RunDir) -> CheckReport | None:
-    """Return the report of the check with which the run began; None if there is no usable one."""
-    try:
-        return msgspec.json.decode((run_dir.path / REPORT_FILE).read_bytes(), type=CheckReport)
-    except (OSError, *UNREADABLE):
-        return None
-
-
-def check_settings(plan: LaunchPlan) -> CheckSettings:
-    """Return the settings of the plan's node checks."""
+def check_order(plan: LaunchPlan) -> CheckOrder:
+    """Return what the plan says of node checks."""
     options = plan.options
-    timeout, model = options.check_timeout, options.trains_for_check
-    return CheckSettings(
-        exclude_stragglers=options.exclude_straggler,
-        every_slot=plan.gpus,
+    timeout = options.check_timeout
+    return CheckOrder(
+        timeout=timeout,
         start_timeout=min(plan.settings.start_timeout, timeout),
-        task_timeout=timeout,
         heartbeat_timeout=plan.settings.heartbeat_timeout,
-        task=TaskSettings(timeout=timeout, performance=options.comm_perf_test, model=model),
+        exclude_slow=options.exclude_straggler,
+        every_slot=plan.gpus,
+        measures_network=options.comm_perf_test,
+        trains=options.trains_for_check,
         ports=plan.spec.ports,
         env=plan.spec.env,
     )
@@ -332,38 +313,32 @@ def make_checks(
     starter: MakeBackend,
     run_dir: RunDir,
     say: Callable[[str], None] | None = None,
-) -> NodeChecks:
+) -> HostChecks:
     """Return the node checks of a run; `say` shows a line to the user, if not `sayer`."""
-    say = sayer(plan) if say is None else say
-    return NodeChecks(
-        check_settings(plan),
-        make_backend=starter,
-        folder=RunDir(run_dir.path, _CHECK_FOLDER),
-        file=run_dir.path / REPORT_FILE,
-        keep=CheckHistoryFile(Path(plan.state_dir), say).add,
-        say=say if plan.verbosity >= 0 else (lambda _line: None),
+    return check_command().make_checks(
+        check_order(plan),
+        starter=starter,
+        run_dir=run_dir,
+        state_dir=Path(plan.state_dir),
+        say=sayer(plan) if say is None else say,
+        quiet=plan.verbosity < 0,
     )
 
 
-def run_check(
-    driver: ElasticDriver, hosts: Hosts, plan: LaunchPlan, say: Callable[[str], None]
-) -> CheckReport:
+def run_check(driver: ElasticDriver, hosts: Hosts, checks: HostChecks) -> Report:
     """Check hosts and keep the report beyond this run; return it with earlier findings.
 
     Raises ElasticError if the check cannot begin, or a signal ends it.
     """
     with ended_by_signals("the node check"):
         report = driver.check(hosts)
-    kept = CheckHistoryFile(Path(plan.state_dir), say)
-    before = kept.read().remarks(report)
-    kept.add(report)
-    return msgspec.structs.replace(report, before=before)
+    return checks.remember(report)
 
 
-def render_report(report: CheckReport, plan: LaunchPlan) -> str:
+def render_report(report: Report, plan: LaunchPlan) -> str:
     """Return the report as a table, or as one line of JSON."""
     as_json = plan.options.log_format == "json"
-    return msgspec.json.encode(report).decode() if as_json else report.render()
+    return msgspec.json.encode(report).decode() if as_json else str(report.render())
 
 
 class WithoutHosts:

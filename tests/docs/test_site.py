@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import elastic_driver
+from elastic_driver.features.page.routes import PAGE_FILES
 from elastic_driver.runtime.api import ROUTES
-from elastic_driver.runtime.page_routes import PAGE_FILES
 from launcher.ctl_commands import catalog
 from tests.support.browser import needs_chromium, tab
 from tests.support.job import ROOT

@@ -45,10 +45,8 @@ def run(copy: Path, *argv: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("feature", ["shards", "telemetry", "tensorflow"])
-def test_without_its_folder_the_rest_is_imported_trains_and_passes(
-    feature: str, tmp_path: Path
-) -> None:
+def without(feature: str, tmp_path: Path) -> None:
+    """Make a copy of the tree without a feature; all its modules are imported, and a job trains."""
     for name in (*PACKAGES, "tests", "examples", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.cfg"):
@@ -64,6 +62,16 @@ def test_without_its_folder_the_rest_is_imported_trains_and_passes(
     options = ("-np", "2", "--state-dir", str(tmp_path / "state"))
     script = str(tmp_path / "tests" / "e2e" / "jobs" / "train.py")
     run(tmp_path, "-c", TRAIN, *options, script)
+
+
+@pytest.mark.parametrize("feature", ["page", "statistics", "stragglers", "telemetry"])
+def test_without_its_folder_the_rest_is_imported_and_trains(feature: str, tmp_path: Path) -> None:
+    without(feature, tmp_path)
+
+
+@pytest.mark.parametrize("feature", ["checks", "shards", "tensorflow"])
+def test_without_a_machine_the_tests_of_the_others_pass_too(feature: str, tmp_path: Path) -> None:
+    without(feature, tmp_path)
     named = f"features.{feature}"
     tests = [file for part in REST for file in sorted(tmp_path.glob(f"{part}/test_*.py"))]
     rest = [str(file) for file in tests if named not in file.read_text()]

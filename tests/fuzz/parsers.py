@@ -23,6 +23,7 @@ from elastic_driver import reachability
 from elastic_driver.brain.cluster import Cluster
 from elastic_driver.errors import UsageError
 from elastic_driver.features.goodput.ledger import Ledger
+from elastic_driver.features.page import routes as page_routes
 from elastic_driver.features.shards import messages as shards
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow import messages as tf
@@ -31,7 +32,7 @@ from elastic_driver.job.events import ProgressReading, ProgressReported, Tick
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.tables import SnapshotError
 from elastic_driver.reachability import DriverPresence, Presence
-from elastic_driver.runtime import liveness_port, page_routes, run_dir
+from elastic_driver.runtime import endpoint, machines, run_dir
 from elastic_driver.runtime.discovery import (
     MAX_HOSTS,
     MAX_SLOTS,
@@ -41,8 +42,8 @@ from elastic_driver.runtime.discovery import (
     parse_host_lines,
     parse_hosts,
 )
-from elastic_driver.runtime.event_routes import Reported
-from elastic_driver.runtime.journal import codec, follower, tenure
+from elastic_driver.runtime.event_routes import KINDS
+from elastic_driver.runtime.journal import follower, tenure
 from elastic_driver.runtime.journal import follower as mirror
 from elastic_driver.runtime.journal.etcd import EtcdError, KeyValue
 from elastic_driver.settings import Settings
@@ -300,7 +301,7 @@ def ask_tensorflow(given: tuple[type[Any], bytes]) -> None:
     kind, content = given
     machine = TfCluster(30.0)
     request = tf.TfRequest(1, msgspec.json.decode(content, type=kind))
-    assert codec.decode(codec.encode(request)) == request
+    assert machines.decode_event(machines.encode_event(request)) == request
     machine.handle(request, 1.0)
     machine.check()
     machine.handle(Tick(), 100.0)
@@ -315,7 +316,7 @@ def ask_shards(given: tuple[type[Any], bytes]) -> None:
     for ticket in (1, 2):
         request = shards.ShardRequest(ticket, "d", body)
         batch = shards.ShardBatch((request,))
-        assert codec.decode(codec.encode(batch)) == batch
+        assert machines.decode_event(machines.encode_event(batch)) == batch
         machine.handle(request, 1.0)
         machine.check()
     machine.handle(Tick(), 100.0)
@@ -331,8 +332,8 @@ def _with_kind(*kinds: type[Any]) -> st.SearchStrategy[tuple[type[Any], bytes]]:
 
 def take_event(body: bytes) -> None:
     """An event of the wire; the journal keeps it as it is."""
-    event = msgspec.json.decode(body, type=Reported)
-    assert codec.decode(codec.encode(event)) == event
+    event = msgspec.json.decode(body, type=KINDS)
+    assert machines.decode_event(machines.encode_event(event)) == event
 
 
 LARGE = b"1" * 40
@@ -343,7 +344,7 @@ def read_progress(body: bytes) -> None:
     found = decode_progress(body)
     if found is not None:
         reading = ProgressReading(found.step, found.step_time, answered=True)
-        codec.encode(ProgressReported(1, (reading,)))
+        machines.encode_event(ProgressReported(1, (reading,)))
 
 
 def read_world(body: bytes) -> None:
@@ -382,8 +383,8 @@ def hear_brain(chunks: list[bytes]) -> None:
     """Bytes at the port where a driver proves that it lives; none is a Brain's question."""
 
     async def hear() -> None:
-        lines = liveness_port._Lines(DriverPresence("secret", 1.0, "127.0.0.1:2000"))
-        transport = _hear(liveness_port._Line(lines), chunks)
+        lines = endpoint._Lines(DriverPresence("secret", 1.0, "127.0.0.1:2000"))
+        transport = _hear(endpoint._Line(lines), chunks)
         assert not transport.said
         assert not lines.unproved
         assert not lines.kept
@@ -553,7 +554,7 @@ PARSERS = (
     ),
     Parser(
         "event",
-        nearly(Reported),
+        nearly(KINDS),
         take_event,
         NOT_JSON,
         (  # numbers that the journal cannot hold
@@ -595,7 +596,7 @@ PARSERS = (
         (),
         (b"[" * 2000, b'["\xff"]'),
     ),
-    Parser("journal event", PACKED_EVENTS, codec.decode, (ValueError, LookupError)),
+    Parser("journal event", PACKED_EVENTS, machines.decode_event, (ValueError, LookupError)),
     Parser("snapshot", _snapshots(), restore, (SnapshotError,)),
     Parser("etcd", nearly(tenure.DriverKey) | nearly_packed(list[Any]), read_etcd, (EtcdError,)),
     Parser(

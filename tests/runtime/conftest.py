@@ -12,7 +12,7 @@ import pytest
 
 from elastic_driver.features.checks.driver import CheckSettings, NodeChecks
 from elastic_driver.features.checks.report import CheckReport
-from elastic_driver.runtime.brain_report import BrainReports
+from elastic_driver.runtime.brain_link import BrainReports
 from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.journal.store import JournalStore

@@ -15,7 +15,7 @@ from elastic_driver.runtime.backend import OnLost
 from elastic_driver.runtime.discovery import FixedDiscovery
 from elastic_driver.runtime.driver import ElasticDriver
 from elastic_driver.runtime.journal import writer
-from elastic_driver.runtime.journal.resume import load_run
+from elastic_driver.runtime.journal.replay import load_run
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir

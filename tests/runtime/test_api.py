@@ -13,9 +13,9 @@ import pytest
 
 from elastic_driver import token_roles
 from elastic_driver.runtime.api import DriverRoutes, job_access
-from elastic_driver.runtime.driver_port import Request
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.event_routes import may_report
+from elastic_driver.runtime.machine_api import Request
 from elastic_driver.token_roles import agent_token, worker_token
 from elastic_driver.words.progress import History
 from elastic_driver.words.wire_events import (

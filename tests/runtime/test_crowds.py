@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
+from elastic_driver.features.page.routes import PageRoutes
 from elastic_driver.runtime.api import job_access
-from elastic_driver.runtime.page_routes import PageRoutes
 from elastic_driver.words.joining import (
     HELLO_PATH,
     PROOF_PATH,

@@ -13,7 +13,7 @@ from elastic_driver.errors import ExitCode
 from elastic_driver.runtime import driver as driver_module
 from elastic_driver.runtime.results import read_result
 from elastic_driver.words.orders import JobSpec, Notice, StartWorkerOrder, decode
-from elastic_driver.words.wire_events import WorkerReady
+from elastic_driver.words.wire_events import ScaleRequested, WorkerReady
 from rendezvous.wire import Count, Number, Set
 from tests.runtime.cluster import Cluster, beating
 from tests.runtime.jobs import StartJob
@@ -333,3 +333,24 @@ def test_a_bug_of_the_driver_s_still_stops_the_agents_and_ends_with_70(
     assert "ZeroDivisionError: a bug" in job.stderr.getvalue()
     assert job.cluster.closed >= 1
     assert not job.run_dir.token_file.exists()
+
+
+def test_what_comes_while_a_bug_ends_the_driver_is_answered_and_nothing_twice(
+    start_job: StartJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = start_job()
+    job.cluster.until_workers(A0, A1)
+    answered, close = list[str](), job.driver._resources.close
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    def late(*how: object, **more: object) -> object:
+        assert job.driver.deliver(ScaleRequested(2), lambda: answered.append("second"))
+        return close(*how, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(job.driver._resources, "close", late)
+    monkeypatch.setattr(driver_module.Job, "handle", broken)
+    assert job.driver.deliver(ScaleRequested(2), lambda: answered.append("first"))
+    assert job.outcome().exit_code == ExitCode.BUG
+    assert answered == ["first", "second"]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_driver.reachability import DriverPresence
-from elastic_driver.runtime import liveness_port
-from elastic_driver.runtime.liveness_port import KEPT, MOST, LivenessPort
+from elastic_driver.runtime import endpoint
+from elastic_driver.runtime.endpoint import KEPT, MOST, LivenessPort
 from tests.support.job import eventually
 from tests.support.liveness import driver
 
@@ -58,7 +58,7 @@ def test_a_driver_proves_itself_to_the_brain_and_keeps_the_connection(port: Live
     assert answer
     port.open(BEGAN)
     assert port.address == address, "open is done once"
-    connection.settimeout(liveness_port.LINE_S + 0.5)
+    connection.settimeout(endpoint.LINE_S + 0.5)
     with pytest.raises(TimeoutError):
         connection.recv(1)
     connection.settimeout(5.0)

@@ -14,12 +14,15 @@ from msgspec.structs import replace
 from elastic_driver import contract
 from elastic_driver.brain.store.records import Sample
 from elastic_driver.features.shards.messages import NextRequest, RangeDescription, ShardRequest
+from elastic_driver.features.sizes.driver import Sizes
+from elastic_driver.features.statistics.driver import Statistics
+from elastic_driver.features.statistics.measurements import LOOK_S, USAGE_S
 from elastic_driver.job.events import HostsMeasured
 from elastic_driver.kernel.machine import Reply
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machines import MACHINES
 from elastic_driver.runtime.mailbox import Mailbox
-from elastic_driver.runtime.measurements import LOOK_S, USAGE_S
+from elastic_driver.runtime.parts import DriverPart
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.progress import HostUsage, Usage
 from rendezvous.wire import Entry
@@ -29,7 +32,7 @@ def carried_out(decision: object) -> None:
     raise AssertionError(f"nobody has decided this: {decision}")
 
 
-def loop_of(executor: SimpleNamespace, replies: list[Reply]) -> DriverLoop:
+def loop_of(executor: SimpleNamespace, replies: list[Reply], *parts: DriverPart) -> DriverLoop:
     decided = {kind for machine in MACHINES for kind in machine.decision_types()}
     executor.handlers = lambda: dict.fromkeys(decided - {Reply}, carried_out)
     executor.followers = dict
@@ -37,10 +40,10 @@ def loop_of(executor: SimpleNamespace, replies: list[Reply]) -> DriverLoop:
         mailbox=Mailbox(),
         executor=cast("Any", executor),
         lease=30.0,
-        checks=None,
         status=bytes,
         answer=replies.extend,
         debug=True,
+        parts=parts,
     )
 
 
@@ -83,12 +86,15 @@ class Listener:
 def test_the_job_knows_the_idle_memory_of_hosts_before_a_worker_that_ran_out_of_it() -> None:
     tails, job = SimpleNamespace(deadline=None), Listener()
     record = recording(tails)
-    loop = loop_of(SimpleNamespace(record=record), [])
+    statistics = Statistics()
+    loop = loop_of(SimpleNamespace(record=record), [], statistics)
     loop.kernel.machines |= {"job": job, "shards": Listener()}
     host = HostUsage(cpu=0.5, memory_used=3, memory_total=8, disk_used=1, disk_total=2)
-    (key,) = loop.measurements.usage_keys(0.0, [("a", 1)])
+    (key,) = statistics.measurements.usage_keys(0.0, [("a", 1)])
     assert key == contract.agent_usage("a", 1)
-    loop.measurements.usage_read({key: Entry(value=msgspec.json.encode(Usage(host)), revision=1)})
+    statistics.measurements.usage_read(
+        {key: Entry(value=msgspec.json.encode(Usage(host)), revision=1)}
+    )
     killed = ev.WorkerExited("a.0.1", -9, "")
     short = ev.WorkerExited("a.1.1", -9, "", out_of_memory=ev.OutOfMemory(8, 5))
     for event in (killed, short):
@@ -110,8 +116,9 @@ def test_statistics_get_the_usage_of_hosts_that_was_read_for_them() -> None:
 
     tails = SimpleNamespace(deadline=None)
     record = recording(tails)
-    loop, kept = loop_of(SimpleNamespace(record=record, read=read), []), list[Sample]()
-    loop.statistics = kept.append
+    statistics, kept = Statistics(), list[Sample]()
+    statistics.keep = kept.append
+    loop = loop_of(SimpleNamespace(record=record, read=read), [], statistics)
     loop.job = cast(
         "Any",
         SimpleNamespace(
@@ -121,10 +128,10 @@ def test_statistics_get_the_usage_of_hosts_that_was_read_for_them() -> None:
         ),
     )
     for number in range(3):
-        loop._measure(100.0 + number * USAGE_S)
+        statistics.look(100.0 + number * USAGE_S)
         loop.turn()
         assert [sample.measured.hosts["a"].memory_used for sample in kept] == [*range(number + 1)]
-    loop._measure(100.0 + 2 * USAGE_S)
+    statistics.look(100.0 + 2 * USAGE_S)
     assert len(kept) == 4, "a look between two of them hands in the job alone"
     assert kept[-1].measured.hosts == {}
 
@@ -143,7 +150,8 @@ def test_a_search_that_thinks_for_long_puts_off_no_look_at_the_speed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A look of 0.1 s would be the last one for 20 s."""
-    loop = loop_of(SimpleNamespace(record=None), [])
+    statistics = Statistics()
+    loop = loop_of(SimpleNamespace(record=None), [], statistics, Sizes(has_brain=False))
     search = Thinker()
     loop.kernel.machines |= {"scaling": search, "starvation": Listener()}
     loop.job = cast(
@@ -152,8 +160,9 @@ def test_a_search_that_thinks_for_long_puts_off_no_look_at_the_speed(
             workers=SimpleNamespace(count=lambda _state: 1), fleet=SimpleNamespace(agents={})
         ),
     )
-    monkeypatch.setattr("elastic_driver.runtime.loop.speed_seen", lambda *_: "speed")
-    monkeypatch.setattr("elastic_driver.runtime.loop.loads_seen", lambda *_: "loads")
-    loop._measure(50.0)
-    assert search.heard == ["speed"]
-    assert loop.measurements.due == 50.0 + LOOK_S
+    speed, loads = SimpleNamespace(machine="scaling"), SimpleNamespace(machine="starvation")
+    monkeypatch.setattr("elastic_driver.features.sizes.driver.speed_seen", lambda *_: speed)
+    monkeypatch.setattr("elastic_driver.features.sizes.driver.loads_seen", lambda *_: loads)
+    statistics.look(50.0)
+    assert search.heard == [speed]
+    assert statistics.measurements.due == 50.0 + LOOK_S

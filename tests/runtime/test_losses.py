@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic_driver.features.goodput.ledger import Ledger
 from elastic_driver.features.telemetry.spans import RoundSpans, Span
 from elastic_driver.job.decisions import Announce, PublishWorld
-from elastic_driver.runtime.job_times import JobTimes
+from elastic_driver.runtime.metrics import JobTimes
 from elastic_driver.runtime.results import WorkerResults
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.orders import World

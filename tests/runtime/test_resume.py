@@ -18,7 +18,7 @@ import pytest
 from elastic_driver import contract
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.journal.resume import load_run
+from elastic_driver.runtime.journal.replay import load_run
 from elastic_driver.runtime.results import read_result
 from elastic_driver.runtime.run_dir import RunDir, read_endpoint
 from elastic_driver.words.orders import (

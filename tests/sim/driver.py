@@ -19,7 +19,7 @@ from elastic_driver.job.decisions import Announce, Decision, GiveOrder, PublishW
 from elastic_driver.job.events import TOGETHER, AgentLost, DriverResumed, Tick
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.kernel import Catalog, Kernel, Machines
-from elastic_driver.runtime.journal.codec import decode, encode
+from elastic_driver.runtime.machines import decode_event, encode_event
 from elastic_driver.words import wire_events as ev
 from tests.sim.workers import Violation
 
@@ -77,7 +77,7 @@ class Journal:
         if len(self.rows) >= SNAPSHOT_EVERY:
             last, its_time, _ = self.rows[-1]
             self.state, self.rows = (last, its_time, self.driver.job.snapshot()), []
-        self.rows.append((n, at, encode(event)))
+        self.rows.append((n, at, encode_event(event)))
 
     def is_written(self) -> bool:
         """Return whether etcd has all events; if not, the driver keeps what was decided."""
@@ -93,7 +93,7 @@ class Journal:
         found.events, self.reached, state = self.state
         found.begin("job", Job.restored(state))
         for n, at, event in self.rows:
-            found.handle(n, at, "job", decode(event))
+            found.handle(n, at, "job", decode_event(event))
             self.reached = at
         return found
 

@@ -15,7 +15,7 @@ from tests.support.job import ROOT
 
 _DRIVER = """
 import sys
-from elastic_driver.runtime.liveness_port import LivenessPort
+from elastic_driver.runtime.endpoint import LivenessPort
 token, began, port, host = sys.argv[1:]
 liveness = LivenessPort(host, 1, token, (int(port),))
 liveness.open(float(began))

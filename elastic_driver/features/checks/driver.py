@@ -1,52 +1,54 @@
-"""Node checks of a run: their agents' backend, their results, and the history of all runs.
+"""Node checks of a run: their agents' backend, and their results.
 
 One check runs at a time, before the job or during it for hosts that come later. The machine
-(`features.checks.machine`) decides; this module gives its agents a folder and a backend, adds
-its report to earlier ones, and keeps the results in files. Called by the driver's thread, except
-where noted. Times are seconds.
+(`features.checks.machine`) decides; `NodeChecks` gives its agents a folder and a backend, adds its
+report to earlier ones, and keeps the results in files. `CheckPart` runs the machine. Called by the
+driver's thread, except where noted. Times are seconds.
 """
 
+from __future__ import annotations
+
 import contextlib
-import errno
-import fcntl
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import field
 
 from elastic_driver import contract
 from elastic_driver.contract import PortRange
-from elastic_driver.errors import ClusterError
-from elastic_driver.features.checks.machine import CheckLimits, NodeChecker
+from elastic_driver.errors import ClusterError, ElasticError
+from elastic_driver.features.checks.machine import CheckEnded, CheckLimits, NodeChecker
 from elastic_driver.features.checks.messages import TASK_SETTINGS, TaskSettings
-from elastic_driver.features.checks.report import CheckHistory, CheckReport
-from elastic_driver.job.decisions import CheckHosts
+from elastic_driver.features.checks.report import CheckReport
+from elastic_driver.job.decisions import Announce, CheckHosts
 from elastic_driver.job.events import HostResult, HostsChecked
 from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.discovery import Hosts
+from elastic_driver.runtime.host_checks import CheckAnswer, Checking, Say
+from elastic_driver.runtime.parts import DriverThread
 from elastic_driver.runtime.run_dir import RunDir
+from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words.orders import JobSpec, encode
 from rendezvous.auth import write_token_file
-from rendezvous.own_files import open_own, write_own
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import UNREADABLE, Set
+
+if TYPE_CHECKING:
+    from elastic_driver.job.job import Job
+    from elastic_driver.kernel.kernel import Handler
+    from elastic_driver.runtime.resources import DriverSetup
 
 PACKAGES = Path(__file__).resolve().parents[3]
 TASK = (sys.executable, "-m", "elastic_driver.features.checks.worker.serve")
 # Modules that the task imports; the one for the model takes as long as all others.
 PRELOAD = ("elastic_driver.features.checks.worker.measure",)
 PRELOAD_MODEL = (*PRELOAD, "torch._dynamo")
-FILE = "_node-checks.json"
-MAX_BYTES = 64 * 1024 * 1024  # far more than the bounds of `CheckHistory` allow
-LOCK_S = 2.0  # then it is written all the same: at worst another run's check is missing
-_LOOK_AGAIN_S = 0.02
 CHECKS_OF_A_TERM = 1000  # more than one driver makes
 STOP_S = 10.0  # for a check that is abandoned to end its agents
 
@@ -80,12 +82,9 @@ class CheckSettings(CheckLimits, frozen=True, kw_only=True):
         )
 
 
-CheckAnswer: TypeAlias = Callable[[CheckReport | Exception], None]
-
-
 @dataclass
 class NodeChecks:
-    """The node checks of one run."""
+    """The node checks of one run (`host_checks.HostChecks`)."""
 
     settings: CheckSettings
     _: KW_ONLY
@@ -93,7 +92,9 @@ class NodeChecks:
     folder: RunDir  # for the token and the address that these agents are given
     file: Path | None = None  # for the results of this run; None: they are not kept
     keep: Callable[[CheckReport], None] = lambda _report: None  # keeps a report beyond this run
-    say: Callable[[str], None] = lambda _line: None  # shows the user a line
+    # The same for the check before the job; returns its report with remarks on earlier checks.
+    remember: Callable[[CheckReport], CheckReport] = lambda report: report
+    say: Say = lambda _line: None
     report: CheckReport | None = None  # of all checks; replaced, never changed
     backend: Backend | None = None  # of the present check
     stopped: bool = False
@@ -188,6 +189,26 @@ class NodeChecks:
             results.append(HostResult(node.node, bad is None, bad or words))
         return HostsChecked(tuple(results), asked.number)
 
+    # ---- the check before the job; called by the main thread ------------------------------
+
+    def excluded(self, report: CheckReport | None) -> dict[str, str]:
+        """See `HostChecks.excluded`."""
+        stragglers = self.settings.exclude_stragglers
+        return {} if report is None else report.excluded(stragglers=stragglers)
+
+    def begin_with(self, report: CheckReport) -> None:
+        """See `HostChecks.begin_with`."""
+        self.report = report
+        if self.file is not None:
+            self.file.write_bytes(msgspec.json.encode(report) + b"\n")
+
+    def go_on(self) -> None:
+        """See `HostChecks.go_on`."""
+        self.report = None
+        if self.file is not None:
+            with contextlib.suppress(OSError, *UNREADABLE):
+                self.report = msgspec.json.decode(self.file.read_bytes(), type=CheckReport)
+
     def _write(self) -> None:
         try:
             if self.file is not None:
@@ -213,67 +234,72 @@ def merged(before: CheckReport, after: CheckReport) -> CheckReport:
     )
 
 
-class CheckHistoryFile:
-    """The history of all node checks of a state folder, `<state-dir>/_node-checks.json`.
+def part(setup: DriverSetup, _began: float) -> Checking:
+    """Return the part of a driver."""
+    if setup.checks is None:
+        return CheckPart(None, resumed=setup.resumed is not None)
+    assert isinstance(setup.checks, NodeChecks)  # noqa: S101 - this feature has made them
+    return CheckPart(setup.checks, resumed=setup.resumed is not None)
 
-    No run can have this name. The file is readable by its owner only and written atomically.
-    Several runs may end a check at the same time: they take turns by a lock on the folder, if the
-    file system has locks. A file that cannot be decoded is renamed and reported; no check fails
-    because of its history. Times are unix seconds.
 
-    Args:
-        state_dir: the folder; made when there is something to keep.
-        say: shows the user a line about a file that cannot be read or written.
-    """
+class CheckPart(Checking):
+    """Runs the machine of each check. `checks` None: nodes are never checked."""
 
-    def __init__(self, state_dir: Path, say: Callable[[str], None]) -> None:
-        self._folder, self._say = state_dir.expanduser().absolute(), say
-        self.path = self._folder / FILE
+    def __init__(self, checks: NodeChecks | None, *, resumed: bool) -> None:
+        self._checks, self._resumed = checks, resumed
+        self._checker: NodeChecker | None = None
 
-    def read(self) -> CheckHistory:
-        """Return the history; an empty one if there is no file, or no usable one."""
+    def attach(self, thread: DriverThread) -> None:
+        """See `DriverPart.attach`."""
+        self._thread = thread
+
+    def handlers(self) -> Mapping[type[Any], Handler]:
+        """See `DriverPart.handlers`."""
+        return {CheckEnded: self._end}
+
+    def check(self, hosts: Hosts, answer: CheckAnswer) -> None:
+        """See `Checking.check`."""
+        if self._checks is None:
+            super().check(hosts, answer)
+            return
         try:
-            with open(open_own(self.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-                if (owner := os.fstat(file.fileno()).st_uid) != os.geteuid():
-                    raise PermissionError(errno.EPERM, f"it belongs to user {owner}")
-                content = file.read(MAX_BYTES + 1)
-            if len(content) > MAX_BYTES:
-                raise msgspec.DecodeError(f"it is larger than {MAX_BYTES} bytes")
-            return msgspec.json.decode(content, type=CheckHistory)
-        except FileNotFoundError:
-            pass
-        except UNREADABLE as error:
-            aside = self.path.with_name(f"{FILE}.bad-{time.time():.0f}")
-            with contextlib.suppress(OSError):
-                self.path.replace(aside)
-            self._say(f"{self.path} is no history of checks ({error}), and is now {aside.name}")
-        except OSError as error:
-            self._say(f"cannot read the checks before this one in {self.path}: {error.strerror}")
-        return CheckHistory()
+            self._checker = self._checks.begin(hosts, answer)
+        except (ElasticError, OSError) as error:
+            answer(error)
+        else:
+            # The first tick begins.
+            self._thread.kernel.begin("check", self._checker, due=self._thread.clock())
+            self._thread.journal_states()
 
-    def add(self, report: CheckReport) -> None:
-        """Add a check's report."""
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._locked():
-                history = self.read().with_report(report, time.time())
-                write_own(self.path, msgspec.json.encode(history) + b"\n")
-        except OSError as error:
-            self._say(f"cannot keep what the check found in {self.path}: {error.strerror}")
+    def check_for_job(self, asked: CheckHosts) -> None:
+        """See `Checking.check_for_job`."""
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        until, locked = time.monotonic() + LOCK_S, False
-        try:
-            while not locked and time.monotonic() < until:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    locked = True
-                except BlockingIOError:
-                    time.sleep(_LOOK_AGAIN_S)
-                except OSError:  # this file system has no locks
-                    break
-            yield
-        finally:
-            os.close(descriptor)  # and with it the lock
+        def answer(found: CheckReport | Exception) -> None:
+            if self._checks is not None:
+                self._thread.post(self._checks.verdict(asked, found))
+
+        self.check(asked.hosts, answer)
+
+    def _end(self, decision: CheckEnded) -> None:
+        self._checker = None
+        self._thread.kernel.end("check")
+        if self._checks is not None:
+            self._checks.end(decision.report)
+
+    def job_begins(self, job: Job) -> None:
+        """Log what was found before the job."""
+        del job
+        if self._checks is not None and self._checks.report is not None and not self._resumed:
+            summary = self._checks.report.summary()
+            self._thread.kernel.act(Announce(host_log.NodesChecked(), summary))
+
+    def before_job(self) -> dict[str, Any]:
+        """See `DriverPart.before_job`."""
+        if self._checker is not None:
+            found: dict[str, Any] = msgspec.to_builtins(self._checker.report(self._thread.clock()))
+            return found
+        return {"state": "starting", **self.status()}
+
+    def status(self) -> dict[str, Any]:
+        """See `DriverPart.status`."""
+        return {"node_check": None if self._checks is None else self._checks.report}

@@ -418,3 +418,5 @@ MACHINES = (
         decisions=CheckDecision,
     ),
 )
+ENDS = (CheckEnded,)
+REPORTED = (messages.TaskEnded,)

@@ -72,6 +72,9 @@ class CheckReport(Struct, frozen=True, kw_only=True):
         return "\n".join([*_align(rows), self.summary()])
 
 
+DOCUMENT = CheckReport  # in the status
+
+
 def _measured(node: NodeVerdict) -> tuple[str, ...]:
     """Return a node's cells in the table of a check."""
     passed = [m for m in node.history if not m.failure]

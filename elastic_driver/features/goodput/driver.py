@@ -14,7 +14,7 @@ from typing import Any
 from elastic_driver.features.goodput.ledger import Class, Ledger
 from elastic_driver.features.goodput.story import Story, read_story
 from elastic_driver.job.decisions import Announce
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.replay import ResumedRun
 from elastic_driver.settings import Settings
 from elastic_driver.words import log_events as log
 from elastic_driver.words.log_lines import read_line

@@ -11,16 +11,12 @@ sample teaches (φ + M₀) / (φ + M) of what it teaches in the batch M₀ (Poll
 mean gradient. Here batches are counted in those of one worker, so M is the number of workers, and
 M₀ is 1.
 
-The estimate of both follows from the squared norms of each worker's gradient and of their mean (the
-appendix of McCandlish et al., An Empirical Model of Large-Batch Training, 2018). Pure.
+`runtime.parts` estimates the scale.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, sqrt
 from statistics import fmean, stdev
-
-from elastic_driver.words.progress import GradientNorms
 
 WARM_UP_STEPS, WARM_UP_S = 5, 0.5  # both have to pass
 LEAST_STEPS, LEAST_LOOKS = 20, 4
@@ -92,22 +88,6 @@ class Gauge:
         """Return whether the steps of the last minute differ from the step time known before."""
         full = self.seconds >= DRIFT_S * 0.9
         return full and abs(self.mean / known - 1) > DRIFT
-
-
-LEAST, MOST = 1e-6, 1e6  # batches; beyond these no size of a job makes a difference
-
-
-def noise_scale(norms: Sequence[GradientNorms]) -> float | None:
-    """Return φ in batches of one worker, by the norms of all workers; None: they do not tell."""
-    size = len(norms)
-    if size < 2:
-        return None
-    own, mean = fmean(n.own for n in norms), fmean(n.mean for n in norms)
-    variance = (own - mean) * size / (size - 1)
-    signal = (size * mean - own) / (size - 1)
-    if own <= 0 or variance < 0:
-        return None
-    return MOST if signal <= variance / MOST else max(LEAST, variance / signal)
 
 
 def efficiency(noise: float, size: int) -> float:

@@ -263,6 +263,7 @@ MACHINES = (
         name="stragglers",
         events=Taken,
         decisions=Decided,
+        new=lambda _lease: Stragglers(),
         hears={"job": (WorkerEnding,)},
         follows={PublishWorld: lambda decision: RoundPublished(decision.world)},
     ),

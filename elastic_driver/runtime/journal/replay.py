@@ -1,25 +1,36 @@
-"""Reads a journal, and replays it through the pure machines, as the kernel runs them.
+"""Reads a journal: replays it through the pure machines, and makes the run for the next driver.
 
 The same events at the same times give the same decisions. Each snapshot on the way is compared with
 the state that the replay has come to, so a replay that differs from the run is reported. Reading
-changes nothing, and is possible while the driver writes.
+changes nothing, and is possible while the driver writes. For a next driver, the replay begins at
+the newest snapshot, so it is short however old the job is.
 """
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from elastic_driver.errors import UsageError
-from elastic_driver.features.checks.machine import CheckEnded
+from elastic_driver.job.decisions import EndJob
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.kernel import Machines
 from elastic_driver.kernel.tables import Snapshots
-from elastic_driver.runtime.journal import write_ahead
-from elastic_driver.runtime.journal.codec import decode
-from elastic_driver.runtime.journal.store import FORMAT, UPGRADED, checksum, connect, stranger
-from elastic_driver.runtime.machines import MACHINES
+from elastic_driver.runtime.journal.store import (
+    FORMAT,
+    UPGRADED,
+    checksum,
+    connect,
+    log_damage,
+    stranger,
+)
+from elastic_driver.runtime.machines import ENDS, MACHINES, PASSING, decode_event
+from elastic_driver.runtime.mailbox import collector_paused
+from elastic_driver.settings import Settings
 
 _KINDS = {each.name: each.kind for each in MACHINES.journalled if each.kind is not None}
 _LATER = "SELECT * FROM events WHERE n > ? AND n <= ? ORDER BY n"
@@ -62,10 +73,10 @@ class Step(NamedTuple):
 def refuse_damage(path: Path, *, indexed: bool = False) -> None:
     """Raise `JournalError` if events are missing because the log behind them has changed.
 
-    `indexed` as for `write_ahead.damage`.
+    `indexed` as for `log_damage`.
     """
     try:
-        found = write_ahead.damage(path, indexed=indexed)
+        found = log_damage(path, indexed=indexed)
     except OSError as error:
         found = f"its write-ahead log cannot be read: {error.strerror}"
     if found:
@@ -152,11 +163,11 @@ class Replay:
             while later and later[0] < n:
                 self._take_states(later.pop(0))
             try:
-                event = decode(data)
+                event = decode_event(data)
                 decisions = self._run.handle(n, at, name, event)
             except (ValueError, LookupError) as error:
                 raise JournalError(self.refusal(f"event {n}", str(error))) from error
-            if any(isinstance(decision, CheckEnded) for decision in decisions):
+            if any(isinstance(decision, ENDS) for decision in decisions):
                 self._run.end(name)
             self.now = at
             yield Step(n, at, name, event, decisions)
@@ -227,3 +238,91 @@ def _is_same(machine: Snapshots, state: bytes) -> bool:
     """Return whether a machine is in the state of a snapshot, perhaps of an older version."""
     now = machine.snapshot()
     return now == state or now == type(machine).restored(state).snapshot()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedRun:
+    """A run as its journal knows it, after the last event."""
+
+    run_id: str
+    argv: tuple[str, ...]  # the command line of `elasticrun`
+    cwd: str  # its folder
+    term: int  # of the last driver; the next one has the next number
+    url: str  # of the last driver that was reachable; "": the next one may listen anywhere
+    began: float  # unix seconds of the job's beginning
+    unix_offset: float  # of the last driver: unix seconds minus machine time
+    n: int  # the number of the last event
+    at: float  # its machine time
+    machines: dict[str, Any]  # by their names; without a node check, which does not go on
+    memory: bytes = b""  # of the executor, at the newest snapshot
+    keys: dict[str, bytes] = field(default_factory=dict)  # of users, in the driver's store
+    since: tuple[Step, ...] = ()  # the events after that snapshot, with what was decided
+
+    @property
+    def job(self) -> Job:
+        """The job after the last event."""
+        job: Job = self.machines["job"]
+        return job
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that the job has had from its beginning."""
+        return self.job.settings
+
+    @property
+    def end(self) -> EndJob | None:
+        """The job's end, if it was decided."""
+        return self.job.outcome.end
+
+    @property
+    def port(self) -> int:
+        """The port at which agents and workers look for their driver; 0: any."""
+        return urlsplit(self.url).port or 0
+
+
+def load_run(path: Path, *, may_be_torn: bool = False, alone: bool = False) -> ResumedRun:
+    """Return the run of this journal; raises `JournalError` for one that cannot go on.
+
+    `may_be_torn`: the machine has lost power since, so the end of the journal may be missing.
+    `alone`: this process has the file open nowhere else, so its log is checked faster.
+    """
+    with collector_paused():
+        run = _load(path, may_be_torn)
+    if not may_be_torn:
+        refuse_damage(path, indexed=alone)
+    return run
+
+
+def _load(path: Path, may_be_torn: bool) -> ResumedRun:
+    with contextlib.closing(Replay(path, may_be_torn=may_be_torn)) as replay:
+        try:
+            return _newest(replay)
+        except (JournalError, MemoryError):
+            raise
+        except Exception as error:  # a state that it does not know may break any machine
+            if not may_be_torn:
+                refuse_damage(path)  # events may be missing
+            problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise JournalError(replay.refusal("the journal", problem)) from error
+
+
+def _newest(replay: Replay) -> ResumedRun:
+    since = tuple(replay.steps(from_newest=True))
+    if "job" not in replay.machines:
+        raise JournalError(f"{replay.path}: the job has not begun")
+    last = replay.terms[-1]
+    return ResumedRun(
+        run_id=replay.run_id,
+        argv=replay.argv,
+        cwd=replay.cwd,
+        term=last.term,
+        url=next((term.url for term in reversed(replay.terms) if term.url), ""),
+        began=replay.unix(replay.began),
+        unix_offset=last.unix_offset,
+        n=max(last.n, since[-1].n if since else replay.first),
+        at=max(last.at, replay.now),
+        machines={name: found for name, found in replay.machines.items() if name not in PASSING},
+        memory=replay.memory,
+        keys=replay.keys(),
+        since=since,
+    )

@@ -3,19 +3,23 @@
 `Journal` (`writer`) calls a store from the thread that writes. Each driver of a run writes its term
 first, and every later write checks that no driver with a higher term has begun.
 
-The tables of a journal's database; each row ends with a checksum of its other values.
+Each row ends with a checksum of its other values, and is checked before it is used: SQLite notices
+a damaged structure, but not a flipped bit inside a value. A file may have been made by somebody
+else: a view or a trigger in it would run what it says when a table is read or written. So a file is
+used only if it has our tables, as we make them, and nothing else.
 
-SQLite notices a damaged structure, but not a flipped bit inside a value. So a row is checked before
-it is used.
-
-A file may have been made by somebody else: a view or a trigger in it would run what it says when a
-table is read or written. So a file is used only if it has our tables, as we make them, and nothing
-else.
+SQLite ends its write-ahead log at the first frame whose checksum is wrong, without a word: after a
+crash that is where the writing had stopped. A byte that has changed on the disk looks the same, and
+all that is behind it is lost, at worst the whole journal. What tells them apart: a process writes
+one frame after the other, so behind the frame at which it was killed there is none of the same log.
+`log_damage` looks for one. The form of the files:
+https://www.sqlite.org/fileformat2.html#the_write_ahead_log and https://www.sqlite.org/walformat.html
 """
 
 import contextlib
 import os
 import sqlite3
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -351,3 +355,109 @@ def _last_beyond_bytes(database: sqlite3.Connection) -> int:
         "FROM events) WHERE bytes > ?"
     )
     return database.execute(sums, (KEPT_BYTES,)).fetchone()[0] or 0
+
+
+SUFFIX, INDEX_SUFFIX = "-wal", "-shm"
+_HEADER = struct.Struct(">IIIIIIII")  # magic, version, page size, number, two salts, two sums
+_FRAME = struct.Struct(">IIIIII")  # page, pages after a commit, two salts, two sums
+_LOG_INDEX = struct.Struct("=16xI12x8s8x")  # frames, salts; of this machine's byte order
+_MAGIC = {0x377F0682: "<", 0x377F0683: ">"}  # and the byte order of the sums
+_MASK = (1 << 32) - 1
+_TRIES = 3  # at a log that a driver begins anew in the same moment
+
+
+class _Log(NamedTuple):
+    """A log whose header is whole."""
+
+    content: bytes
+    salts: bytes
+    frame: int  # bytes of a frame, with its page
+    order: str  # of the bytes in the sums
+    sums: tuple[int, int]  # of the header
+
+    @property
+    def frames(self) -> range:
+        """The places of all whole frames, also of those that are a rest of an earlier log."""
+        return range(_HEADER.size, len(self.content) - self.frame + 1, self.frame)
+
+    def owns(self, at: int) -> bool:
+        """Return whether a frame is of this log; one of its salts may be damaged.
+
+        The salts of two logs that follow each other both differ.
+        """
+        first, second = self.content[at + 8 : at + 12], self.content[at + 12 : at + 16]
+        return first == self.salts[:4] or second == self.salts[4:]
+
+
+def log_damage(path: Path, *, indexed: bool = False) -> str:
+    """Return what is wrong with the log beside this database, "" if nothing is.
+
+    `indexed`: SQLite has read the log just now, and its index says how far: nothing is added up if
+    that is all. No connection of this process may be open then, since its locks would be lost.
+    Raises OSError where the log cannot be read. A log that is being written may be read.
+    """
+    place = path.with_name(path.name + SUFFIX)
+    for _ in range(_TRIES):
+        content = _read_log(place)
+        log = _header_of_log(content) if content else None
+        if log is None or (indexed and _is_indexed(path, log)):
+            return ""
+        found = log if isinstance(log, str) else _first_change(log)
+        if not found or _read_log(place, _HEADER.size) == content[: _HEADER.size]:
+            return found
+    return ""
+
+
+def _read_log(place: Path, size: int = -1) -> bytes:
+    """Return the bytes of a file from its beginning; none if it is not there."""
+    try:
+        with place.open("rb") as file:
+            return file.read(size)
+    except FileNotFoundError:
+        return b""
+
+
+def _header_of_log(content: bytes) -> _Log | str:
+    """Return the log with these bytes, or what is wrong with its header."""
+    order = _MAGIC.get(int.from_bytes(content[:4], "big"))
+    if len(content) < _HEADER.size or order is None:
+        return "its write-ahead log has no header"
+    _magic, _version, page, *_salts, first, second = _HEADER.unpack_from(content)
+    sums = _sum(order, content[: _HEADER.size - 8], (0, 0))
+    if sums != (first, second):
+        return "the header of its write-ahead log has changed since it was written"
+    return _Log(content, content[16:24], _FRAME.size + page, order, sums)
+
+
+def _is_indexed(path: Path, log: _Log | str) -> bool:
+    """Return whether SQLite has found all frames of this log whole."""
+    index = _read_log(path.with_name(path.name + INDEX_SUFFIX), _LOG_INDEX.size)
+    if isinstance(log, str) or len(index) < _LOG_INDEX.size:
+        return False
+    return _LOG_INDEX.unpack(index) == (len(log.frames), log.salts)
+
+
+def _first_change(log: _Log) -> str:
+    """Return where the log has changed since it was written, "" if it may just end there."""
+    content, sums = log.content, log.sums
+    for at in log.frames:
+        *_fields, first, second = _FRAME.unpack_from(content, at)
+        sums = _sum(log.order, content[at : at + 8], sums)
+        sums = _sum(log.order, content[at + _FRAME.size : at + log.frame], sums)
+        if content[at + 8 : at + 16] == log.salts and sums == (first, second):
+            continue
+        end = at + log.frame
+        is_last = end == len(content) and log.owns(at)
+        if is_last or any(log.owns(later) for later in log.frames if later >= end):
+            return f"its write-ahead log has changed between the bytes {at} and {end}"
+        break
+    return ""
+
+
+def _sum(order: str, data: bytes, sums: tuple[int, int]) -> tuple[int, int]:
+    """Return SQLite's checksum of data, which goes on from that of what is before."""
+    first, second = sums
+    for left, right in struct.iter_unpack(f"{order}II", data):
+        first = (first + left + second) & _MASK
+        second = (second + right + first) & _MASK
+    return first, second

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.job.decisions import Announce
-from elastic_driver.runtime.journal.codec import encode
 from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row, SqliteStore
 from elastic_driver.runtime.library_logs import described
+from elastic_driver.runtime.machines import encode_event
 from elastic_driver.words import host_log_events as host_log
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -159,7 +159,7 @@ class Journal:
     def note(self, n: int, at: float, machine: str, event: object) -> None:
         """Note an event with its number and time; `settle` or `flush` follows."""
         if not self._given_up:
-            encoded = encode(event)
+            encoded = encode_event(event)
             self._noted.append((n, at, machine, encoded))
             self._size += len(encoded)
             self._since_snapshot += len(encoded)

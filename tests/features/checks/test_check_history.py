@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.features.checks import driver as subject
-from elastic_driver.features.checks.driver import FILE, CheckHistoryFile
+from elastic_driver.features.checks import command as subject
+from elastic_driver.features.checks.command import FILE, CheckHistoryFile
 from elastic_driver.features.checks.evidence import Measurement, NodeVerdict, Verdict
 from elastic_driver.features.checks.report import CheckReport
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elastic_driver.features.sizes.gauge import LEAST, MOST, efficiency, noise_scale
+from elastic_driver.features.sizes.gauge import efficiency
+from elastic_driver.runtime.parts import LEAST_NOISE, MOST_NOISE, noise_scale
 from elastic_driver.words.progress import GradientNorms
 
 
@@ -25,8 +26,8 @@ def test_it_is_the_variance_of_a_batch_over_the_square_of_the_mean(size: int, si
 
 
 def test_equal_gradients_have_none_and_pure_noise_has_the_most() -> None:
-    assert noise_scale(norms(4, 0.0)) in (LEAST, pytest.approx(LEAST), None)
-    assert noise_scale([GradientNorms(2.0, 1.0), GradientNorms(2.0, 1.0)]) == MOST
+    assert noise_scale(norms(4, 0.0)) in (LEAST_NOISE, pytest.approx(LEAST_NOISE), None)
+    assert noise_scale([GradientNorms(2.0, 1.0), GradientNorms(2.0, 1.0)]) == MOST_NOISE
 
 
 def test_one_worker_and_gradients_of_zero_tell_nothing() -> None:
@@ -37,4 +38,4 @@ def test_one_worker_and_gradients_of_zero_tell_nothing() -> None:
 def test_a_sample_teaches_less_in_a_larger_batch_unless_noise_hides_the_gradient() -> None:
     assert efficiency(3.0, 1) == 1.0
     assert efficiency(1.0, 3) == pytest.approx(0.5)
-    assert efficiency(MOST, 8) == pytest.approx(1.0, abs=1e-4)
+    assert efficiency(MOST_NOISE, 8) == pytest.approx(1.0, abs=1e-4)

@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 from elastic_driver.contract import listening_ports, store_ports
-from elastic_driver.contract import no_port_left as none_left
+from elastic_driver.contract import no_port_left
 from launcher.agent.host import first_free, free_ports
 
 
@@ -50,7 +50,7 @@ def test_a_range_has_ports_for_stores_and_others_for_what_listens_at_once() -> N
 
 
 def test_a_sentence_names_the_range_the_host_and_the_purpose() -> None:
-    said = none_left((29400, 29402), "gloo", "node1")
+    said = no_port_left((29400, 29402), "gloo", "node1")
     assert said.startswith("no port of --ports 29400-29402 is free on node1 for gloo;")
 
 

@@ -20,7 +20,7 @@ from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.job.events import HostsDiscovered
 from elastic_driver.job.job import Job
-from elastic_driver.runtime.journal.resume import ResumedRun
+from elastic_driver.runtime.journal.replay import ResumedRun
 from elastic_driver.runtime.journal.store import Head
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.results import JobResult

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import ClusterError
+from elastic_driver.features.checks import command
 from elastic_driver.features.checks.driver import CheckSettings
 from elastic_driver.runtime.discovery import FixedDiscovery
 from launcher import cli, ctl
@@ -34,7 +35,7 @@ pathlib.Path(os.environ["OUT"], os.environ["RANK"]).write_text(os.environ["ELAST
 def quick_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tasks that need no torch."""
     quick = functools.partial(CheckSettings, command=TASK)
-    monkeypatch.setattr(node_check, "CheckSettings", quick)
+    monkeypatch.setattr(command, "CheckSettings", quick)
 
 
 def options(tmp_path: Path, troubles: dict[str, str]) -> list[str]:
@@ -77,14 +78,15 @@ def test_each_flag_asks_for_a_check_and_for_more_of_it(
     flag: str, performance: bool, model: bool, exclude: bool
 ) -> None:
     assert plan(flag).options.checks_nodes
-    settings = node_check.check_settings(plan(flag))
+    settings = command.check_settings(node_check.check_order(plan(flag)))
     assert settings.exclude_stragglers == exclude
     assert (settings.task.performance, settings.task.model) == (performance, model)
     assert (settings.task_timeout, settings.every_slot) == (120.0, False)
 
 
 def test_with_gpus_every_slot_is_checked_and_the_timeout_can_be_set() -> None:
-    settings = node_check.check_settings(plan("--network-check", "--check-timeout", "7", gpus=2))
+    wanted = plan("--network-check", "--check-timeout", "7", gpus=2)
+    settings = command.check_settings(node_check.check_order(wanted))
     assert settings.every_slot
     assert settings.task_timeout == settings.task.timeout == settings.start_timeout == 7.0
 
@@ -109,7 +111,7 @@ def test_a_job_trains_without_the_faulty_host(
     assert ran_on == [HOSTS[0]]
     assert "127.0.0.2  faulty" in err
     assert "the device fell off the bus" in err
-    kept = json.loads((tmp_path / "state" / "run" / node_check.REPORT_FILE).read_bytes())
+    kept = json.loads((tmp_path / "state" / "run" / command.REPORT_FILE).read_bytes())
     assert [node["verdict"] for node in kept["nodes"]] == ["good", "faulty"]
     assert len(kept["nodes"][1]["history"]) == kept["rounds"] == 2
     log = (tmp_path / "state" / "run" / "events.jsonl").read_text().splitlines()
@@ -220,7 +222,7 @@ def test_hosts_that_come_in_later_are_checked_before_they_get_workers(
     assert kept_out["host"] == "127.0.0.2"
     assert "the device fell off the bus" in kept_out["reason"]
     assert [e["host"] for e in events if e["event"] == "host_checked"] == ["127.0.0.3"]
-    kept = json.loads((tmp_path / "state" / "run" / node_check.REPORT_FILE).read_bytes())
+    kept = json.loads((tmp_path / "state" / "run" / command.REPORT_FILE).read_bytes())
     assert {n["node"]: n["verdict"] for n in kept["nodes"]} == {
         "localhost": "good",
         "127.0.0.2": "faulty",

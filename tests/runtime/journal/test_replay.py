@@ -16,8 +16,7 @@ from elastic_driver.features.shards.messages import NextRequest, RangeDescriptio
 from elastic_driver.features.shards.routes import SHARDS_PATH
 from elastic_driver.runtime.journal import store as tables
 from elastic_driver.runtime.journal import writer
-from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay
-from elastic_driver.runtime.journal.resume import load_run
+from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay, load_run
 from elastic_driver.runtime.journal.store import Head, SqliteStore
 from tests.runtime.jobs import StartJob
 from tests.runtime.journal.journals import (

@@ -16,9 +16,8 @@ import pytest
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.job.job import Job
-from elastic_driver.runtime.journal import store, write_ahead
-from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay
-from elastic_driver.runtime.journal.resume import load_run
+from elastic_driver.runtime.journal import store
+from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay, load_run
 from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.settings import Settings
 from tests.runtime.journal.journals import everything
@@ -79,9 +78,9 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_a_log_that_is_whole_is_read_to_its_end(killed: Path) -> None:
-    assert write_ahead.damage(killed) == ""
+    assert store.log_damage(killed) == ""
     assert last_event(killed) == 12
-    assert write_ahead.damage(killed, indexed=True) == ""
+    assert store.log_damage(killed, indexed=True) == ""
 
 
 def test_a_byte_that_changes_anywhere_in_the_log_is_refused(killed: Path) -> None:
@@ -171,7 +170,7 @@ def test_the_rest_of_an_earlier_log_is_no_damage(tmp_path: Path) -> None:
         before = log_of(live).stat().st_size
         copy(live, path)
         assert log_of(path).stat().st_size == before > HEADER + 5 * FRAME, "the rest is behind it"
-        assert write_ahead.damage(path) == ""
+        assert store.log_damage(path) == ""
         assert last_event(path) == 12
         flip(log_of(path), HEADER + 3 * FRAME + 50)  # nothing of it counts
         assert last_event(path) == 12
@@ -231,7 +230,7 @@ def test_a_log_that_is_being_written_is_never_taken_for_damaged(tmp_path: Path) 
         assert writer.stdout.readline() == b"begun\n"
         looks = 0
         while writer.poll() is None:
-            assert write_ahead.damage(path) == ""
+            assert store.log_damage(path) == ""
             looks += 1
         assert looks > 20
         assert writer.stdout.read() == b"done\n"

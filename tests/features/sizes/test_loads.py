@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_driver.runtime.measurements import loads_seen
+from elastic_driver.features.sizes.driver import loads_seen
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.progress import HostUsage, Measured, Pressure, StepTimes, WorkerMeasured
 from tests.job.scenario import Scenario

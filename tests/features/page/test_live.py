@@ -6,7 +6,7 @@ import json
 
 import msgspec
 
-from elastic_driver.runtime.live import MOST_ROWS, changes, event_row, picture_of
+from elastic_driver.features.page.live import MOST_ROWS, changes, event_row, picture_of
 from tests.support.pictures import status_of_size
 
 

@@ -39,6 +39,7 @@ from elastic_driver.runtime.status_document import (
     StartingDocument,
     read_status,
 )
+from elastic_driver.runtime.status_routes import KEEP_ALIVE_S
 from elastic_driver.token_roles import WATCHERS
 from elastic_driver.words.log_lines import read_line, sentence
 from elastic_driver.words.progress import History, Measured
@@ -46,7 +47,6 @@ from rendezvous.auth import Caller
 from rendezvous.routes import EVENT_STREAM, Problem, Route, caller_of, mount
 from rendezvous.wire import UNREADABLE
 
-KEEP_ALIVE_S = 15.0  # a comment is sent if there is no news for so long
 LOOK_S, SOON_S = 1.0, 0.2  # between two looks; from an event to the next look
 SHARE = 100.0  # the wait after a look is at least this many times as long as the look
 LONGEST_S = 10.0  # between two looks, however long they take

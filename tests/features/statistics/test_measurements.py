@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver import contract
-from elastic_driver.runtime.measurements import LOOK_S, QUIET_S, SHARE, USAGE_S, Measurements
+from elastic_driver.features.statistics.measurements import (
+    LOOK_S,
+    QUIET_S,
+    SHARE,
+    USAGE_S,
+    Measurements,
+)
 from elastic_driver.words.orders import World, encode
 from elastic_driver.words.progress import HostUsage, Progress, StepTimes, Usage, WorkerUsage
 from elastic_driver.words.world import Member, SlotInfo

@@ -1,8 +1,9 @@
-"""The page of a job: its files, and the login by which a browser gets a session.
+"""The page of a job: its files, the login by which a browser gets a session, and its stream.
 
 The files are the committed bundle in `elastic_driver/page/`, which `make page` builds. No script
 can read the cookie, and no other origin the key (`rendezvous.sessions`). A login has a header that
-pages of others cannot send, so nobody logs a browser in to a session of his own.
+pages of others cannot send, so nobody logs a browser in to a session of his own. `live` has the
+stream.
 """
 
 import asyncio
@@ -15,6 +16,8 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from elastic_driver import contract
+from elastic_driver.features.page import live
+from elastic_driver.runtime.status_routes import RoutePart, Serving
 from elastic_driver.token_roles import OPERATORS, PEOPLE
 from elastic_driver.words.orders import LoginCode
 from rendezvous.auth import Caller, bearer
@@ -34,7 +37,7 @@ from rendezvous.routes import (
 )
 from rendezvous.sessions import CODE_S, HEADER
 
-FOLDER = Path(__file__).resolve().parent.parent / "page"
+FOLDER = Path(__file__).resolve().parents[2] / "page"
 PAGE_FILES = ("/assets/app.css", "/assets/app.js", "/assets/icon.svg")
 CONTENT_TYPES = {
     ".html": "text/html",
@@ -92,7 +95,7 @@ class PageRoutes:
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
-        mount(app, ROUTES, self)
+        mount(app, _OWN, self)
 
     async def get_file(self, request: web.Request) -> web.Response:
         """Answer with a file of the page."""
@@ -178,7 +181,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-ROUTES = (
+_OWN = (
     *(Route("GET", path, None, PageRoutes.get_file, ANY) for path in ("/", *PAGE_FILES)),
     Route("GET", contract.LOGIN_PATH, None, PageRoutes.get_login, LoginState),
     Route(
@@ -202,3 +205,11 @@ ROUTES = (
         optional=True,
     ),
 )
+ROUTES = (*live.ROUTES, *_OWN)
+
+
+def parts(serving: Serving) -> tuple[RoutePart, ...]:
+    """Return what answers these routes."""
+    status = serving.status
+    stream = live.Live(status.status, serving.driver.history, serving.log, status.one_stream)
+    return stream, PageRoutes()

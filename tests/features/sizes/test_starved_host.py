@@ -12,8 +12,7 @@ import pytest
 from elastic_driver import contract
 from elastic_driver.brain.grants import Kind
 from elastic_driver.features.sizes import machine as starvation
-from elastic_driver.runtime.brain_link import BrainLink
-from elastic_driver.runtime.brain_report import BrainReports
+from elastic_driver.runtime.brain_link import BrainLink, BrainReports
 from elastic_driver.words.orders import encode
 from elastic_driver.words.progress import HostUsage, Pressure, Progress, StepTimes, Usage
 from rendezvous.client import RendezvousClient

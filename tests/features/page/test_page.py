@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from elastic_driver.features.page.routes import FOLDER, PAGE_FILES
 from elastic_driver.runtime.api import DriverRoutes, job_access
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.page_routes import FOLDER, PAGE_FILES
 from elastic_driver.runtime.status_routes import MAX_STREAMS
 from elastic_driver.token_roles import agent_token, worker_token
 from elastic_driver.words.wire_events import ScaleRequested
