@@ -42,8 +42,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
-# The releases with which the tests of this module, and those of worker, horovod and e2e, passed
-# (docs/testing.md). `setup.cfg` allows these, and what lies between them.
+# The releases with which this module was run; docs/testing.md says with which tests. `setup.cfg`
+# allows these, and what lies between them.
 RUN_ON = ("2.13.0", "2.14.1")
 
 
