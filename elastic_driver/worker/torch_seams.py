@@ -8,14 +8,14 @@ What happens if a release drops a name is one of three things:
 
 - A name marked "at import" is looked up when this module is imported. Training does not begin; the
   error has the name.
-- A name without a mark is looked up where it is used. The call raises AttributeError or KeyError
-  with the name.
+- A name without a mark is looked up where it is used. The call raises AttributeError, ImportError
+  or KeyError with the name.
 - A name marked "else: …" is asked for, or put in place of torch's. Training goes on, with less: as
   the mark says.
 
-One name is not here: the driver passes on "torch._dynamo" to the hosts, as a module that agents
-import early (`features/checks/driver.py`), because a driver has no torch. Else: node checks with
-`--node-check-model` begin a second later.
+One name is not only here: "torch._dynamo" is also in `features/checks/driver.py`. A driver has no
+torch; it tells agents to import that module early, for a node check that trains a model. Else: an
+agent says that it cannot.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
-# The releases with which the tests of this module, and those of worker, horovod and e2e, passed
-# (docs/testing.md). `setup.cfg` allows these, and what lies between them.
+# The releases with which this module was run; docs/testing.md says with which tests. `setup.cfg`
+# allows these, and what lies between them.
 RUN_ON = ("2.13.0", "2.14.1")
 
 
@@ -181,7 +181,7 @@ def scaler_state(scaler: GradScaler) -> dict[str, Any] | None:
 def scaler_steps(scaler: GradScaler) -> dict[int, dict[str, Any]]:
     """Return how far the step of each optimizer is, by its identity; a disabled scaler has none.
 
-    Else: none, and a step that is rolled back in its middle may be scaled back twice.
+    Else: none, and a step that is rolled back after `unscale_` raises when it is done again.
     """
     found: dict[int, dict[str, Any]] = getattr(scaler, "_per_optimizer_states", {})
     return found
@@ -190,7 +190,8 @@ def scaler_steps(scaler: GradScaler) -> dict[int, dict[str, Any]]:
 def is_step_of_scaler(code: CodeType) -> bool:
     """Return whether this is the code with which an enabled scaler calls `optimizer.step()`.
 
-    Else: no code is, and Horovod's optimizer reduces the gradients of such a step once more.
+    Else: no code is, and Horovod's optimizer does not refuse such a step where each rank would
+    decide for itself whether to skip it.
     """
     return code.co_name == "_maybe_opt_step"
 

@@ -178,7 +178,9 @@ class RoundGroup:
         """
         ballot = torch.zeros(self.backend.size(), dtype=torch.int64)
         ballot[self.backend.rank()] = zlib.crc32(identity.encode()) + 1 if identity else 0
-        self.backend.allreduce([ballot]).wait()
+        # With a timeout the wait is torch's own. The waits of now are those of the round that was
+        # left, and they end at once if they were given up (`gloo`).
+        self.backend.allreduce([ballot]).wait(timedelta(seconds=CONNECT_TIMEOUT_S))
         return 0 not in ballot and len(ballot.unique()) == len(ballot)
 
     def linger(self) -> None:

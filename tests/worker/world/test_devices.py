@@ -16,7 +16,7 @@ from elastic_driver.errors import WorldBrokenError
 from elastic_driver.worker.world import device as device_half
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.device import Accelerator, DeviceHalf
-from elastic_driver.worker.world.gloo import GroupConnections
+from elastic_driver.worker.world.gloo import CollectiveWaits, GroupConnections
 from elastic_driver.worker.world.groups import RoundGroup
 from tests.support.gloo import run_ranks
 
@@ -164,6 +164,24 @@ def test_devices_take_part_where_everybody_has_one_of_its_own(tmp_path: Path) ->
     ballots = [["a/1", "a/2", "b/1"], ["a/1", "", "b/1"], ["a/1", "a/1", "b/1"], ["", "", ""]]
     for found in run_ranks(3, votes, tmp_path, ballots):
         assert found == [True, False, False, False]
+
+
+def votes_after_a_broken_round(rank: int, _size: int) -> bool:
+    left = CollectiveWaits()
+    left.give_up("the round before")
+    CollectiveWaits.use(left)  # until the next round is entered, and the vote comes before that
+    if rank == 1:
+        time.sleep(0.5)  # so that the other one has to wait
+    try:
+        return votes(rank, 2, [["a/1", "a/2"]])[0]
+    finally:
+        CollectiveWaits.use(None)
+
+
+def test_the_vote_of_a_new_round_is_not_ended_with_the_waits_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    assert list(run_ranks(2, votes_after_a_broken_round, tmp_path)) == [True, True]
 
 
 def lingers(rank: int, _size: int) -> float:
