@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from elastic_driver import contract
 from elastic_driver.contract import VISIBLE_DEVICES
-from elastic_driver.contract import ports_in_words as in_words
+from elastic_driver.contract import ports_in_words
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.job import units
 from elastic_driver.options import ACCELERATORS, TfRoles, is_secret, masked, without_password
@@ -249,7 +249,9 @@ class LaunchPlan:
         spec = self.spec
         driver = self.driver
         most = "any number" if s.max_np is None else str(s.max_np)
-        free = ", any free port" + ("" if spec.ports is None else f" of {in_words(spec.ports)}")
+        free = ", any free port" + (
+            "" if spec.ports is None else f" of {ports_in_words(spec.ports)}"
+        )
         port = f":{driver.bind_port}" if driver.bind_port else free
         lines = [
             ("command", shlex.join(masked(spec.command))),
@@ -368,7 +370,7 @@ def _outside(driver: DriverOptions) -> str:
     port, ports = driver.bind_port, driver.ports
     if ports is None or not port or ports[0] <= port <= ports[1]:
         return ""
-    return f"port {port} of the rendezvous is not in {in_words(ports)}: open it, too"
+    return f"port {port} of the rendezvous is not in {ports_in_words(ports)}: open it, too"
 
 
 def _is_alone(line: CommandLine, facts: Facts) -> bool:
