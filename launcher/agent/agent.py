@@ -18,8 +18,7 @@ from pathlib import Path
 import msgspec
 
 from elastic_driver import contract
-from elastic_driver.contract import listening_ports, store_ports
-from elastic_driver.contract import no_port_left
+from elastic_driver.contract import listening_ports, no_port_left, store_ports
 from elastic_driver.errors import ClusterError, ExitCode
 from elastic_driver.reachability import Presence, verified
 from elastic_driver.runtime.library_logs import logs_shown

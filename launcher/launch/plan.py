@@ -26,8 +26,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from elastic_driver import contract
-from elastic_driver.contract import VISIBLE_DEVICES
-from elastic_driver.contract import ports_in_words
+from elastic_driver.contract import VISIBLE_DEVICES, ports_in_words
 from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.job import units
 from elastic_driver.options import ACCELERATORS, TfRoles, is_secret, masked, without_password

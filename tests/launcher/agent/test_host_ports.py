@@ -3,8 +3,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from elastic_driver.contract import listening_ports, store_ports
-from elastic_driver.contract import no_port_left
+from elastic_driver.contract import listening_ports, no_port_left, store_ports
 from launcher.agent.host import first_free, free_ports
 
 
