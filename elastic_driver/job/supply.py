@@ -172,7 +172,7 @@ class Rechecks(Rule):
                 f"{len(failed)} of {counted(len(self.hosts.known), 'host')} failed the node check"
             )
             few = f"{len(left)} left, too few to start: repair the others, or lower --nnodes"
-            self.outcome.finish(ExitCode.UNAVAILABLE, f"{what} ({'; '.join(failed)}); {few}")
+            self.ending.finish(ExitCode.UNAVAILABLE, f"{what} ({'; '.join(failed)}); {few}")
 
 
 # ---- the hosts that there are ------------------------------------------------------------
