@@ -6,7 +6,7 @@ Each part owns its state and alone writes it; other parts read it, or call metho
 The name of an attribute is the name of the part's table in snapshots: to rename one would lose the
 state of an older driver's job.
 
-Hosts, what they have (`limits`), agents, evidence, checks, the memory and the end (`ending`)
+Hosts, what they have (`inventory`), agents, evidence, checks, the memory and the end (`ending`)
 belong to the job. All other parts are of the one role that a job has now: its workers, rounds,
 placement, budget, target size, losses, stalls, and the order in which they leave.
 """
@@ -19,7 +19,7 @@ import msgspec
 
 from elastic_driver.job.adoption import Adoption
 from elastic_driver.job.boundary import Boundary, Differences
-from elastic_driver.job.capacity import Capacity, Limits
+from elastic_driver.job.capacity import Capacity, Inventory, Limits
 from elastic_driver.job.events import EventBatch, Taken, Tick, Turn
 from elastic_driver.job.fleet import Effects, Fleet
 from elastic_driver.job.hangs import Hangs, Stacks, Waits
@@ -45,11 +45,20 @@ Part = TypeVar("Part")
 Made = TypeVar("Made", bound="JobParts")
 
 
+# What belongs to the job, and not to its role, has tables of its own since version 2.
+_MOVED_IN_2 = {
+    "ending": ("outcome", ("departure", "end")),
+    "inventory": (
+        "limits",
+        ("found", "newest_grant", "began", "receipt", "too_small", "equipment", "machines", "same"),
+    ),
+}
+
+
 def _to_2(tables: Tables) -> None:
-    """The end of the job has a table of its own."""
-    outcome = tables.get("outcome", {})
-    names = [name for name in ("departure", "end") if name in outcome]
-    tables["ending"] = {name: outcome.pop(name) for name in names}
+    for new, (old, names) in _MOVED_IN_2.items():
+        earlier = tables.get(old, {})
+        tables[new] = {name: earlier.pop(name) for name in names if name in earlier}
 
 
 class JobParts(Snapshots):
@@ -59,6 +68,7 @@ class JobParts(Snapshots):
     """
 
     hosts: Hosts
+    inventory: Inventory
     limits: Limits
     fleet: Fleet
     workers: Workers

@@ -128,7 +128,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         suspicions={**job.suspicion.found},
         round_age=max(0.0, now - current.since),
         plan=job.capacity.newest_plan,
-        grant=job.limits.newest_grant,
+        grant=job.inventory.newest_grant,
     )
 
 
