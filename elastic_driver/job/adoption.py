@@ -80,7 +80,7 @@ class Adoption(Rule):
             self.fleet.apply(agent, AgentNews.LOST)
             self.capacity.note_change()
         self.rounds.resume(now)
-        if self.outcome.end is not None:
+        if self.ending.end is not None:
             return
         self._recall_holders()
         self.boundary.resume(now)
@@ -132,9 +132,9 @@ class Adoption(Rule):
         if isinstance(event, ev.AgentReturned):
             self._check_new(event)
             self._dismiss(event, "the job is over")
-        elif self.outcome.end is not None:
+        elif self.ending.end is not None:
             self._begin_term(event)
-            self.effects.decide(self.outcome.end)
+            self.effects.decide(self.ending.end)
 
     def advance(self, now: float) -> Iterable[Wait]:
         """Give up agents that do not return."""

@@ -225,7 +225,7 @@ class Differences(Rule):
         )
         if mode == "stop":
             what = f"the ranks hold different states after step {event.step}"
-            self.outcome.finish(ExitCode.STATES_DIFFER, f"{what}: {event.reason}{why}; {HINT}")
+            self.ending.finish(ExitCode.STATES_DIFFER, f"{what}: {event.reason}{why}; {HINT}")
         elif mode == "repair":
             self.repaired_in, self.proven = event.round, False
             self.rounds.want_repair(f"the ranks held different states after step {event.step}")
@@ -246,7 +246,7 @@ class Differences(Rule):
             return "stop", f", as the repair after round {self.repaired_in} did not help"
         if self.outcome.first_success is not None or self.workers.count(ENDING):
             return "stop", ", as a rank has finished its script"
-        if self.outcome.departure is not None:
+        if self.ending.departure is not None:
             return "stop", ", as it has no time for a repair"
         return mode, ""
 
@@ -255,7 +255,7 @@ class Differences(Rule):
         current = self.rounds.current
         if self.rounds.repair and self.outcome.first_success is not None and not current.repairs:
             why = f"{self.rounds.repair}, and a rank has finished its script before the repair"
-            self.outcome.finish(ExitCode.STATES_DIFFER, f"{why}; {HINT}")
+            self.ending.finish(ExitCode.STATES_DIFFER, f"{why}; {HINT}")
         due = bool(self.rounds.repair) and self.repaired_in == current.number
         if due and current.state is COMPLETE and self.outcome.first_success is None:
             self.boundary.leave(now, self.rounds.repair)

@@ -4,8 +4,8 @@
 `--auto-scale` proposes, until the user releases it. Rounds that are closed for a request do not
 count towards `--reset-limit`.
 
-`Limits` has the slots of each host: those that discovery found or the Brain granted, less what a
-plan and the host's memory do not allow. A plan may limit the workers of each host by number, and by
+`Inventory` has the slots of each host that discovery found or the Brain granted, `Limits` how many
+of them the role may use. A plan may limit the workers of each host by number, and by
 the processors and the memory that each worker needs. Agents report what their host has; until then
 only the number counts. After a worker has run out of memory, a host gets no more workers than there
 is memory for. Two limits are wishes, which do not keep a job from having the fewest workers that it
@@ -28,20 +28,15 @@ from elastic_driver.words import wire_events as ev
 
 
 @dataclass(slots=True)
-class Limits:
-    """How many slots of each host the job may use: found or granted, less what limits them."""
+class Inventory:
+    """What hosts have: slots, found or granted, processors and memory; which are one machine."""
 
     found: tuple[tuple[str, int], ...] = saved(())  # hosts with their slots
     newest_grant: int = saved(0)  # of the Brain; 0: there was none
     began: float = saved(0.0)  # the run's beginning as the Brain knows it
     receipt: str = saved("")  # of the newest grant
-    plan: ev.PlanApplied | None = saved(None)
-    equipment: dict[str, tuple[int, int]] = saved(factory=dict)  # processors, memory
-    memory_need: int = saved(0)  # of one more worker; 0: not known
-    room: dict[str, int] = saved(factory=dict)  # the most workers that have the memory
-    expected: int = saved(0)  # the memory of a worker, as similar jobs say; 0: not known
     too_small: tuple[str, int] | None = saved(None)  # see `HostsGranted`
-    fewer: dict[str, int] = saved(factory=dict)  # the most that do not wait for processors
+    equipment: dict[str, tuple[int, int]] = saved(factory=dict)  # processors, memory
     machines: dict[str, str] = saved(factory=dict)  # host → machine, as agents say
     same: dict[str, str] = saved(factory=dict)  # another name of a host → the host
 
@@ -60,12 +55,15 @@ class Limits:
         self.newest_grant, self.found, self.began = grant.number, grant.hosts, grant.began
         self.too_small, self.receipt = grant.too_small, grant.receipt
 
-    def record_equipment(self, host: str, cpus: int, memory: int) -> None:
-        """Record what an agent has said of its host; 0: it does not know."""
-        if self.equipment.get(host, (cpus, memory)) != (cpus, memory):
-            self.room.pop(host, None)  # it is another machine now
-            self.fewer.pop(host, None)
+    def forget_too_small(self) -> None:
+        """Forget which host of the Brain's has too little memory, as the need is known better."""
+        self.too_small = None
+
+    def record_equipment(self, host: str, cpus: int, memory: int) -> bool:
+        """Record what an agent has said of its host, 0: it does not know; return if it changed."""
+        changed = self.equipment.get(host, (cpus, memory)) != (cpus, memory)
         self.equipment[host] = cpus, memory
+        return changed
 
     def record_machine(self, host: str, machine: str) -> list[str]:
         """Record the machine of a host; return its other names, as far as agents have said."""
@@ -79,7 +77,7 @@ class Limits:
         self.same = {n: kept if k == name else k for n, k in self.same.items() if n != kept}
         self.same[name] = kept
 
-    def _merged(self) -> dict[str, int]:
+    def slots(self) -> dict[str, int]:
         """Return the slots that were found, by host."""
         slots: dict[str, int] = {}
         for name, found in self.found:
@@ -87,13 +85,32 @@ class Limits:
             slots[host] = slots.get(host, 0) + found
         return slots
 
+
+@dataclass(slots=True)
+class Limits:
+    """How many slots of each host the role may use, by a plan, the memory and the processors."""
+
+    inventory: Inventory
+    plan: ev.PlanApplied | None = saved(None)
+    memory_need: int = saved(0)  # of one more worker; 0: not known
+    room: dict[str, int] = saved(factory=dict)  # the most workers that have the memory
+    expected: int = saved(0)  # the memory of a worker, as similar jobs say; 0: not known
+    fewer: dict[str, int] = saved(factory=dict)  # the most that do not wait for processors
+
+    def forget_host(self, host: str) -> None:
+        """Forget what was learned of a host: it is another machine now."""
+        self.room.pop(host, None)
+        self.fewer.pop(host, None)
+
     def set_plan(self, plan: ev.PlanApplied | None) -> None:
         """Set the user's plan; None removes it."""
         self.plan = plan
 
     def set_memory_need(self, need: int, room: dict[str, int]) -> None:
         """Set the memory that one more worker needs, and the most workers of each host."""
-        self.memory_need, self.room, self.too_small = need, room, None
+        self.memory_need = need
+        self.room = room
+        self.inventory.forget_too_small()
 
     def set_expected_memory(self, need: int) -> None:
         """Set the memory that a worker probably needs; 0: that is not known."""
@@ -107,7 +124,9 @@ class Limits:
         """Return the most workers that need so much memory, by host; 0: that is not known."""
         if not need:
             return {}
-        return {host: memory // need for host, (_, memory) in self.equipment.items() if memory}
+        return {
+            host: memory // need for host, (_, memory) in self.inventory.equipment.items() if memory
+        }
 
     def set_starved(self, host: str, most: int) -> None:
         """Set the most workers of a host whose processors are too few for more."""
@@ -123,7 +142,7 @@ class Limits:
         `least`: where wishes would leave fewer slots, they are passed over.
         """
         expected = {} if self.memory_need else self._room_for(self.expected)
-        firm = lowered(self._merged(), self.memory_room(), self._planned(plan))
+        firm = lowered(self.inventory.slots(), self.memory_room(), self._planned(plan))
         found = lowered(firm, self.fewer, expected)
         return tuple((found if sum(found.values()) >= least else firm).items())
 
@@ -135,8 +154,8 @@ class Limits:
         found: dict[str, int] = {}
         if plan is None:
             return found
-        for host in dict.fromkeys((*self._merged(), *self.equipment)):
-            cpus, memory = self.equipment.get(host, (0, 0))
+        for host in dict.fromkeys((*self.inventory.slots(), *self.inventory.equipment)):
+            cpus, memory = self.inventory.equipment.get(host, (0, 0))
             bounds = [] if plan.slots_per_host is None else [plan.slots_per_host]
             if plan.cpu_per_worker is not None and cpus:
                 bounds.append(int(cpus / plan.cpu_per_worker))

@@ -81,7 +81,7 @@ def _adoption(job: JobParts) -> Iterator[str]:
     awaited = {a.host for a in job.fleet.agents.values() if a.state is AgentState.AWAITED}
     if awaited != job.fleet.awaited.keys():
         yield f"agents are awaited on {sorted(awaited)}, filed are {sorted(job.fleet.awaited)}"
-    if awaited and job.outcome.end is None and job.effects.alarm is None:
+    if awaited and job.ending.end is None and job.effects.alarm is None:
         yield f"the agents on {sorted(awaited)} are awaited without a deadline"
 
 
@@ -149,7 +149,7 @@ def _sizes(job: JobParts) -> Iterator[str]:
         return
     if size > max(most, 1 + _handing_over(job)):
         yield f"round {job.rounds.current.number} has {size} members, at most {most} are allowed"
-    if job.outcome.end is None and job.workers.active() > most:
+    if job.ending.end is None and job.workers.active() > most:
         yield f"{job.workers.active()} workers take part, at most {most} are allowed"
 
 
@@ -173,7 +173,7 @@ def _units(job: JobParts) -> Iterator[str]:
 
 def _replacement(job: JobParts) -> Iterator[str]:
     replacement = job.drains.replacement
-    if replacement is None or job.outcome.end is not None:
+    if replacement is None or job.ending.end is not None:
         return
     worker = job.workers.workers.get(replacement.worker)
     if worker is None or worker.state not in ACTIVE or not worker.leaving:
@@ -185,7 +185,7 @@ def _replacement(job: JobParts) -> Iterator[str]:
 
 
 def _finishing(job: JobParts) -> Iterator[str]:
-    if job.outcome.first_success is None or job.outcome.end is not None:
+    if job.outcome.first_success is None or job.ending.end is not None:
         return
     newcomers = [w.id for w in job.workers.having(STARTING) if not w.is_member]
     if newcomers:
@@ -194,7 +194,7 @@ def _finishing(job: JobParts) -> Iterator[str]:
 
 def _waiting(job: JobParts) -> Iterator[str]:
     outcome, current, deadline = job.outcome, job.rounds.current, job.effects.alarm
-    if outcome.end is not None:
+    if job.ending.end is not None:
         if deadline is not None:
             yield "the job has ended but still waits for a moment"
         return

@@ -69,7 +69,7 @@ class Job(JobParts):
         if not self._began:
             self._began = True
             self.rounds.begin(now)
-        had_ended = self.outcome.end is not None
+        had_ended = self.ending.end is not None
         for one in event.events if isinstance(event, EventBatch) else (event,):
             self._take_in(one, now)
         if not had_ended:
@@ -97,7 +97,7 @@ class Job(JobParts):
 
     def _take_in(self, event: ev.Event, now: float) -> None:
         try:
-            if self.outcome.end is not None:
+            if self.ending.end is not None:
                 self._take_in_after_the_end(event)
             elif isinstance(event, ev.WorkerReport):
                 worker = self.workers.with_process(event, event.worker)
@@ -125,7 +125,7 @@ class Job(JobParts):
             before = self._mark()
             waits = list[Wait]()
             for name, rule in self._rules:
-                if self.outcome.end is not None:
+                if self.ending.end is not None:
                     self.effects.wait(())
                     return
                 waits += rule.advance(now)

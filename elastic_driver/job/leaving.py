@@ -331,7 +331,7 @@ class Notices(Rule):
     @property
     def gathering(self) -> bool:
         """Whether more notices are awaited, so that the world is to stay as it is."""
-        return bool(self._hosts or self._workers) and self.outcome.departure is None
+        return bool(self._hosts or self._workers) and self.ending.departure is None
 
     @takes(ev.HostLeaving)
     def on_host_leaving(self, event: ev.HostLeaving, now: float) -> None:

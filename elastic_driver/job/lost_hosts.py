@@ -88,7 +88,7 @@ class Unanswered(Rule):
         waited = now - self.since[pair]
         starting = self.outcome.elastic and not self.outcome.has_progress
         if starting and waited >= self.settings.start_timeout:
-            self.outcome.finish(
+            self.ending.finish(
                 ExitCode.UNAVAILABLE, f"{reason}, for {waited:.0f} s (--start-timeout)"
             )
 
@@ -196,7 +196,7 @@ class Agents(Rule):
         gone = event.unreachable
         workers = self.workers.on_host(event.host)
         self.lose_workers(workers, "its agent was lost", now, silent=gone)
-        if self.outcome.end is None:
+        if self.ending.end is None:
             if event.refused and not was_up:
                 self._leave_alone(event.host, reason, now)
                 return
@@ -246,7 +246,7 @@ class Agents(Rule):
     ) -> None:
         """Record that workers are gone for no fault of theirs; together they are one failure."""
         failed = [w for w in workers if self._lose_worker(w, reason, now, silent=silent)]
-        if failed and self.outcome.first_success is None and self.outcome.end is None:
+        if failed and self.outcome.first_success is None and self.ending.end is None:
             self.reports.count_failure(now, member=any(worker.is_member for worker in failed))
 
     def _lose_worker(self, worker: Worker, reason: str, now: float, *, silent: bool) -> bool:

@@ -71,9 +71,9 @@ class Membership(Rule):
             yield from self._watch_leaving(now)
         if self.workers.count(ENDING):
             yield from self._watch_ending(now)
-        if self.outcome.end is None and not self.outcome.finishing and not stays:
+        if self.ending.end is None and not self.outcome.finishing and not stays:
             yield from self._fill_slots(now)
-        if self.outcome.end is None and self.rounds.current.state is FORMING and not stays:
+        if self.ending.end is None and self.rounds.current.state is FORMING and not stays:
             yield from self._watch_forming(now)
         self._tell_uneven_end()
 
@@ -256,8 +256,8 @@ class Membership(Rule):
             if saving is not None:
                 yield saving
                 return
-        if self.outcome.departure is not None:
-            self.preemption.end_after_all_left(self.outcome.departure)
+        if self.ending.departure is not None:
+            self.preemption.end_after_all_left(self.ending.departure)
             return
         yield from self._release_leavers(ready, now)
         ready, held = self._hold_back(ready, now)
@@ -283,7 +283,7 @@ class Membership(Rule):
 
         Needs no loop over all workers, which would cost O(workers²) while they boot.
         """
-        departs = self.outcome.departure is not None
+        departs = self.ending.departure is not None
         if self.rounds.current.number > 1 or self.placement.some_leave or departs:
             return False
         return any(worker.awaited for worker in self.workers.having(STARTING))
@@ -385,7 +385,7 @@ class Membership(Rule):
             least = counted(need, "worker is", "workers are")
             few = f"{len(ready)} of at least {least} left"
             unfit = f"those that were started on {host} cannot take over the state"
-            self.outcome.finish(1, f"{few}, and {unfit}: {why}; {FIT_HINT}")
+            self.ending.finish(1, f"{few}, and {unfit}: {why}; {FIT_HINT}")
             return
         least = counted(need, "worker is", "workers are")
         why = shortage or f"{len(ready)} of at least {least} ready"

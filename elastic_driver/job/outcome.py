@@ -1,4 +1,4 @@
-"""The end of the job: its failures, the budget of restarts, and the exit status.
+"""How the role does, and the end of the job: failures, the budget of restarts, the exit status.
 
 Nothing here changes a worker or a round. Times are monotonic seconds.
 """
@@ -138,11 +138,36 @@ class Budget:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """The result of the job so far, and its end."""
+class Ending:
+    """The end of the job, and its departure before that."""
 
     effects: Effects
+    departure: Departure | None = saved(None)  # the whole job has to go
+    end: EndJob | None = saved(None)
+
+    @takes(StopRequested)
+    def on_stop_requested(self, event: StopRequested) -> None:
+        """End the job, because a user wants it."""
+        self.finish(event.exit_code, event.reason or "a user asked it to stop")
+
+    def depart(self, departure: Departure) -> None:
+        """Record that the whole job has to go."""
+        self.departure = departure
+
+    def finish(self, exit_code: int, reason: str, failure: Failure | None = None) -> None:
+        """End the job; only the first call has an effect."""
+        if self.end is None:
+            self.effects.announce(log.job_end(exit_code)(), reason)
+            self.end = EndJob(int(exit_code), reason, failure)
+            self.effects.decide(self.end)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The result of the role so far: progress, losses, and what ends the job."""
+
     budget: Budget
+    ending: Ending
     kind: ScriptKind = saved(ScriptKind.UNDECLARED)
     steps_reported: int = saved(0)  # the first steps of workers in their rounds
     has_progress: bool = saved(False)  # a worker has finished a step in this job
@@ -155,8 +180,6 @@ class Outcome:
     losses: list[Loss] = saved(factory=list)  # since the last round was completed
     last_loss_at: float | None = saved(None)  # in the whole job
     first_success: float | None = saved(None)  # when the first member finished its script
-    departure: Departure | None = saved(None)  # the whole job has to go
-    end: EndJob | None = saved(None)
 
     @property
     def elastic(self) -> bool:
@@ -166,7 +189,7 @@ class Outcome:
     @property
     def finishing(self) -> bool:
         """Return whether the job comes to its end: nothing is started any more."""
-        return self.first_success is not None or self.departure is not None
+        return self.first_success is not None or self.ending.departure is not None
 
     def declare(self, kind: ScriptKind) -> None:
         """Record the kind of the script."""
@@ -194,10 +217,6 @@ class Outcome:
         if self.first_success is None:
             self.first_success = now
 
-    def depart(self, departure: Departure) -> None:
-        """Record that the whole job has to go."""
-        self.departure = departure
-
     def count_restart(self, *, all_workers: bool = False) -> None:
         """Count a restart of workers; `all_workers`: those that had finished, too."""
         self.restart_count += 1
@@ -221,18 +240,6 @@ class Outcome:
             self.fail(exceeded)
         return exceeded is None
 
-    @takes(StopRequested)
-    def on_stop_requested(self, event: StopRequested, now: float) -> None:
-        """End the job, because a user wants it."""
-        self.finish(event.exit_code, event.reason or "a user asked it to stop")
-
-    def finish(self, exit_code: int, reason: str, failure: Failure | None = None) -> None:
-        """End the job; only the first call has an effect."""
-        if self.end is None:
-            self.effects.announce(log.job_end(exit_code)(), reason)
-            self.end = EndJob(int(exit_code), reason, failure)
-            self.effects.decide(self.end)
-
     def fail(self, reason: str) -> None:
         """End the job with the first failure of this round; `reason`: why it does not go on."""
         failure = first_failure(self.losses)
@@ -245,7 +252,7 @@ class Outcome:
 
     def finish_with(self, failure: Failure | None, reason: str) -> None:
         """End the job with the exit status of this failure."""
-        self.finish(exit_status(failure), reason, failure)
+        self.ending.finish(exit_status(failure), reason, failure)
 
     def give_up(
         self, needed: int, available: int, waited: float, why: str = "", booting: str = ""
@@ -262,4 +269,4 @@ class Outcome:
         if self.committed > self.on_disk:
             left = "only a checkpoint is left, if there is one"
             reason += f"; of the state of step {self.committed} {left}"
-        self.finish(ExitCode.UNAVAILABLE, reason, first_failure(self.losses))
+        self.ending.finish(ExitCode.UNAVAILABLE, reason, first_failure(self.losses))

@@ -6,20 +6,20 @@ Each part owns its state and alone writes it; other parts read it, or call metho
 The name of an attribute is the name of the part's table in snapshots: to rename one would lose the
 state of an older driver's job.
 
-Hosts, what they have (`limits`), agents, evidence, checks, the memory and the end (`outcome`)
+Hosts, what they have (`inventory`), agents, evidence, checks, the memory and the end (`ending`)
 belong to the job. All other parts are of the one role that a job has now: its workers, rounds,
 placement, budget, target size, losses, stalls, and the order in which they leave.
 """
 
 from dataclasses import MISSING, fields, is_dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
 from elastic_driver.job.adoption import Adoption
 from elastic_driver.job.boundary import Boundary, Differences
-from elastic_driver.job.capacity import Capacity, Limits
+from elastic_driver.job.capacity import Capacity, Inventory, Limits
 from elastic_driver.job.events import EventBatch, Taken, Tick, Turn
 from elastic_driver.job.fleet import Effects, Fleet
 from elastic_driver.job.hangs import Hangs, Stacks, Waits
@@ -27,7 +27,7 @@ from elastic_driver.job.hosts import Hosts
 from elastic_driver.job.leaving import Drains, Notices
 from elastic_driver.job.lost_hosts import Agents, Suspicion, Unanswered, Unreachable
 from elastic_driver.job.membership import Membership
-from elastic_driver.job.outcome import Budget, Outcome
+from elastic_driver.job.outcome import Budget, Ending, Outcome
 from elastic_driver.job.placement import Placement, Spares
 from elastic_driver.job.plain import Plain
 from elastic_driver.job.preemption import FinalCheckpoint, Preemption
@@ -45,6 +45,22 @@ Part = TypeVar("Part")
 Made = TypeVar("Made", bound="JobParts")
 
 
+# What belongs to the job, and not to its role, has tables of its own since version 2.
+_MOVED_IN_2 = {
+    "ending": ("outcome", ("departure", "end")),
+    "inventory": (
+        "limits",
+        ("found", "newest_grant", "began", "receipt", "too_small", "equipment", "machines", "same"),
+    ),
+}
+
+
+def _to_2(tables: Tables) -> None:
+    for new, (old, names) in _MOVED_IN_2.items():
+        earlier = tables.get(old, {})
+        tables[new] = {name: earlier.pop(name) for name in names if name in earlier}
+
+
 class JobParts(Snapshots):
     """Every part of one job, in an order in which each needs only parts above it.
 
@@ -52,12 +68,14 @@ class JobParts(Snapshots):
     """
 
     hosts: Hosts
+    inventory: Inventory
     limits: Limits
     fleet: Fleet
     workers: Workers
     effects: Effects
     capacity: Capacity
     budget: Budget
+    ending: Ending
     outcome: Outcome
     rounds: Rounds
     boundary: Boundary
@@ -82,6 +100,9 @@ class JobParts(Snapshots):
     membership: Membership
     waits: Waits
     adoption: Adoption
+
+    VERSION = 2
+    UPGRADES: ClassVar = {1: _to_2}
 
     def __init__(self, settings: Settings, found: Tables | None = None) -> None:
         self.settings, self.roles = settings, settings.tf_roles

@@ -103,8 +103,8 @@ class Placement(Rule):
     def _why_leave(self, worker: Worker, older: int) -> str:
         """Return why a worker has to leave; `older` ones of its host stay."""
         host = self.hosts.known.get(worker.host)
-        if self.outcome.departure is not None:
-            return self.outcome.departure.reason
+        if self.ending.departure is not None:
+            return self.ending.departure.reason
         if host is None:
             return f"host {worker.host} was removed"
         if self.hosts.is_left(host) and worker.state is not ENDING:

@@ -30,9 +30,9 @@ class Plain(Rule):
             return
         if self.rounds.current.state is CLOSING:
             yield from self._watch_stopping(now)
-        if self.outcome.end is None and self.rounds.current.state is FORMING:
+        if self.ending.end is None and self.rounds.current.state is FORMING:
             yield from self._watch_forming(now)
-        if self.outcome.end is not None or not self.rounds.current.founders:
+        if self.ending.end is not None or not self.rounds.current.founders:
             return
         finishing = self.outcome.first_success is not None
         if self.outcome.losses and (self.settings.max_restarts or not finishing):

@@ -123,8 +123,8 @@ class FinalCheckpoint(Rule):
 
     def _write_by(self, holders: list[Worker], now: float) -> float:
         """Return the time at which the first of these workers is going to be stopped."""
-        if self.outcome.departure is not None:
-            return self.outcome.departure.end_by
+        if self.ending.departure is not None:
+            return self.ending.departure.end_by
         drains = [self.drains.of(worker) for worker in holders]
         ends = [drain.leave_by for drain in drains if drain and drain.leave_by is not None]
         return min([now + self.settings.grace_period, *ends])
@@ -163,20 +163,20 @@ class Preemption(Rule):
     @takes(JobLeaving)
     def on_job_leaving(self, event: JobLeaving, now: float) -> None:
         """Begin to end the job within the time that the event names."""
-        if self.outcome.departure is not None:
-            raise ev.StaleEvent(f"the job is ending already: {self.outcome.departure.reason}")
+        if self.ending.departure is not None:
+            raise ev.StaleEvent(f"the job is ending already: {self.ending.departure.reason}")
         end_by = self.notices.end_by(now + time_to_leave(event.deadline))
         self._begin(event.reason or "the job has to go", now, max(now, end_by))
 
     def advance(self, now: float) -> Iterable[Wait]:
         """Begin to end the job if all hosts go away; end a leaving job when its time is over."""
-        if self.outcome.departure is None:
+        if self.ending.departure is None:
             self._consider(now)
-        departure = self.outcome.departure
+        departure = self.ending.departure
         if departure is None:
             return
         if not self.outcome.elastic:
-            self.outcome.finish(int(ExitCode.TERMINATED), departure.reason)
+            self.ending.finish(int(ExitCode.TERMINATED), departure.reason)
             return
         if self.rounds.current.state is not FORMING and not self.workers.count(*ACTIVE):
             if self.outcome.first_success is None:
@@ -203,7 +203,7 @@ class Preemption(Rule):
 
     def _begin(self, reason: str, now: float, end_by: float) -> None:
         leave_by = now + (end_by - now) * BOUNDARY_SHARE
-        self.outcome.depart(Departure(reason, leave_by, end_by))
+        self.ending.depart(Departure(reason, leave_by, end_by))
         self.capacity.note_change()
         self.effects.announce(log.JobLeaving(), f"{reason}; within {end_by - now:.3g} s")
 
@@ -240,4 +240,4 @@ class Preemption(Rule):
             self.effects.stop(worker, "it did not leave in time, and the job is ending")
 
     def _end(self, departure: Departure, what: str) -> None:
-        self.outcome.finish(int(ExitCode.TERMINATED), f"{departure.reason}: {what}")
+        self.ending.finish(int(ExitCode.TERMINATED), f"{departure.reason}: {what}")

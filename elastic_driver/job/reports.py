@@ -141,7 +141,7 @@ class Reports(Rule):
         if not self.outcome.has_progress:
             rank, host = worker.place.rank, worker.host
             what = f"rank {rank} on {host} cannot take over the state of rank 0"
-            self.outcome.finish(1, f"{what}: {why}; {FIT_HINT}")
+            self.ending.finish(1, f"{what}: {why}; {FIT_HINT}")
             return
         self.capacity.mark_unfit(worker.host, why)
         more = f"no more workers are started on {worker.host}, until another size is asked for"
@@ -261,7 +261,7 @@ class Reports(Rule):
         if self.hosts.known and all(map(self.hosts.is_left, self.hosts.known.values())):
             none = "workers have failed on every host; --failed-hosts keep goes on there"
             self.outcome.fail(none)
-        if member and self.outcome.elastic and self.outcome.end is None:
+        if member and self.outcome.elastic and self.ending.end is None:
             self.rounds.leave(now, f"{worker.id} {reason}", silent=silent)
 
     def _blame(self, worker: Worker, reason: str, now: float) -> None:
@@ -315,7 +315,7 @@ class Reports(Rule):
 
     def _judge_wipe_out(self) -> None:
         if any(self._finds_no_state(loss.failure.exit_code) for loss in self.outcome.losses):
-            self.outcome.finish(ExitCode.UNAVAILABLE, STATE_GONE)
+            self.ending.finish(ExitCode.UNAVAILABLE, STATE_GONE)
             return
         outcome, progress = self.outcome, self.outcome.has_progress
         by_itself = failed_by_itself(outcome.losses, kind=outcome.kind, has_progress=progress)
@@ -364,7 +364,7 @@ class Reports(Rule):
                 f"; rank {loss.failure.rank} on {loss.failure.host} {loss.reason} before"
                 for loss in losses[:SOME_RANKS]
             )
-            self.outcome.finish(0, f"the workers finished the script{lost}")
+            self.ending.finish(0, f"the workers finished the script{lost}")
         elif now < success + grace:
             yield Wait(success + grace, why)
         else:

@@ -16,7 +16,7 @@ from elastic_driver.job.capacity import Capacity
 from elastic_driver.job.decisions import PublishNotice, PublishWorld, SealRound
 from elastic_driver.job.fleet import Effects, Fleet
 from elastic_driver.job.hosts import Hosts
-from elastic_driver.job.outcome import Outcome
+from elastic_driver.job.outcome import Ending, Outcome
 from elastic_driver.job.ranks import NOT_TOLD, Seat, assign
 from elastic_driver.job.workers import RUNNING, Worker, Workers
 from elastic_driver.kernel.tables import saved
@@ -337,6 +337,7 @@ class Rule:
     workers: Workers
     capacity: Capacity
     outcome: Outcome
+    ending: Ending
     rounds: Rounds
 
     def advance(self, now: float) -> Iterable[Wait]:

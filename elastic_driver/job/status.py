@@ -93,7 +93,7 @@ class JobStatus(Struct, frozen=True):
 def status_of(job: JobParts, now: float) -> JobStatus:
     """Return the picture of `job` at `now`; O(hosts + workers)."""
     settings, outcome, current = job.settings, job.outcome, job.rounds.current
-    end, budget = outcome.end, outcome.budget
+    end, budget = job.ending.end, outcome.budget
     known = {host.name: host.slots for host in job.hosts.known.values()}
     reason = job.effects.waiting
     hosts = outlook(job.hosts, now)
@@ -128,7 +128,7 @@ def status_of(job: JobParts, now: float) -> JobStatus:
         suspicions={**job.suspicion.found},
         round_age=max(0.0, now - current.since),
         plan=job.capacity.newest_plan,
-        grant=job.limits.newest_grant,
+        grant=job.inventory.newest_grant,
     )
 
 
@@ -141,8 +141,8 @@ def _member(w: Worker) -> MemberStatus:
 
 def _state(job: JobParts) -> str:
     outcome, current = job.outcome, job.rounds.current
-    if outcome.end is not None:
-        return "succeeded" if outcome.end.exit_code == 0 else "failed"
+    if job.ending.end is not None:
+        return "succeeded" if job.ending.end.exit_code == 0 else "failed"
     if outcome.first_success is not None:
         return "finishing"
     if current.state is COMPLETE:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from elastic_driver.errors import ExitCode
 from elastic_driver.job import units
-from elastic_driver.job.capacity import Limits
+from elastic_driver.job.capacity import Inventory, Limits
 from elastic_driver.job.decisions import CheckHosts
 from elastic_driver.job.events import (
     DiscoveryFailed,
@@ -172,7 +172,7 @@ class Rechecks(Rule):
                 f"{len(failed)} of {counted(len(self.hosts.known), 'host')} failed the node check"
             )
             few = f"{len(left)} left, too few to start: repair the others, or lower --nnodes"
-            self.outcome.finish(ExitCode.UNAVAILABLE, f"{what} ({'; '.join(failed)}); {few}")
+            self.ending.finish(ExitCode.UNAVAILABLE, f"{what} ({'; '.join(failed)}); {few}")
 
 
 # ---- the hosts that there are ------------------------------------------------------------
@@ -182,12 +182,13 @@ class Rechecks(Rule):
 class Discovered(Rule):
     """Records and announces the hosts that discovery reports; holds those to be checked."""
 
+    inventory: Inventory
     limits: Limits
 
     @takes(HostsDiscovered)
     def on_hosts(self, event: HostsDiscovered, now: float) -> None:
         """Record the hosts there are now, and announce what has changed."""
-        self.limits.record_discovered(event.hosts)
+        self.inventory.record_discovered(event.hosts)
         new = [host for host in self.settings.refused_hosts if not self.hosts.has_had(host[0])]
         self._take_in("discovery no longer reports it")
         for host, reason in new:
@@ -197,7 +198,7 @@ class Discovered(Rule):
     @takes(HostsGranted)
     def on_granted(self, event: HostsGranted) -> None:
         """Use the slots of a grant from now on; raises `StaleEvent` for one that is not newer."""
-        self.limits.record_granted(event)
+        self.inventory.record_granted(event)
         slots = sum(slots for _, slots in event.hosts)
         what = f"{counted(slots, 'slot')}: {event.reason}"
         self.effects.announce(host_log.HostsGranted(number=event.number, slots=slots), what)
@@ -207,7 +208,8 @@ class Discovered(Rule):
     @takes(ev.AgentReady, ev.AgentReturned, turn=Turn.AFTER)
     def on_agent_up(self, event: ev.AgentUp) -> None:
         """Record what a host has; a plan may leave it fewer slots for that."""
-        self.limits.record_equipment(event.host, event.cpus, event.memory)
+        if self.inventory.record_equipment(event.host, event.cpus, event.memory):
+            self.limits.forget_host(event.host)
         if self.settings.one_host_per_machine:
             self._note_machine(event.host, event.machine_id)
         if self.limits.memory_need:
@@ -222,16 +224,16 @@ class Discovered(Rule):
 
         Only agents that are up now say so for certain.
         """
-        before, known = self.limits.same, self.hosts.known
-        others = self.limits.record_machine(host, machine)
-        if self.limits.same != before:
+        before, known = self.inventory.same, self.hosts.known
+        others = self.inventory.record_machine(host, machine)
+        if self.inventory.same != before:
             self._take_in("it has no slots of its own")
         twins = [name for name in others if name in known and self.fleet.is_up(name)]
         if machine and twins and host in known:
             kept, other = sorted((host, twins[0]), key=lambda name: known[name].position)
             if self.workers.on_host(other) and not self.workers.on_host(kept):
                 kept, other = other, kept
-            self.limits.merge(other, kept)
+            self.inventory.merge(other, kept)
             keep = "--separate-names keeps them apart"
             self._take_in(f"it is the same machine as {kept}, which has its slots, too; {keep}")
 
@@ -274,7 +276,7 @@ class Discovered(Rule):
         """
         host = self.hosts.known.get(event.host)
         all_slots = self.hosts.known.values()
-        has_brain, least = self.limits.newest_grant > 0, self.capacity.least
+        has_brain, least = self.inventory.newest_grant > 0, self.capacity.least
         if not (self.settings.auto_scale or has_brain) or self.capacity.target is not None:
             raise ev.StaleEvent("neither --auto-scale nor the Brain decides the size of this job")
         if host is None or not 0 < event.workers < host.slots:
@@ -365,6 +367,7 @@ FACTOR = 1.5  # of the largest peak, which has to be idle for one more worker
 class Memory(Rule):
     """Decides which hosts have the memory for more workers."""
 
+    inventory: Inventory
     limits: Limits
     discovered: Discovered
     idle: dict[str, int] = saved(factory=dict)  # by host, as agents measured it last
@@ -420,7 +423,7 @@ class Memory(Rule):
         before = self._ran_out.get(ran_out.host)
         again = before is not None and ran_out.number > before
         rooms: dict[str, int] = {}
-        equipped = (host for host, (_, memory) in self.limits.equipment.items() if memory)
+        equipped = (host for host, (_, memory) in self.inventory.equipment.items() if memory)
         for host in dict.fromkeys((*self.idle, *equipped, own)):
             there = self._there(host)
             room = max(len(there), 1 if host in self._shared else 0)
@@ -444,7 +447,7 @@ class Memory(Rule):
         """
         idle = self.idle.get(host)
         if idle is None:  # no sample yet: all of its memory counts
-            return max(len(there), self.limits.equipment.get(host, (0, 0))[1] // need)
+            return max(len(there), self.inventory.equipment.get(host, (0, 0))[1] // need)
         starting = sum(worker.state is STARTING for worker in there)
         return len(there) + max(0, idle // need - starting)
 
@@ -468,7 +471,7 @@ class Memory(Rule):
 
     def _wait_for_grant(self) -> Wait:
         """Return the wait for a grant with larger hosts; it is over if no Brain can help."""
-        if not self.limits.newest_grant or self.limits.too_small:
+        if not self.inventory.newest_grant or self.inventory.too_small:
             return Wait(-math.inf)
         why = "the Brain is to grant a host with the memory for a worker"
         return Wait(self._since + self.settings.elastic_timeout, why)
@@ -480,9 +483,9 @@ class Memory(Rule):
         hint = "use hosts with more memory, fewer workers (--min-np), or a smaller batch"
         if not need:
             return f"{who}, and no other host has a free slot; {hint}"
-        largest_there = self.limits.too_small or ("", 0)
+        largest_there = self.inventory.too_small or ("", 0)
         known = dict([largest_there] if largest_there[0] else [])
-        known |= {host: memory for host, (_, memory) in self.limits.equipment.items() if memory}
+        known |= {host: memory for host, (_, memory) in self.inventory.equipment.items() if memory}
         known |= self.idle
         largest = max(known, key=known.__getitem__, default=failure.host)
         least = in_words(need)

@@ -116,7 +116,7 @@ def _hear_of_slots(
     say(f"the last driver ended long ago: the Brain at {brain.link.url} may grant other slots now")
     capacity = run.job.capacity
     report = brain.first(capacity.least, capacity.most, capacity.target)
-    if _wait(brain, report, plan, run.job.limits.newest_grant) is None:
+    if _wait(brain, report, plan, run.job.inventory.newest_grant) is None:
         _give_up(plan, brain.link, "resume the job later")
 
 
@@ -128,7 +128,7 @@ def _reports(
     spec = plan.spec
     options = plan.options
     client = brain_client(str(options.brain), options.brain_token_file, spec.run_id)
-    began = time.time() if run is None else run.job.limits.began
+    began = time.time() if run is None else run.job.inventory.began
     silence = max(spec.driver_timeout, settings.heartbeat_timeout)
     lives_on = silence + settings.grace_period + settings.stop_grace
     if lives_on > MOST_LIVES_ON_S:

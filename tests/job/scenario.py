@@ -201,7 +201,7 @@ class Scenario:
 
     @property
     def end(self) -> EndJob | None:
-        return self.job.outcome.end
+        return self.job.ending.end
 
     @property
     def round(self) -> tuple[int, str]:

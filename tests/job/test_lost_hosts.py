@@ -316,7 +316,7 @@ def test_a_job_that_never_begins_for_it_ends_after_the_start_timeout(
     unanswered(job, "a", "b", 66.0)
     assert job.end is not None
     assert job.end.exit_code == 75
-    assert "a gets no answer from b" in job.job.outcome.end.reason
+    assert "a gets no answer from b" in job.job.ending.end.reason
 
 
 def test_a_job_that_trains_goes_on(scenario: MakeScenario) -> None:

@@ -75,7 +75,7 @@ def test_a_module_writes_only_its_own_state(module: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "self.outcome.end = None",
+        "self.ending.end = None",
         "self.rounds.current.state = 1",
         "worker.leaving = ''",
         "self.outcome.losses.clear()",

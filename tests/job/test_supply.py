@@ -221,9 +221,9 @@ def test_a_long_first_check_takes_nothing_from_the_time_for_the_start(joining: S
     joining.agents = False
     finish(joining, "a", "b", "c", "d")
     joining.wait(59.0)
-    assert joining.job.outcome.end is None
+    assert joining.job.ending.end is None
     joining.wait(2.0)
-    assert joining.job.outcome.end is not None
+    assert joining.job.ending.end is not None
 
 
 def test_too_few_hosts_end_the_job_after_the_start_timeout(joining: Scenario) -> None:
@@ -249,7 +249,7 @@ def test_a_spare_host_takes_the_place_of_one_that_failed(joining: Scenario) -> N
     joining.hosts(a=2, b=2, c=2, d=2)
     joining.hosts(a=2, b=2, c=2, d=2, e=2)
     finish(joining, "a", failed=("b", "c", "d"))
-    assert joining.job.outcome.end is None
+    assert joining.job.ending.end is None
     joining.wait(0.1)
     assert checks(joining)[1:] == [("e", "a")]
     finish(joining, "e", "a")

@@ -231,8 +231,8 @@ def test_a_job_that_has_given_up_or_whose_states_differ_comes_back() -> None:
     differ.send(StatesDiffer(1, 5, "lr", (StateValue((0,), "1"),), "a test"))
     for scenario, status in ((few, 75), (differ, 65)):
         job = Job.restored(scenario.job.snapshot())
-        assert job.outcome.end is not None
-        assert job.outcome.end.exit_code == status
+        assert job.ending.end is not None
+        assert job.ending.end.exit_code == status
 
 
 def test_the_settings_come_back() -> None:

@@ -369,7 +369,7 @@ class Driver:
         self.term += 1
         self.up, self._base = True, self.cluster.clock.now - journal.reached
         self.cluster.note("!!", f"the driver of term {self.term} resumes")
-        if (end := self.job.outcome.end) is not None:
+        if (end := self.job.ending.end) is not None:
             self.cluster.end_job(end)
             return
         self.cluster.driver_comes()

@@ -229,9 +229,9 @@ def _state(cluster: Cluster) -> dict[str, object]:
 def _check_departure(cluster: Cluster) -> None:
     """It has ended in time; where the state was saved, nobody who could write was further."""
     job = cluster.job
-    assert job.outcome.departure is not None
-    if cluster.ended_at > job.outcome.departure.end_by + cluster.driver.waited + 1e-6:
-        raise Violation(f"ended {cluster.ended_at - job.outcome.departure.end_by:.3f} s too late")
+    assert job.ending.departure is not None
+    if cluster.ended_at > job.ending.departure.end_by + cluster.driver.waited + 1e-6:
+        raise Violation(f"ended {cluster.ended_at - job.ending.departure.end_by:.3f} s too late")
     if job.final_checkpoint.save is None or not job.final_checkpoint.save.folder:
         return
     for worker in cluster.living():
@@ -291,7 +291,7 @@ def _check_end(cluster: Cluster, faults: Faults) -> None:
         if cluster.goal is None:
             raise Violation("success before anybody had finished the script")
         return
-    if cluster.job.outcome.departure is not None:
+    if cluster.job.ending.departure is not None:
         _check_departure(cluster)
         return
     # Ending with a failure is right only where the script itself may be to blame.

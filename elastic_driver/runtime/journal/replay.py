@@ -272,7 +272,7 @@ class ResumedRun:
     @property
     def end(self) -> EndJob | None:
         """The job's end, if it was decided."""
-        return self.job.outcome.end
+        return self.job.ending.end
 
     @property
     def port(self) -> int:

@@ -49,12 +49,12 @@ def test_the_replay_of_a_job_gives_the_decisions_of_the_run(
     assert announced[0] == "round_opened"
     assert announced[-1] == "job_succeeded"
     assert all(decision.cause == step.n for step in steps for decision in step.decisions)
-    assert replay.job.outcome.end is not None
+    assert replay.job.ending.end is not None
     replay.close()
     early = Replay(path)
     some = list(early.steps(steps[3].n))
     assert [step.n for step in some] == [step.n for step in steps[:4]]
-    assert early.job.outcome.end is None
+    assert early.job.ending.end is None
     early.close()
 
 
