@@ -247,7 +247,7 @@ class DriverLoop:
         for each in events:
             self.executor.record.note(each)
         if any(isinstance(e, ev.WorkerExited) and e.out_of_memory is not None for e in events):
-            self._decide("job", HostsMeasured(self.measuring.idle_memory()))
+            events.insert(0, HostsMeasured(self.measuring.idle_memory()))
         self.kernel.hand_over(events)
         self._snapshot_if_due()
         self.unanswered = []
