@@ -31,10 +31,10 @@ from torch.distributed import ProcessGroupGloo
 
 from benchmarks.common import OURS, Figure, gather, report
 from elastic_driver import contract
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.groups import RoundGroup
-from elastic_driver.worker.world.membership import RoundNotices
+from elastic_driver.worker.world.member import RoundNotices
 from rendezvous.auth import make_token
 from rendezvous.client import RendezvousClient
 from rendezvous.server import RendezvousServer

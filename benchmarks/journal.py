@@ -32,8 +32,8 @@ from elastic_driver.job.job import Job
 from elastic_driver.runtime.journal import etcd
 from elastic_driver.runtime.journal.etcd import EtcdClient, read_access
 from elastic_driver.runtime.journal.follower import EtcdStore, begin_anew
+from elastic_driver.runtime.journal.journal_file import SqliteStore
 from elastic_driver.runtime.journal.replay import Replay
-from elastic_driver.runtime.journal.store import SqliteStore
 from elastic_driver.runtime.journal.tenure import LEASE_S, Tenure, new_key
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.loop import MAX_TOGETHER

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from elastic_driver.brain.grants import Kind, Speed
-from elastic_driver.brain.store import writer
+from elastic_driver.brain.store import statistics_writer as writer
 from elastic_driver.brain.store.address import Address, read_address
 from elastic_driver.brain.store.database import Database
 from elastic_driver.brain.store.records import FINE, HOUR, JobKey, Record, Sample

@@ -12,11 +12,11 @@ if TYPE_CHECKING:  # for type checkers and editors: the names of `_NAMES`
     from elastic_driver.arithmetic import allocate_microbatches as allocate_microbatches
     from elastic_driver.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
     from elastic_driver.errors import WorldBrokenError as WorldBrokenError
-    from elastic_driver.features.shards.worker.client import (
+    from elastic_driver.features.shards.worker.dataset import ShardedDataset as ShardedDataset
+    from elastic_driver.features.shards.worker.shard_client import (
         IncompleteDataError as IncompleteDataError,
     )
-    from elastic_driver.features.shards.worker.client import ShardClient as ShardClient
-    from elastic_driver.features.shards.worker.dataset import ShardedDataset as ShardedDataset
+    from elastic_driver.features.shards.worker.shard_client import ShardClient as ShardClient
     from elastic_driver.worker.batches import FixedBatch as FixedBatch
     from elastic_driver.worker.current import cross_rank as cross_rank
     from elastic_driver.worker.current import cross_size as cross_size

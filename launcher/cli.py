@@ -1,6 +1,6 @@
 """The `elasticrun` command: from argv to an exit status; and the same as a function.
 
-The console script calls `main`, Python programs call `elasticrun`; `launcher.job` carries the
+The console script calls `main`, Python programs call `elasticrun`; `launcher.run_job` carries the
 command line out.
 """
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `elasticrun` with these arguments (default: the process's); return the exit status."""
 
     def act() -> int:
-        from launcher.job import run  # noqa: PLC0415 - `run_command` finds our packages first
+        from launcher.run_job import run  # noqa: PLC0415 - `run_command` finds our packages first
 
         return run(sys.argv[1:] if argv is None else argv)
 
@@ -33,7 +33,7 @@ def elasticrun(*argv: str) -> "JobResult":
     program's. Raises `ElasticError` if the job cannot be started.
     """
     from elastic_driver.runtime.results import JobResult  # noqa: PLC0415 - see `main`
-    from launcher.job import carry_out  # noqa: PLC0415
+    from launcher.run_job import carry_out  # noqa: PLC0415
 
     done = carry_out(argv)
     if isinstance(done, JobResult):

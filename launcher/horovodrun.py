@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
 
     def act() -> int:
-        from launcher.job import run  # noqa: PLC0415 - `run_command` finds our packages first
+        from launcher.run_job import run  # noqa: PLC0415 - `run_command` finds our packages first
 
         if given == ["--install"]:
             return install(Path(sys.executable).parent)

@@ -23,7 +23,7 @@ from elastic_driver.token_roles import agent_token, worker_token
 from elastic_driver.words.world import StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-from elastic_driver.worker.heartbeat.progress import StepCost, TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import StepCost, TrainingProgress
 from launcher.agent.driver_link import ORDERS_AHEAD
 from launcher.agent.lifetime import Heartbeats, Promise
 from launcher.launch.plan import HEARTBEAT_S, HEARTBEATS_PER_S

@@ -28,10 +28,10 @@ from elastic_driver.features.page.routes import PAGE_FILES
 from elastic_driver.runtime import api
 from elastic_driver.runtime.api import ROUTES, DriverRoutes, job_access
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.output import AgentsOutput, LogRoutes
+from elastic_driver.runtime.output_routes import AgentsOutput, LogRoutes
 from elastic_driver.runtime.worker_logs import WorkerLogs
 from launcher.ctl_commands import catalog
-from launcher.options import values as run_help
+from launcher.options import given as run_help
 from rendezvous.auth import make_token
 from rendezvous.server import RendezvousServer
 

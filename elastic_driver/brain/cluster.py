@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
-from elastic_driver.brain import log_events as log
+from elastic_driver.brain import brain_events as log
 from elastic_driver.brain.algorithm import BUILT_IN, HostView, Plan, View, too_small
 from elastic_driver.brain.grants import JOB_LEASE_S, Grant, JobOver, JobReport, Proved
 from elastic_driver.brain.jobs import STUCK_S, Job, believed

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from elastic_driver.brain.algorithm import JobView, Plan, View
-from elastic_driver.brain.placement import Space, place, place_quickly, space_of
+from elastic_driver.brain.host_choice import Space, place, place_quickly, space_of
 from elastic_driver.brain.shares import SharedJob, fair_shares, share_costs
 from elastic_driver.brain.speed_curve import (
     NOTICEABLE,

@@ -22,7 +22,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from elastic_driver.brain import log_events as log
+from elastic_driver.brain import brain_events as log
 from elastic_driver.brain.algorithm import JobView, SpeedAt
 from elastic_driver.brain.grants import JOB_LEASE_S, Grant, JobReport, Proved, Speed
 from elastic_driver.brain.messages import DriverProbed, ProbeDriver

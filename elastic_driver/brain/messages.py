@@ -9,8 +9,8 @@ from typing import Literal
 from msgspec import Struct
 
 from elastic_driver.brain.algorithm import HostView, Plan, View
+from elastic_driver.brain.brain_events import BrainLogEvent
 from elastic_driver.brain.grants import Grant, JobOver, JobReport, Proved
-from elastic_driver.brain.log_events import BrainLogEvent
 from elastic_driver.kernel.machine import CausedDecision
 
 # ---- events --------------------------------------------------------------------------------

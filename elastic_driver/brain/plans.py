@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from elastic_driver.brain import log_events as log
+from elastic_driver.brain import brain_events as log
 from elastic_driver.brain.algorithm import BUILT_IN, JobView, Plan, View, faults
 from elastic_driver.brain.jobs import Job
 from elastic_driver.brain.messages import AskAlgorithm, PlanFailed, Planned, Tell

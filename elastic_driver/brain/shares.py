@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from elastic_driver.brain.placement import Space
+from elastic_driver.brain.host_choice import Space
 
 LEAST_FACTOR = 0.01  # of a change; a job that has to change is still worth something
 EFFORT = 100  # shares that are looked at for the best that fit, where space is limited

@@ -19,7 +19,8 @@ from aiohttp import web
 
 from elastic_driver import token_roles
 from elastic_driver.features import chapters
-from elastic_driver.runtime import event_routes, machine_api, output, status_routes
+from elastic_driver.runtime import event_routes, machine_api, status_routes
+from elastic_driver.runtime import output_routes as output
 from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.machine_api import DriverPort
 from elastic_driver.runtime.metrics import JobTimes

@@ -37,8 +37,8 @@ from elastic_driver.errors import UsageError
 from elastic_driver.job.events import HostsGranted
 from elastic_driver.job.job import Job
 from elastic_driver.job.workers import OCCUPYING
+from elastic_driver.runtime.driver_parts import Watch, progress_of, speed_of
 from elastic_driver.runtime.endpoint import LivenessPort
-from elastic_driver.runtime.parts import Watch, progress_of, speed_of
 from elastic_driver.words.orders import JobSpec
 from rendezvous import wire
 from rendezvous.client import RendezvousClient

@@ -25,11 +25,11 @@ from elastic_driver.kernel.machine import ForMachine
 from elastic_driver.options import masked
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.discovery import DiscoveryThread, HostDiscovery, Hosts
+from elastic_driver.runtime.driver_parts import Companion, DriverPart, Run
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_checks import Report
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machine_api import Request
-from elastic_driver.runtime.parts import Companion, DriverPart, Run
 from elastic_driver.runtime.reporter import Change
 from elastic_driver.runtime.resources import DriverResources, DriverSetup
 from elastic_driver.runtime.results import JobResult

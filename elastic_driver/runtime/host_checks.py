@@ -15,7 +15,7 @@ from elastic_driver.features import chapters
 from elastic_driver.job.decisions import CheckHosts
 from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.discovery import Hosts
-from elastic_driver.runtime.parts import DriverPart
+from elastic_driver.runtime.driver_parts import DriverPart
 from elastic_driver.runtime.run_dir import RunDir
 from rendezvous.server import RendezvousServer
 

@@ -33,13 +33,13 @@ from elastic_driver.kernel.services import (
 from elastic_driver.kernel.tables import Snapshots
 from elastic_driver.runtime import mailbox as mail
 from elastic_driver.runtime.brain_link import BrainReports
+from elastic_driver.runtime.driver_parts import DriverPart, Measuring, watch_in
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_checks import Checking
 from elastic_driver.runtime.journal.replay import MEMORY, ResumedRun
 from elastic_driver.runtime.journal.writer import DATA_WAIT_S, Journal
 from elastic_driver.runtime.machines import MACHINES
 from elastic_driver.runtime.mailbox import RunClock, collector_paused
-from elastic_driver.runtime.parts import DriverPart, Measuring, watch_in
 from elastic_driver.words import counted
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.progress import Measured

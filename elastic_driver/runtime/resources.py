@@ -37,14 +37,14 @@ from elastic_driver.runtime.event_log import EventLog
 from elastic_driver.runtime.executor import Executor
 from elastic_driver.runtime.host_checks import HostChecks
 from elastic_driver.runtime.job_record import JobRecord
+from elastic_driver.runtime.journal.journal_file import Head, JournalStore
 from elastic_driver.runtime.journal.replay import ResumedRun
-from elastic_driver.runtime.journal.store import Head, JournalStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.library_logs import described, logs_shown
 from elastic_driver.runtime.machine_api import DriverPort
 from elastic_driver.runtime.mailbox import RunClock
 from elastic_driver.runtime.metrics import JobTimes
-from elastic_driver.runtime.output import AgentsOutput, LogRoutes, without_numbers
+from elastic_driver.runtime.output_routes import AgentsOutput, LogRoutes, without_numbers
 from elastic_driver.runtime.probes import Suspects
 from elastic_driver.runtime.reporter import Reporter
 from elastic_driver.runtime.results import JobResult

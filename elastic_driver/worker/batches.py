@@ -78,7 +78,7 @@ from elastic_driver.words.progress import Division
 from elastic_driver.worker import current
 from elastic_driver.worker.batching.gradients import ExactSum, PlainSum, StepSum
 from elastic_driver.worker.current import rank_and_size
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from elastic_driver.worker.positions import Counted
 from elastic_driver.worker.sampler import require_length
 from elastic_driver.worker.state_sync.contents import accelerator_in_use

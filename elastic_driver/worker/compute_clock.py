@@ -33,7 +33,7 @@ from msgspec import Struct
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from elastic_driver.worker.heartbeat.progress import StepCost, StepTiming, TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import StepCost, StepTiming, TrainingProgress
 from elastic_driver.worker.positions import Counted, CountsSamples, count_parameters, division_of
 from elastic_driver.worker.state_sync.part import trained_by
 from elastic_driver.worker.state_sync.steps import remove_hooks, weakly

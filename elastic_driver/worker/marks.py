@@ -24,7 +24,7 @@ from torch import Tensor
 from elastic_driver import contract
 from elastic_driver.words import counted
 from elastic_driver.words.progress import BUFFERS_DIGEST_CHARS, BUFFERS_OF, MAX_BUFFERS
-from elastic_driver.worker.heartbeat.progress import Leaf, TrainingProgress, usual_pause
+from elastic_driver.worker.heartbeat.training_progress import Leaf, TrainingProgress, usual_pause
 from elastic_driver.worker.state_sync.contents import UnkeptError, contents
 from elastic_driver.worker.state_sync.message import Reader
 from elastic_driver.worker.state_sync.tree import Tree

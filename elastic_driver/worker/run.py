@@ -50,7 +50,7 @@ from elastic_driver.worker.state_sync.values import training_begins, training_en
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.gloo import current_waits, tells_of_loss
 from elastic_driver.worker.world.groups import RoundOverError, start_companions, stop_companions
-from elastic_driver.worker.world.membership import JobMembership
+from elastic_driver.worker.world.member import JobMembership
 from rendezvous.errors import SealedError
 
 P = ParamSpec("P")

@@ -34,14 +34,14 @@ from elastic_driver.worker import current
 from elastic_driver.worker.checkpoints.keeper import NOTHING, Arrival, Checkpoints, save_together
 from elastic_driver.worker.compute_clock import StepMeter
 from elastic_driver.worker.current import say
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from elastic_driver.worker.marks import Marks
 from elastic_driver.worker.mistakes.watch import Mistakes
 from elastic_driver.worker.positions import Advancing, CountsSamples, advance_all
 from elastic_driver.worker.state_sync import sharing
 from elastic_driver.worker.state_sync.contents import RandomStates
+from elastic_driver.worker.state_sync.module_parts import part_for
 from elastic_driver.worker.state_sync.part import StatePart
-from elastic_driver.worker.state_sync.parts import part_for
 from elastic_driver.worker.state_sync.sharing import gather_rows
 from elastic_driver.worker.state_sync.steps import Steps, weakly
 from elastic_driver.worker.state_sync.tree import Tree

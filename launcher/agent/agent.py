@@ -44,7 +44,7 @@ from launcher.agent.lifetime import Heartbeats, Lifetime, ProbePort, Promise
 from launcher.agent.processes import become_subreaper
 from launcher.agent.warm.starter import WarmParent, WorkerStarter
 from launcher.agent.warm.warm_plan import NotWarmable, warm_plan_for
-from launcher.agent.workers import Workers
+from launcher.agent.worker_orders import Workers
 from launcher.network import (
     address_of,
     interface_of,

@@ -40,7 +40,7 @@ from elastic_driver.words import orders as documents
 from elastic_driver.words.wire_events import HostLeaving
 from launcher.agent.command_line import AgentConfig
 from launcher.agent.driver_link import DriverLink, NoDriverError
-from launcher.agent.workers import Workers
+from launcher.agent.worker_orders import Workers
 from launcher.edge import TO_LEAVE
 from rendezvous.client import RendezvousClient
 from rendezvous.client_connections import parse_url

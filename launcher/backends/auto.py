@@ -6,7 +6,7 @@ from elastic_driver.runtime.backend import Backend, BackendJob, OnClosed, OnLost
 from elastic_driver.runtime.discovery import Hosts
 from launcher.backends.local import LocalBackend
 from launcher.backends.local import make_backend as make_local
-from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote_agents import RemoteBackend
 from launcher.backends.shells import make_ssh
 from launcher.network import is_this_machine
 

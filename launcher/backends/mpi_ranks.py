@@ -3,7 +3,7 @@
 At some sites a batch system or an outer mpirun decides where to run:
 `mpirun -np 8 elasticrun --backend mpi -- train.py`. The ranks exchange the names of their hosts
 (mpi4py). Rank 0 becomes the driver of a job with a slot for each rank; the other ranks exit.
-`launcher.job` calls `meet_ranks` before it plans.
+`launcher.run_job` calls `meet_ranks` before it plans.
 """
 
 import importlib

@@ -1,9 +1,9 @@
 """A program that runs our commands on other hosts: ssh, srun, mpirun.
 
 A `RemoteShell` says which command line to run and what its failures mean. The backend in
-`launcher.backends.remote` runs it to start and end agents. `precheck` runs it before the job, to
-find hosts where no agent can run: a host needs our Python, our package in the same version, and the
-job's folder.
+`launcher.backends.remote_agents` runs it to start and end agents. `precheck` runs it before the
+job, to find hosts where no agent can run: a host needs our Python, our package in the same version,
+and the job's folder.
 
 A `Client` is the running program: it gets its input once, its output arrives as whole lines. A
 login shell on the host runs the user's login files first, with the same streams. So nothing is

@@ -27,7 +27,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.backend import BackendJob
 from launcher.agent.remote import OF_A_RANK
 from launcher.backends.mpi_ranks import settings_of_mpirun
-from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote_agents import RemoteBackend
 from launcher.backends.remote_shell import Login, RemoteShell, explain_by, in_its_words, run_briefly
 from launcher.network import addresses_of
 

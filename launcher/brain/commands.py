@@ -42,7 +42,7 @@ _EXITS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 
 def run_serve(given: argparse.Namespace) -> int:
     """Run a Brain until a signal; return the exit status."""
-    from launcher.brain.service import BrainService  # noqa: PLC0415 - only now aiohttp is needed
+    from launcher.brain.brain_service import BrainService  # noqa: PLC0415 - only now aiohttp is needed
 
     setup = setup_of(given, _say)
     try:
@@ -224,7 +224,7 @@ class Watch:
 def run_replay(given: argparse.Namespace) -> int:
     """Print the comparison; raises UsageError for what cannot be played."""
     # Loads SQLAlchemy and SciPy.
-    from elastic_driver.brain.replay import comparison, play, recorded_jobs  # noqa: PLC0415
+    from elastic_driver.brain.recorded_jobs import comparison, play, recorded_jobs  # noqa: PLC0415
 
     names = list(dict.fromkeys((given.algorithm, given.against)))
     algorithms = {name: _named(name, load(GROUP, name)) for name in names}

@@ -16,7 +16,7 @@ from elastic_driver.options import Heading
 from launcher import version
 from launcher.ctl_commands import check, running
 from launcher.ctl_commands.running import CommandParser
-from launcher.options import values as run_help
+from launcher.options import given as run_help
 from launcher.options.table import OPTIONS, Option
 
 # ---- the data -----------------------------------------------------------------------------

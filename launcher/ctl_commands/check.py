@@ -15,12 +15,12 @@ from elastic_driver.runtime.discovery import FixedDiscovery, parse_hosts
 from elastic_driver.runtime.host_checks import check_command
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.ctl_commands.job_text import table
-from launcher.job import collect_facts, with_allocation
 from launcher.launch import submit
 from launcher.launch.checks import make_discovery
 from launcher.launch.plan import make_plan
+from launcher.options.given import CommandLine, Setting, resolve
 from launcher.options.table import OPTIONS
-from launcher.options.values import CommandLine, Setting, resolve
+from launcher.run_job import collect_facts, with_allocation
 
 _CONFIG_USAGE = "usage: elasticctl config show [OPTIONS of elasticrun]"
 HISTORY = "--history"

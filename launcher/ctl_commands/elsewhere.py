@@ -16,7 +16,7 @@ from elastic_driver.runtime.journal.follower import Ended
 from elastic_driver.runtime.journal.replay import Replay
 from elastic_driver.runtime.journal.tenure import RunKeys, decode_key
 from elastic_driver.runtime.run_dir import JOURNAL_FILE
-from launcher.options.values import resolve_again
+from launcher.options.given import resolve_again
 from rendezvous.auth import parse_credentials
 
 ETCD_S = 3.0  # for etcd to answer

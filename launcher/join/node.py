@@ -47,7 +47,7 @@ from launcher.agent.processes import become_subreaper, children, end_all
 from launcher.agent.remote import start_agent
 from launcher.backends.base import PACKAGE_ROOT, agent_arguments, describe_end
 from launcher.edge import TO_LEAVE, handled
-from launcher.join.search import FoundServer, JoinPlan, claim_name, find_server
+from launcher.join.driver_search import FoundServer, JoinPlan, claim_name, find_server
 from launcher.network import machine_id
 from rendezvous import errors
 from rendezvous.auth import Credentials, write_token_file

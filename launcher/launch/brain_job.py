@@ -16,8 +16,8 @@ from elastic_driver.brain.grants import MOST_LIVES_ON_S, Grant, JobReport
 from elastic_driver.errors import ClusterError, ExitCode, UsageError
 from elastic_driver.runtime.brain_link import ANSWER_S, BrainLink, BrainReports, kind_of
 from elastic_driver.runtime.discovery import Hosts
+from elastic_driver.runtime.journal.journal_file import JournalStore
 from elastic_driver.runtime.journal.replay import ResumedRun
-from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir, default_state_dir
 from elastic_driver.token_roles import job_token

@@ -1,8 +1,8 @@
 """Checks of a plan before anything is started, and the address that its rendezvous listens on.
 
-`launcher.job` calls `check_plan` with a finished plan, also for --dry-run. It reads the file system
-and changes nothing there, except that `create` makes the log folder. Each finding is a `UsageError`
-of one line.
+`launcher.run_job` calls `check_plan` with a finished plan, also for --dry-run. It reads the file
+system and changes nothing there, except that `create` makes the log folder. Each finding is a
+`UsageError` of one line.
 
 The statistics of a job need SQLAlchemy, an extra that takes a moment to load: it is loaded here
 only for a job whose user has named a database. A job without SQLAlchemy simply keeps no statistics.
@@ -34,7 +34,7 @@ from elastic_driver.runtime.run_dir import RunDir
 from launcher.backends.base import DISCOVERY, load, make_backend
 from launcher.backends.slurm_allocation import AllocationDiscovery
 from launcher.edge import find_shadow, refuse_bytes
-from launcher.launch.hosts import ANYWHERE, BrainHosts, FixedHosts, HostSource, JoinedHosts
+from launcher.launch.host_source import ANYWHERE, BrainHosts, FixedHosts, HostSource, JoinedHosts
 from launcher.launch.plan import LaunchPlan
 from launcher.network import address_of, addresses_of, find_address, is_this_machine
 from rendezvous.client_connections import is_loopback

@@ -23,19 +23,19 @@ from elastic_driver.errors import ClusterError, ElasticError, ExitCode, TakenOve
 from elastic_driver.runtime.journal import follower as mirror
 from elastic_driver.runtime.journal.etcd import PLAIN_VARIABLE, EtcdClient, EtcdError, read_access
 from elastic_driver.runtime.journal.follower import About, Ended, EtcdStore, Follower, RunState
+from elastic_driver.runtime.journal.journal_file import SqliteStore
 from elastic_driver.runtime.journal.replay import ResumedRun, load_run
-from elastic_driver.runtime.journal.store import SqliteStore
 from elastic_driver.runtime.journal.tenure import Tenure, new_key
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from launcher.edge import handled
-from launcher.launch import hosts as where
+from launcher.launch import host_source as where
 from launcher.launch import resume
-from launcher.launch.hosts import JoinedHosts
+from launcher.launch.host_source import JoinedHosts
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.resume import take_unfinished
+from launcher.options.given import CommandLine, resolve_again
 from launcher.options.table import OPTIONS, LaunchOptions
-from launcher.options.values import CommandLine, resolve_again
 
 LOOK_S = 0.1  # between two looks at the key of the driver
 _LATE_S = 3.0  # for etcd to delete a key whose lease is over

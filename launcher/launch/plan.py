@@ -1,6 +1,6 @@
 """From the values of the options and the facts of this machine to a plan. Pure.
 
-`launcher.job` collects the facts, calls `make_plan`, and carries the plan out or prints
+`launcher.run_job` collects the facts, calls `make_plan`, and carries the plan out or prints
 `LaunchPlan.render()` for --dry-run. The values of `--env` are in the job's specification, and are
 not rendered: they may be secrets.
 
@@ -37,10 +37,10 @@ from elastic_driver.words.orders import JobSpec
 from elastic_driver.words.tf_config import CHIEF, PS, WORKERS_ONLY
 from launcher.backends.mpi_ranks import settings_of_mpirun
 from launcher.backends.slurm_allocation import step_options, variables_beside_srun
-from launcher.launch import hosts as where
-from launcher.launch.hosts import Facts, MachineFacts
+from launcher.launch import host_source as where
+from launcher.launch.host_source import Facts, MachineFacts
+from launcher.options.given import CommandLine
 from launcher.options.table import LaunchOptions, worker_variables
-from launcher.options.values import CommandLine
 from rendezvous.client_connections import is_loopback
 
 # ---- the workers' command and specification -----------------------------------------------

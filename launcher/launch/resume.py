@@ -1,8 +1,8 @@
 """Decides whether a command line begins a job, or goes on with one whose driver has died.
 
-`launcher.job` asks before it starts a driver. A run can go on if it is unfinished (`RunDir`) and no
-driver holds its lock. One whose agents may live is never begun anew: it goes on, or is refused.
-Nothing is started here; the lock of a run that goes on is held when a function returns it.
+`launcher.run_job` asks before it starts a driver. A run can go on if it is unfinished (`RunDir`)
+and no driver holds its lock. One whose agents may live is never begun anew: it goes on, or is
+refused. Nothing is started here; the lock of a run that goes on is held when a function returns it.
 
 Agents may live even if the journal is damaged or gone. Those of this machine are processes with the
 mark of the run. The event log says which hosts had an agent. The lock says whether a driver that
@@ -28,8 +28,8 @@ from elastic_driver.runtime.run_dir import RunDir
 from launcher.agent.processes import is_of_this_user
 from launcher.backends.local import AGENT
 from launcher.network import is_this_machine
+from launcher.options.given import CommandLine, resolve_again
 from launcher.options.table import OPTIONS
-from launcher.options.values import CommandLine, resolve_again
 
 _MODULE = [word.encode() for word in AGENT[1:]]
 

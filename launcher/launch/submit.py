@@ -1,6 +1,6 @@
 """Carries out a launch plan: makes the driver and its parts, and runs the job to its end.
 
-`launcher.job` calls `submit` last.
+`launcher.run_job` calls `submit` last.
 
 *Signals* become requests to the driver, which cleans up in all cases. Batch systems and service
 managers send SIGTERM, SIGUSR1 or SIGUSR2, often to every process of a job and more than once: the
@@ -36,8 +36,8 @@ from elastic_driver.runtime.brain_link import BrainReports
 from elastic_driver.runtime.discovery import HostDiscovery, Hosts
 from elastic_driver.runtime.driver import ElasticDriver, JobNow
 from elastic_driver.runtime.host_checks import CheckOrder, HostChecks, Report, check_command
+from elastic_driver.runtime.journal.journal_file import JournalStore
 from elastic_driver.runtime.journal.replay import ResumedRun
-from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.library_logs import described
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from elastic_driver.brain.placement import Space
+from elastic_driver.brain.host_choice import Space
 from elastic_driver.brain.shares import EFFORT, SharedJob, fair_shares, share_costs
 
 

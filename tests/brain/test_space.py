@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_driver.brain.algorithm import HostView, JobView, too_small
-from elastic_driver.brain.placement import Space, space_of
+from elastic_driver.brain.host_choice import Space, space_of
 
 GIB = 2**30
 

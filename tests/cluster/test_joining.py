@@ -13,7 +13,7 @@ import pytest
 
 from elastic_driver.contract import host_of_worker
 from elastic_driver.token_roles import agent_token, node_token
-from launcher.join.search import derive
+from launcher.join.driver_search import derive
 from rendezvous.auth import read_token_file, write_token_file
 from tests.support.capture import captured
 from tests.support.cluster import Cluster, Node

@@ -18,8 +18,8 @@ import pytest
 
 from launcher.brain.command import parser as brain_parser
 from launcher.ctl_commands.catalog import parsers
-from launcher.job import carry_out
-from launcher.options.values import resolve
+from launcher.options.given import resolve
+from launcher.run_job import carry_out
 from tests.docs.test_commands import BLOCKS
 from tests.support.job import ROOT
 from tests.support.pages import Block

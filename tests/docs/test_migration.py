@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.options.values import resolve
+from launcher.options.given import resolve
 from tests.launcher.options.test_torchrun import VALUES as TORCHRUNS_VALUES
 from tests.launcher.options.test_torchrun import torchruns_flags
 from tests.support.job import ROOT

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from elastic_driver.words.joining import HelloAnswer
-from launcher.join.search import derive
+from launcher.join.driver_search import derive
 from launcher.network import own_name
 from rendezvous.auth import make_nonce, write_token_file
 from tests.support.job import JOBS, RunningJob, assert_no_step_lost_or_repeated, eventually

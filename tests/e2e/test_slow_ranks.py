@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.worker.heartbeat.progress import steps_per_sample
+from elastic_driver.worker.heartbeat.training_progress import steps_per_sample
 from tests.e2e.test_control import ctl
 from tests.support.job import JOBS, RunningJob, elasticrun
 from tests.support.processes import descendants

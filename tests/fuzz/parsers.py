@@ -56,7 +56,7 @@ from launcher.agent import lifetime as probe_port
 from launcher.agent import processes as stacks
 from launcher.agent.output import LineSplitter
 from launcher.backends.slurm_allocation import read_allocation, read_shares
-from launcher.options.values import resolve
+from launcher.options.given import resolve
 from rendezvous import wire
 from rendezvous.auth import Caller, Role, Tokens, read_credentials, read_token_file
 from rendezvous.errors import TokenError

@@ -12,7 +12,7 @@ import torch
 import elastic_driver.horovod.torch as hvd
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.horovod.common.elastic import ObjectState, State, kept_of
-from elastic_driver.worker.heartbeat.progress import AT_ONCE
+from elastic_driver.worker.heartbeat.training_progress import AT_ONCE
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -113,7 +113,7 @@ def test_a_bug_of_ours_is_70_with_its_traceback(
     def broken(_: object) -> int:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("launcher.job.run", broken)
+    monkeypatch.setattr("launcher.run_job.run", broken)
     status, _, err = call(capsys, "x.py")
     assert status == 70
     assert "ZeroDivisionError: oops" in err

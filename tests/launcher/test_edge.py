@@ -13,7 +13,7 @@ import pytest
 from elastic_driver.errors import UsageError
 from launcher.ctl import _dispatch
 from launcher.edge import handled, run_command
-from launcher.job import carry_out
+from launcher.run_job import carry_out
 from tests.support.job import ROOT
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher import horovodrun, job
+from launcher import horovodrun
+from launcher import run_job as job
 
 
 def test_it_is_elasticrun_with_horovods_api(

@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from elastic_driver.features.shards.ledger import ShardLedger
 from elastic_driver.features.shards.messages import (
     End,
     Granted,
@@ -18,6 +17,7 @@ from elastic_driver.features.shards.messages import (
     ShardAccepted,
     ShardRefused,
 )
+from elastic_driver.features.shards.shard_ledger import ShardLedger
 from tests.features.shards.test_shard_ledger import _train, finish, grant
 
 

@@ -15,7 +15,7 @@ from elastic_driver.features.checks.report import CheckReport
 from elastic_driver.runtime.brain_link import BrainReports
 from elastic_driver.runtime.discovery import Hosts
 from elastic_driver.runtime.driver import ElasticDriver
-from elastic_driver.runtime.journal.store import JournalStore
+from elastic_driver.runtime.journal.journal_file import JournalStore
 from elastic_driver.runtime.reporter import Level, Reporter
 from elastic_driver.runtime.resources import DriverSetup
 from elastic_driver.runtime.run_dir import RunDir

@@ -19,10 +19,10 @@ from elastic_driver.features.statistics.driver import Statistics
 from elastic_driver.features.statistics.measurements import LOOK_S, USAGE_S
 from elastic_driver.job.events import HostsMeasured
 from elastic_driver.kernel.machine import Reply
+from elastic_driver.runtime.driver_parts import DriverPart
 from elastic_driver.runtime.loop import DriverLoop
 from elastic_driver.runtime.machines import MACHINES
 from elastic_driver.runtime.mailbox import Mailbox
-from elastic_driver.runtime.parts import DriverPart
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.progress import HostUsage, Usage
 from rendezvous.wire import Entry

@@ -14,7 +14,7 @@ from elastic_driver import features
 from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
 from elastic_driver.runtime.api import OPENAPI_PATH, ROUTES, DriverRoutes, job_access
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.output import AgentsOutput, LogRoutes
+from elastic_driver.runtime.output_routes import AgentsOutput, LogRoutes
 from elastic_driver.runtime.worker_logs import WorkerLogs
 from rendezvous.routes import collect
 from rendezvous.server import RendezvousServer

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.runtime.api import job_access
-from elastic_driver.runtime.output import LEAST_WAIT_S, LogRoutes
+from elastic_driver.runtime.output_routes import LEAST_WAIT_S, LogRoutes
 from elastic_driver.runtime.worker_logs import (
     FILES,
     LogLine,

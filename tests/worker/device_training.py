@@ -9,9 +9,10 @@ from typing import Any
 import elastic_driver as elastic
 from elastic_driver.words.orders import Notice
 from elastic_driver.worker.world import device as device_half
-from elastic_driver.worker.world import membership, session
+from elastic_driver.worker.world import member as membership
+from elastic_driver.worker.world import session
 from elastic_driver.worker.world.groups import BackendChoice
-from elastic_driver.worker.world.membership import RoundNotices
+from elastic_driver.worker.world.member import RoundNotices
 from tests.support.coordinator import Recorder
 from tests.support.second_gloo import SecondGloo
 from tests.worker.training import Everything

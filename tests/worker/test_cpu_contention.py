@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.worker.heartbeat import progress
+from elastic_driver.worker.heartbeat import training_progress as progress
 from tests.support.slowing import slowed
 
 

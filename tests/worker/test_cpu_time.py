@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from elastic_driver.worker.heartbeat import progress
-from elastic_driver.worker.heartbeat.progress import CpuSlowdown, CpuTime, StepCost, StepSamples
+from elastic_driver.worker.heartbeat import training_progress as progress
+from elastic_driver.worker.heartbeat.training_progress import (
+    CpuSlowdown,
+    CpuTime,
+    StepCost,
+    StepSamples,
+)
 from tests.support.slowing import Quota
 
 SPIN = """
 import sys, time
-from elastic_driver.worker.heartbeat.progress import CpuSlowdown
+from elastic_driver.worker.heartbeat.training_progress import CpuSlowdown
 sys.stdin.readline()
 factor = CpuSlowdown()
 factor.factor()

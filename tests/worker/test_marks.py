@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elastic_driver import contract
-from elastic_driver.worker.heartbeat.progress import TrainingProgress, in_short
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress, in_short
 from elastic_driver.worker.marks import EARLY, EARLY_S, FIRST, Marks
 from elastic_driver.worker.state import TorchState
 from tests.worker.state_sync.values import Fixed, Pair, Point

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic_driver.errors import HostsUpdatedInterrupt, UsageError
 from elastic_driver.words.world import SlotInfo, StateVersion
 from elastic_driver.worker import current
-from elastic_driver.worker.heartbeat.progress import AT_ONCE
+from elastic_driver.worker.heartbeat.training_progress import AT_ONCE
 from elastic_driver.worker.run import run as elastic_run
 from elastic_driver.worker.state import ObjectState, State, TorchState, all_states
 from elastic_driver.worker.world import session

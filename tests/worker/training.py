@@ -229,7 +229,7 @@ def dies_while_joining(path: str) -> None:
     from elastic_driver.words.world import StateVersion
     from elastic_driver.worker import context
     from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-    from elastic_driver.worker.heartbeat.progress import TrainingProgress
+    from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 
     born = context.from_environment()
     assert born is not None

@@ -30,8 +30,8 @@ from elastic_driver.job.decisions import Announce, CheckHosts
 from elastic_driver.job.events import HostResult, HostsChecked
 from elastic_driver.runtime.backend import Backend, MakeBackend
 from elastic_driver.runtime.discovery import Hosts
+from elastic_driver.runtime.driver_parts import DriverThread
 from elastic_driver.runtime.host_checks import CheckAnswer, Checking, Say
-from elastic_driver.runtime.parts import DriverThread
 from elastic_driver.runtime.run_dir import RunDir
 from elastic_driver.words import host_log_events as host_log
 from elastic_driver.words.orders import JobSpec, encode
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from elastic_driver.runtime.resources import DriverSetup
 
 PACKAGES = Path(__file__).resolve().parents[3]
-TASK = (sys.executable, "-m", "elastic_driver.features.checks.worker.serve")
+TASK = (sys.executable, "-m", "elastic_driver.features.checks.worker.task_process")
 # Modules that the task imports; the one for the model takes as long as all others.
 PRELOAD = ("elastic_driver.features.checks.worker.measure",)
 PRELOAD_MODEL = (*PRELOAD, "torch._dynamo")

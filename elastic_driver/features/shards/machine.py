@@ -15,7 +15,7 @@ import msgspec
 from elastic_driver import contract
 from elastic_driver.errors import UsageError
 from elastic_driver.features.shards import messages as m
-from elastic_driver.features.shards.ledger import ShardLedger
+from elastic_driver.features.shards.shard_ledger import ShardLedger
 from elastic_driver.features.shards.sources import RangeSource
 from elastic_driver.job.decisions import Announce, GiveOrder
 from elastic_driver.job.events import AgentLost, DriverResumed, LeaseExpired, Tick

@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from elastic_driver.features.sizes.machine import Starvation
 from elastic_driver.features.sizes.messages import HostLoad, LoadsSeen, PriorFound, SpeedSeen
 from elastic_driver.job.workers import RUNNING
-from elastic_driver.runtime.parts import DriverPart, DriverThread, Watch, speed_of
+from elastic_driver.runtime.driver_parts import DriverPart, DriverThread, Watch, speed_of
 
 if TYPE_CHECKING:
     from elastic_driver.brain.store.records import Prior

@@ -12,12 +12,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from elastic_driver.brain.store.records import JobKey, Prior, Record, Sample
-from elastic_driver.brain.store.writer import StatisticsWriter
+from elastic_driver.brain.store.statistics_writer import StatisticsWriter
 from elastic_driver.features.statistics.measurements import Measurements
 from elastic_driver.job.events import MemoryExpected
 from elastic_driver.job.workers import RUNNING
 from elastic_driver.runtime.brain_link import kind_of
-from elastic_driver.runtime.parts import DriverThread, Measuring, Watch, progress_of, speed_of
+from elastic_driver.runtime.driver_parts import (
+    DriverThread,
+    Measuring,
+    Watch,
+    progress_of,
+    speed_of,
+)
 
 if TYPE_CHECKING:
     from elastic_driver.job.job import Job

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from msgspec.structs import asdict, replace
 
 from elastic_driver import contract
-from elastic_driver.runtime.parts import steps_of
+from elastic_driver.runtime.driver_parts import steps_of
 from elastic_driver.words.orders import World
 from elastic_driver.words.progress import (
     History,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from elastic_driver.features.telemetry.spans import RoundSpans
+from elastic_driver.runtime.driver_parts import Run
 from elastic_driver.runtime.event_log import EventLog
-from elastic_driver.runtime.parts import Run
 from elastic_driver.words.log_lines import read_line
 from rendezvous.client_connections import is_loopback
 

@@ -11,9 +11,9 @@ from elastic_driver import contract
 from elastic_driver.horovod.common import process_sets as sets
 from elastic_driver.horovod.common import util
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
-from elastic_driver.horovod.engine import running
+from elastic_driver.horovod.engine import lifecycle as running
+from elastic_driver.horovod.engine.lifecycle import exchange_timeout
 from elastic_driver.horovod.engine.operation import EngineWorld
-from elastic_driver.horovod.engine.running import exchange_timeout
 from elastic_driver.worker import current
 from elastic_driver.worker.world import session
 from elastic_driver.worker.world.groups import add_companion, remove_companion

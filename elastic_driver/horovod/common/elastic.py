@@ -23,7 +23,7 @@ from elastic_driver.horovod.common.exceptions import NotInYetError
 from elastic_driver.words.world import source_of
 from elastic_driver.worker import current, state
 from elastic_driver.worker.current import say
-from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER
+from elastic_driver.worker.heartbeat.training_progress import AT_ONCE, NEVER
 from elastic_driver.worker.positions import Advancing
 from elastic_driver.worker.run import enter, training_loop
 from elastic_driver.worker.state_sync.sharing import Agreement

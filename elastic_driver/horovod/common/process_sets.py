@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
-from elastic_driver.horovod.engine import running
+from elastic_driver.horovod.engine import lifecycle as running
 from elastic_driver.horovod.engine.engine import Engine
 from elastic_driver.horovod.engine.operation import Operation
 from elastic_driver.horovod.engine.operation_log import INFO

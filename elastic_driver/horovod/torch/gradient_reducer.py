@@ -14,7 +14,7 @@ import torch
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.common.process_sets import ProcessSet
 from elastic_driver.horovod.common.util import split_list
-from elastic_driver.horovod.engine import running
+from elastic_driver.horovod.engine import lifecycle as running
 from elastic_driver.horovod.torch.handles import synchronize
 from elastic_driver.horovod.torch.movements import sparse_allreduce_async
 from elastic_driver.horovod.torch.reductions import (

@@ -10,7 +10,8 @@ import torch
 
 from elastic_driver.horovod.common.exceptions import HorovodUsageError, NotInYetError
 from elastic_driver.horovod.common.process_sets import ProcessSet
-from elastic_driver.horovod.engine import running, streams
+from elastic_driver.horovod.engine import lifecycle as running
+from elastic_driver.horovod.engine import streams
 from elastic_driver.horovod.engine.engine import Engine
 from elastic_driver.horovod.engine.operation import Operation, SetPlace
 from elastic_driver.horovod.engine.operation_log import DEBUG, TRACE

@@ -32,7 +32,7 @@ from msgspec import Struct
 from elastic_driver.errors import ClusterError, TakenOverError, UsageError
 from elastic_driver.reachability import reachable_url
 from elastic_driver.runtime.journal import etcd
-from elastic_driver.runtime.journal import store as tables
+from elastic_driver.runtime.journal import journal_file as tables
 from elastic_driver.runtime.journal.etcd import (
     MAX_OPERATIONS,
     MAX_VALUE,
@@ -40,7 +40,7 @@ from elastic_driver.runtime.journal.etcd import (
     EtcdError,
     KeyValue,
 )
-from elastic_driver.runtime.journal.store import Batch, Head, Row, SqliteStore, drop_old
+from elastic_driver.runtime.journal.journal_file import Batch, Head, Row, SqliteStore, drop_old
 from elastic_driver.runtime.journal.tenure import DriverKey, RunKeys, Tenure, decode_key
 from rendezvous.auth import parse_credentials, read_credentials, write_token_file
 from rendezvous.tls import certificate_in

@@ -20,7 +20,7 @@ from elastic_driver.job.decisions import EndJob
 from elastic_driver.job.job import Job
 from elastic_driver.kernel.kernel import Machines
 from elastic_driver.kernel.tables import Snapshots
-from elastic_driver.runtime.journal.store import (
+from elastic_driver.runtime.journal.journal_file import (
     FORMAT,
     UPGRADED,
     checksum,

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from elastic_driver.errors import ClusterError, TakenOverError
 from elastic_driver.job.decisions import Announce
-from elastic_driver.runtime.journal.store import Batch, Head, JournalStore, Row, SqliteStore
+from elastic_driver.runtime.journal.journal_file import Batch, Head, JournalStore, Row, SqliteStore
 from elastic_driver.runtime.library_logs import described
 from elastic_driver.runtime.machines import encode_event
 from elastic_driver.words import host_log_events as host_log

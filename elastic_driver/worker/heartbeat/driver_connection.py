@@ -33,7 +33,7 @@ from elastic_driver.words.world import Member, StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.current import say
 from elastic_driver.worker.heartbeat.heartbeat_thread import HeartbeatThread, new_documents
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from rendezvous.errors import RendezvousError
 from rendezvous.wire import Delete, Watch
 

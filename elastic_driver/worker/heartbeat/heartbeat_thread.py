@@ -25,7 +25,7 @@ from elastic_driver.words import wire_events as events
 from elastic_driver.words.progress import BUFFERS_OF, MAX_DIGEST_CHARS, Progress, StateMark
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.current import say
-from elastic_driver.worker.heartbeat.progress import (
+from elastic_driver.worker.heartbeat.training_progress import (
     LONGEST_WAIT_S,
     TrainingProgress,
     in_short,

@@ -51,7 +51,7 @@ from elastic_driver.words.wire_events import (
     waits_for_peers,
 )
 from elastic_driver.worker.current import say
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from rendezvous.errors import AbortedError, RendezvousError, UnreachableError
 
 # ---- signals that announce the end -------------------------------------------------------

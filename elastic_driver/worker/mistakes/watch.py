@@ -31,7 +31,7 @@ from elastic_driver.errors import ExitCode, HostsUpdatedInterrupt, SwallowedErro
 from elastic_driver.words import counted
 from elastic_driver.worker import current
 from elastic_driver.worker.current import say
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from elastic_driver.worker.mistakes import left_out
 from elastic_driver.worker.mistakes.left_out import LeftOut
 from elastic_driver.worker.mistakes.script_objects import (
@@ -44,8 +44,8 @@ from elastic_driver.worker.mistakes.script_objects import (
     tell,
     variables,
 )
+from elastic_driver.worker.state_sync.module_parts import ModulePart
 from elastic_driver.worker.state_sync.part import StatePart
-from elastic_driver.worker.state_sync.parts import ModulePart
 from elastic_driver.worker.state_sync.steps import collectives, weakly
 from elastic_driver.worker.state_sync.tree import Tree
 from elastic_driver.worker.world import wrapping

@@ -21,9 +21,9 @@ from elastic_driver.errors import UsageError
 from elastic_driver.worker.state_sync.contents import UnkeptError
 from elastic_driver.worker.state_sync.leaves import Leaves
 from elastic_driver.worker.state_sync.message import ComparingWriter
+from elastic_driver.worker.state_sync.module_parts import ModulePart, part_for
 from elastic_driver.worker.state_sync.optimizer_part import OptimizerPart
 from elastic_driver.worker.state_sync.part import Glance, Rest, StatePart, Structure, trained_by
-from elastic_driver.worker.state_sync.parts import ModulePart, part_for
 from elastic_driver.worker.state_sync.steps import Gradients, Steps
 from elastic_driver.worker.state_sync.taking import (
     Taker,

@@ -49,14 +49,14 @@ from elastic_driver.words.world import Member, SlotInfo
 from elastic_driver.worker import context, current
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.current import say
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from elastic_driver.worker.world.groups import (
     BackendChoice,
     RoundOverError,
     choose_backend,
     stop_companions,
 )
-from elastic_driver.worker.world.membership import ALONE, JobMembership
+from elastic_driver.worker.world.member import ALONE, JobMembership
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RendezvousError
 from rendezvous.torch_store import HTTPStore

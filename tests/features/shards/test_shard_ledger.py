@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_driver.errors import UsageError
-from elastic_driver.features.shards.ledger import ShardLedger
 from elastic_driver.features.shards.messages import (
     WORLD,
     AgreeRequest,
@@ -26,6 +25,7 @@ from elastic_driver.features.shards.messages import (
     StreamDescription,
     Wait,
 )
+from elastic_driver.features.shards.shard_ledger import ShardLedger
 from elastic_driver.features.shards.sources import StreamSource
 from elastic_driver.features.shards.standing import ShardStanding
 

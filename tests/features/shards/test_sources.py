@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from elastic_driver.errors import UsageError
-from elastic_driver.features.shards.ledger import ShardLedger
 from elastic_driver.features.shards.messages import (
     Granted,
     Quarantined,
@@ -19,6 +18,7 @@ from elastic_driver.features.shards.messages import (
     StreamDescription,
     StreamState,
 )
+from elastic_driver.features.shards.shard_ledger import ShardLedger
 from elastic_driver.features.shards.sources import StreamSource, check_saved
 
 DATA = RangeDescription(records=95, shard_records=10, epochs=3, seed=7)

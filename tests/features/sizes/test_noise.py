@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from elastic_driver.features.sizes.gauge import efficiency
-from elastic_driver.runtime.parts import LEAST_NOISE, MOST_NOISE, noise_scale
+from elastic_driver.runtime.driver_parts import LEAST_NOISE, MOST_NOISE, noise_scale
 from elastic_driver.words.progress import GradientNorms
 
 

@@ -17,17 +17,17 @@ import pytest
 
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.words.wire_events import AgentReady, WorkerStarted
-from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote_agents import RemoteBackend
 from launcher.backends.shells import SshShell
 from tests.launcher.agent.harness import HOST, ROOT, STUBBORN, WAIT, Driver, eventually
-from tests.launcher.backends.test_remote import SSH
+from tests.launcher.backends.test_remote_agents import SSH
 from tests.support.processes import is_running, processes_with, select
 
 _FIRST = """
 import sys, time
 from pathlib import Path
 from elastic_driver.runtime.backend import BackendJob
-from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote_agents import RemoteBackend
 from launcher.backends.shells import SshShell
 url, token, program, home, host, adopts = sys.argv[1:]
 job = BackendJob(endpoint=url, token_file=Path(token))

@@ -15,7 +15,7 @@ from elastic_driver.words.wire_events import AgentReady
 from launcher.agent import remote as marks
 from launcher.backends import remote_shell
 from launcher.backends import remote_shell as client
-from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote_agents import RemoteBackend
 from launcher.backends.remote_shell import Login, describe_login, in_its_words, precheck
 from launcher.backends.shells import SshShell
 from tests.launcher.agent.harness import HOST, ROOT, WAIT, Driver, eventually
@@ -177,7 +177,7 @@ def test_a_login_file_that_reads_everything_never_sees_the_token(
     text: str,
     line: str,
 ) -> None:
-    monkeypatch.setattr("launcher.backends.remote.END_STDIN_BEFORE_S", 57.0)
+    monkeypatch.setattr("launcher.backends.remote_agents.END_STDIN_BEFORE_S", 57.0)
     home = login(homes, HOST, "bash", text)
     reasons: list[str] = []
     backend.start(HOST, 1, reasons.append)

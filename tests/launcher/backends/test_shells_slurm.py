@@ -9,7 +9,7 @@ import pytest
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.runtime.discovery import DiscoveryError
-from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote_agents import RemoteBackend
 from launcher.backends.remote_shell import Login
 from launcher.backends.shells import SrunShell
 from launcher.backends.slurm_allocation import AllocationDiscovery

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_driver.errors import ClusterError
 from elastic_driver.runtime.backend import BackendJob
-from launcher.backends.remote import RemoteBackend
+from launcher.backends.remote_agents import RemoteBackend
 from launcher.backends.remote_shell import Login
 from launcher.backends.shells import SshShell
 

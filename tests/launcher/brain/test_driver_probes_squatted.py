@@ -13,7 +13,7 @@ from elastic_driver.token_roles import job_token
 from launcher.brain.commands import ask
 from launcher.brain.setup import BrainFolder
 from rendezvous.auth import read_token_file
-from tests.launcher.brain.test_service import Job
+from tests.launcher.brain.test_brain_service import Job
 from tests.support.brain import RunningBrain, elasticbrain
 from tests.support.job import eventually
 from tests.support.liveness import Driver, driver, stranger

@@ -23,7 +23,7 @@ from elastic_driver.errors import ClusterError, UsageError
 from elastic_driver.runtime.journal import etcd as etcd_client
 from elastic_driver.runtime.journal.etcd import EtcdClient
 from elastic_driver.runtime.journal.follower import Ended
-from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
+from elastic_driver.runtime.journal.journal_file import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.tenure import DriverKey, RunKeys, encode_key
 from elastic_driver.runtime.run_dir import Endpoint, RunLock
 from launcher.ctl_commands.find import Target, Where, file_of_run, find, run_folder

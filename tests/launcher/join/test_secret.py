@@ -9,7 +9,7 @@ import pytest
 
 from elastic_driver.errors import ElasticError
 from elastic_driver.runtime.run_dir import Endpoint
-from launcher.join.search import derive, of_node, of_server, read_secret
+from launcher.join.driver_search import derive, of_node, of_server, read_secret
 from rendezvous.auth import write_token_file
 
 SECRET = "0123456789abcdef" * 2

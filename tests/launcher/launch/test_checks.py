@@ -11,9 +11,9 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from launcher.launch.checks import check_plan
-from launcher.launch.hosts import Facts, MachineFacts
+from launcher.launch.host_source import Facts, MachineFacts
 from launcher.launch.plan import make_plan
-from launcher.options.values import resolve
+from launcher.options.given import resolve
 from tests.support.permissions import where_permissions_apply
 
 ENVIRON = {"PATH": os.environ.get("PATH", os.defpath)}

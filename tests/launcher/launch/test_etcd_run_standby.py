@@ -8,7 +8,7 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from elastic_driver.runtime.journal.etcd import EtcdUnreachableError
-from launcher.job import run
+from launcher.run_job import run
 
 ETCD = ("--journal", "etcd://127.0.0.1:1")
 

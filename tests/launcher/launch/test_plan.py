@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.errors import ClusterError, ElasticError, UsageError
-from launcher.launch.hosts import DiscoveredHosts, Facts, FixedHosts, MachineFacts
+from launcher.launch.host_source import DiscoveredHosts, Facts, FixedHosts, MachineFacts
 from launcher.launch.plan import LaunchPlan, make_plan
-from launcher.options.values import resolve
+from launcher.options.given import resolve
 
 SCRIPT = ("--host-discovery-script", "./find.sh")
 

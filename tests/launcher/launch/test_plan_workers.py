@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.launch.plan import driver_timeout, forwarded, is_forwarded, split_variables
-from launcher.options.values import resolve
+from launcher.options.given import resolve
 
 
 @pytest.mark.parametrize(

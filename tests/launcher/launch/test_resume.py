@@ -20,8 +20,8 @@ from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.job.events import HostsDiscovered
 from elastic_driver.job.job import Job
+from elastic_driver.runtime.journal.journal_file import Head
 from elastic_driver.runtime.journal.replay import ResumedRun
-from elastic_driver.runtime.journal.store import Head
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import Holder, RunDir, read_endpoint
@@ -29,7 +29,7 @@ from elastic_driver.settings import Settings
 from elastic_driver.words.wire_events import AgentReady
 from launcher import cli
 from launcher.launch.resume import line_of, take_named, take_unfinished
-from launcher.options.values import resolve
+from launcher.options.given import resolve
 
 START = ("--run-id", "big", "-np", "2", "train.py")
 END = '{"event": "job_started"}\n{"event":"job_failed","exit_code":3,"reason":"boom","t":5.0}\n'

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from elastic_driver.errors import UsageError
-from launcher.launch.hosts import Join, Serve, decide_role, with_node_count
-from launcher.options.values import resolve
+from launcher.launch.host_source import Join, Serve, decide_role, with_node_count
+from launcher.options.given import resolve
 
 ALL = "0.0.0.0"  # noqa: S104 - nothing is bound
 HERE = {"me", "10.0.0.1", "localhost", "127.0.0.1", ALL}

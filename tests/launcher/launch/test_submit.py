@@ -11,7 +11,7 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from launcher.launch.checks import make_discovery, numeric_address
-from launcher.launch.hosts import DiscoveredHosts, FixedHosts
+from launcher.launch.host_source import DiscoveredHosts, FixedHosts
 from tests.support.job import elasticrun
 
 

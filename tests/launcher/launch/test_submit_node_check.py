@@ -18,9 +18,9 @@ from elastic_driver.features.checks.driver import CheckSettings
 from elastic_driver.runtime.discovery import FixedDiscovery
 from launcher import cli, ctl
 from launcher.launch import submit as node_check
-from launcher.launch.hosts import Facts, MachineFacts
+from launcher.launch.host_source import Facts, MachineFacts
 from launcher.launch.plan import LaunchPlan, make_plan
-from launcher.options.values import resolve
+from launcher.options.given import resolve
 from tests.support.job import eventually
 
 HOSTS = ("localhost", "127.0.0.2")

@@ -11,8 +11,8 @@ from elastic_driver.options import ValueKind
 from elastic_driver.runtime.backend import BackendJob
 from elastic_driver.settings import DriverOptions, Settings
 from elastic_driver.words.orders import JobSpec
+from launcher.options.given import CommandLine, resolve
 from launcher.options.table import OPTIONS, STRUCTS
-from launcher.options.values import CommandLine, resolve
 
 
 def job_spec(line: CommandLine) -> JobSpec:

@@ -8,11 +8,11 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from elastic_driver.words.orders import JobSpec
-from launcher import job
+from launcher import run_job as job
 from launcher.agent.environment import HOROVOD_ALIAS, common_environment
 from launcher.options import table as horovod
+from launcher.options.given import CommandLine, resolve, resolve_again
 from launcher.options.table import OPTIONS, worker_variables
-from launcher.options.values import CommandLine, resolve, resolve_again
 from tests.docs.test_migration import HOROVODRUNS
 
 SHOWN = {"--version", "--check-build", "-cb"}  # show something, and start nothing

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import job
-from launcher.options.values import resolve
+from launcher import run_job as job
+from launcher.options.given import resolve
 
 # A value for each flag with one; all others get "1".
 VALUES = {

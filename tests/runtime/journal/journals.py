@@ -9,8 +9,8 @@ from typing import Any
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.job.events import Tick
+from elastic_driver.runtime.journal.journal_file import Head, SqliteStore
 from elastic_driver.runtime.journal.replay import Replay
-from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal
 from tests.runtime.jobs import JobUnderTest, StartJob
 from tests.runtime.waiting import until

@@ -15,8 +15,8 @@ from elastic_driver.job.events import Tick
 from elastic_driver.runtime.journal import follower as mirror
 from elastic_driver.runtime.journal.etcd import EtcdClient, _Stream
 from elastic_driver.runtime.journal.follower import Ended, EtcdStore, Follower, RunState
+from elastic_driver.runtime.journal.journal_file import Head, SqliteStore
 from elastic_driver.runtime.journal.replay import Replay
-from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.tenure import Tenure, new_key
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.runtime.run_dir import RunDir

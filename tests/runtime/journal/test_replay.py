@@ -14,10 +14,10 @@ import pytest
 
 from elastic_driver.features.shards.messages import NextRequest, RangeDescription
 from elastic_driver.features.shards.routes import SHARDS_PATH
-from elastic_driver.runtime.journal import store as tables
+from elastic_driver.runtime.journal import journal_file as tables
 from elastic_driver.runtime.journal import writer
+from elastic_driver.runtime.journal.journal_file import Head, SqliteStore
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay, load_run
-from elastic_driver.runtime.journal.store import Head, SqliteStore
 from tests.runtime.jobs import StartJob
 from tests.runtime.journal.journals import (
     A0,

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from elastic_driver.runtime.journal.journal_file import checksum, connect
 from elastic_driver.runtime.journal.replay import JournalError
-from elastic_driver.runtime.journal.store import checksum, connect
 from tests.runtime.journal import versions
 
 KEPT = sorted((Path(__file__).parent / "kept").iterdir())

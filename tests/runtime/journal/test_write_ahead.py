@@ -16,9 +16,9 @@ import pytest
 from elastic_driver.features.shards.machine import DataSets
 from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.job.job import Job
-from elastic_driver.runtime.journal import store
+from elastic_driver.runtime.journal import journal_file as store
+from elastic_driver.runtime.journal.journal_file import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.replay import JournalError, NotBegunError, Replay, load_run
-from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.settings import Settings
 from tests.runtime.journal.journals import everything
 

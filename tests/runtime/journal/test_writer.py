@@ -26,8 +26,8 @@ from elastic_driver.job.workers import RUNNING
 from elastic_driver.runtime import loop
 from elastic_driver.runtime.journal import writer
 from elastic_driver.runtime.journal import writer as file_system
+from elastic_driver.runtime.journal.journal_file import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.replay import Replay, load_run
-from elastic_driver.runtime.journal.store import Batch, Head, SqliteStore
 from elastic_driver.runtime.journal.writer import WAIT_S, Journal
 from elastic_driver.words.wire_events import WorkerReady
 from rendezvous.client import RendezvousClient

@@ -23,8 +23,8 @@ from elastic_driver.job import events as seen
 from elastic_driver.job.decisions import Announce, Decision
 from elastic_driver.job.events import Tick
 from elastic_driver.job.job import Job
+from elastic_driver.runtime.journal.journal_file import Head
 from elastic_driver.runtime.journal.replay import Replay
-from elastic_driver.runtime.journal.store import Head
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.settings import Settings
 from elastic_driver.words import wire_events as ev

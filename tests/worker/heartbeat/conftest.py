@@ -16,7 +16,7 @@ from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.words.orders import Notice
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from rendezvous.auth import write_token_file
 from rendezvous.server import RendezvousServer
 

@@ -13,7 +13,7 @@ from elastic_driver.words.orders import World, encode_world
 from elastic_driver.words.world import Member, SlotInfo, StateVersion
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from rendezvous.server import Callbacks, RendezvousServer
 from rendezvous.wire import Set
 from tests.support.job import eventually

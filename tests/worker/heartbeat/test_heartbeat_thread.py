@@ -25,7 +25,7 @@ from elastic_driver.words.wire_events import StateDescribed
 from elastic_driver.worker.context import WorkerContext
 from elastic_driver.worker.heartbeat.driver_connection import DriverConnection
 from elastic_driver.worker.heartbeat.heartbeat_thread import next_pause
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from rendezvous.server import RendezvousServer
 from rendezvous.wire import Entries, Get, Set
 from tests.support.job import eventually

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from elastic_driver.words.orders import decode, encode
 from elastic_driver.words.progress import MAX_SAMPLES, Progress, Sample
-from elastic_driver.worker.heartbeat.progress import (
+from elastic_driver.worker.heartbeat.training_progress import (
     COVERED_S,
     StepCost,
     StepSamples,

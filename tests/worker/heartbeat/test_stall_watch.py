@@ -11,10 +11,10 @@ import pytest
 import elastic_driver as elastic
 from elastic_driver.words.wire_events import WorkerResumed, WorkerStalled
 from elastic_driver.worker.heartbeat import watches
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from elastic_driver.worker.heartbeat.watches import StallWatch, TrainingThread
 from elastic_driver.worker.world import session
-from elastic_driver.worker.world.membership import JobMembership
+from elastic_driver.worker.world.member import JobMembership
 from tests.support.job import eventually
 
 

@@ -17,7 +17,7 @@ import torch
 
 import elastic_driver as elastic
 from elastic_driver.errors import HostsUpdatedInterrupt, SwallowedError, WorldBrokenError
-from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER, TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import AT_ONCE, NEVER, TrainingProgress
 from elastic_driver.worker.mistakes import watch
 from elastic_driver.worker.mistakes.script_objects import PAGE
 from elastic_driver.worker.mistakes.watch import Mistakes, hint

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from elastic_driver.worker.marks import Marks
 from elastic_driver.worker.state import TorchState
 from tests.worker.state_sync.values import sent, values

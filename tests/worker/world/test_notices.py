@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_driver.words.orders import Notice
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from elastic_driver.worker.world.device import DeviceHalf
 from elastic_driver.worker.world.gloo import GroupConnections
 from elastic_driver.worker.world.groups import RoundOverError
-from elastic_driver.worker.world.membership import (
+from elastic_driver.worker.world.member import (
     CHECK_S,
     HOPELESS_CHECKS,
     SILENT_GRACE_S,

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from elastic_driver.features.checks.messages import Place, TaskResult, TaskSettings
-from elastic_driver.worker.heartbeat.progress import (
+from elastic_driver.worker.heartbeat.training_progress import (
     CpuAccount,
     CpuTime,
     cpu_of_process,

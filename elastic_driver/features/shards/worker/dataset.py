@@ -52,7 +52,7 @@ from elastic_driver.features.shards.messages import (
     ShardCheckpoint,
 )
 from elastic_driver.features.shards.standing import ShardStanding
-from elastic_driver.features.shards.worker.client import ShardClient
+from elastic_driver.features.shards.worker.shard_client import ShardClient
 from elastic_driver.worker.current import rank_and_size
 from elastic_driver.worker.positions import Counted
 from elastic_driver.worker.state_sync.sharing import Route, carry_bytes

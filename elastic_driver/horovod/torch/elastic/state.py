@@ -9,8 +9,8 @@ from elastic_driver.horovod.common.elastic import Kept, ObjectState, State
 from elastic_driver.horovod.common.exceptions import HorovodUsageError
 from elastic_driver.horovod.torch.elastic.sampler import ElasticSampler
 from elastic_driver.horovod.torch.optimizer import forget_reductions, unfinished
+from elastic_driver.worker.state_sync.module_parts import part_for
 from elastic_driver.worker.state_sync.part import Outgoing, StatePart
-from elastic_driver.worker.state_sync.parts import part_for
 
 __all__ = ["StateHandler", "TorchState", "get_handler_registry", "set_handler_registry"]
 

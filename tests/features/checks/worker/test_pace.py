@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import ReduceOp
 
 from elastic_driver.features.checks.worker import measure as pace
-from elastic_driver.worker.heartbeat.progress import CpuTime
+from elastic_driver.worker.heartbeat.training_progress import CpuTime
 
 
 def test_a_stall_in_one_stretch_does_not_count() -> None:

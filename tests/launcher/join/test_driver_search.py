@@ -20,8 +20,8 @@ from elastic_driver.features.joining.driver import JoinedNodes, NodeRules
 from elastic_driver.runtime.api import job_access
 from elastic_driver.settings import Settings
 from elastic_driver.words.joining import HelloAnswer, NodeReport
-from launcher.join.search import FoundServer, JoinPlan, derive, find_server
-from launcher.launch.hosts import Join
+from launcher.join.driver_search import FoundServer, JoinPlan, derive, find_server
+from launcher.launch.host_source import Join
 from launcher.options.table import LaunchOptions
 from rendezvous.auth import Handshake, Speaker, make_nonce, write_token_file
 from rendezvous.client import RendezvousClient

@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_driver as elastic
 from elastic_driver.errors import UsageError
-from elastic_driver.worker.heartbeat.progress import TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import TrainingProgress
 from elastic_driver.worker.world import session
-from elastic_driver.worker.world.membership import JobMembership
+from elastic_driver.worker.world.member import JobMembership
 
 DATA = TensorDataset(torch.randn(50, 2), torch.randn(50, 1))
 

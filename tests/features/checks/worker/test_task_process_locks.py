@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from elastic_driver.features.checks.worker import serve
-from elastic_driver.features.checks.worker.serve import (
+from elastic_driver.features.checks.worker import task_process as serve
+from elastic_driver.features.checks.worker.task_process import (
     is_shared,
     lock_key,
     lock_machines,

@@ -23,7 +23,7 @@ from elastic_driver.runtime.backend import BackendJob, UnreachableReason
 from elastic_driver.token_roles import agent_token
 from elastic_driver.words.wire_events import AgentReady, HostLeaving, WorkerExited, WorkerStarted
 from launcher.agent import folders, remote
-from launcher.backends.remote import RemoteBackend, _first_of
+from launcher.backends.remote_agents import RemoteBackend, _first_of
 from launcher.backends.shells import SshShell
 from rendezvous.auth import read_token_file
 from tests.launcher.agent.harness import (

@@ -1,6 +1,6 @@
 """The process of a node check on a host: it has imported torch, and forks a child for each task.
 
-An agent starts `python -m elastic_driver.features.checks.worker.serve` for each device. Its
+An agent starts `python -m elastic_driver.features.checks.worker.task_process` for each device. Its
 environment holds its first task, as for any worker; it reads each further task (`Assignment`) from
 the store. Importing torch takes seconds, so the agent forks this process from a process that has
 imported it, where it can. A fork takes milliseconds, and a child has a device, threads and groups

@@ -23,8 +23,8 @@ from elastic_driver.brain.messages import PublishGrant, WithdrawGrant
 from elastic_driver.brain.store.records import Node
 from elastic_driver.contract import EVENTS_PATH
 from elastic_driver.token_roles import job_token, jobs_token
+from launcher.brain.brain_service import AGAIN_S, Promises
 from launcher.brain.routes import NAMES
-from launcher.brain.service import AGAIN_S, Promises
 from launcher.brain.statistics_reader import address_of
 from launcher.launch.brain_job import brain_client
 from rendezvous.auth import bearer, read_credentials, write_token_file

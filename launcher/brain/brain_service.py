@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from elastic_driver.brain import log_events as log
+from elastic_driver.brain import brain_events as log
 from elastic_driver.brain.algorithm import HostView
 from elastic_driver.brain.algorithms import Algorithms
 from elastic_driver.brain.cluster import DECLARATION, NAME, BrainEvent, Cluster

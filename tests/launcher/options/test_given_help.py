@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from elastic_driver.options import Heading
+from launcher.options.given import render_help
 from launcher.options.table import OPTIONS
-from launcher.options.values import render_help
 
 
 def test_every_option_every_alias_and_every_group_is_there() -> None:

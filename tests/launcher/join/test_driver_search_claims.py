@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.join.search import FOLDER, claim_name, claim_port
+from launcher.join.driver_search import FOLDER, claim_name, claim_port
 from launcher.network import own_name
 
 PORT = 70001
 HOLDS = f"""
 import os, sys
-from launcher.join.search import claim_port
+from launcher.join.driver_search import claim_port
 with claim_port({PORT}, os.environ, print) as ours:
     print(ours, flush=True)
     sys.stdin.read()

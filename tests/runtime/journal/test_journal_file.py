@@ -14,9 +14,9 @@ from elastic_driver.errors import ClusterError, ExitCode, TakenOverError
 from elastic_driver.features.tensorflow.machine import TfCluster
 from elastic_driver.job.events import Tick
 from elastic_driver.job.workers import WorkerState
-from elastic_driver.runtime.journal import store
+from elastic_driver.runtime.journal import journal_file as store
+from elastic_driver.runtime.journal.journal_file import Head, SqliteStore
 from elastic_driver.runtime.journal.replay import JournalError, Replay, ResumedRun, load_run
-from elastic_driver.runtime.journal.store import Head, SqliteStore
 from elastic_driver.runtime.journal.writer import Journal
 from elastic_driver.words import wire_events as ev
 from elastic_driver.words.wire_events import WorkerReady

@@ -15,7 +15,7 @@ from elastic_driver.worker.heartbeat.watches import PreemptionWatch
 from elastic_driver.worker.world import groups
 from elastic_driver.worker.world.gloo import GroupConnections
 from elastic_driver.worker.world.groups import BackendChoice
-from elastic_driver.worker.world.membership import ALONE, JobMembership
+from elastic_driver.worker.world.member import ALONE, JobMembership
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -1,6 +1,6 @@
 """The value of every option, and its source: flags > environment > file > defaults.
 
-`launcher.job` calls `resolve` once. Only the configuration file that was named is opened; every
+`launcher.run_job` calls `resolve` once. Only the configuration file that was named is opened; every
 mistake is a `UsageError` of one line. The file is flat YAML, read as nodes and not as YAML's own
 types: each value is read like a word of the command line (to YAML 1.1 `1:4` is the number 64).
 

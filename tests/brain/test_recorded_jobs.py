@@ -9,7 +9,7 @@ pytest.importorskip("scipy")
 from elastic_driver.brain.algorithm import HostView, Plan, SpeedAt, View
 from elastic_driver.brain.fair import fair
 from elastic_driver.brain.grants import Kind
-from elastic_driver.brain.replay import CHANGE_S, Recorded, best_possible, comparison, play
+from elastic_driver.brain.recorded_jobs import CHANGE_S, Recorded, best_possible, comparison, play
 from elastic_driver.brain.store.records import Record
 
 HOSTS = (HostView(name="n1", slots=4), HostView(name="n2", slots=4))

@@ -27,9 +27,9 @@ from launcher.backends.base import BACKENDS, entry_points, make_backend
 from launcher.backends.mpi_ranks import meet_ranks, started_ranks
 from launcher.backends.slurm_allocation import describe_job, job_id_of
 from launcher.edge import give_memory_back, keep_memory_private, open_streams
-from launcher.launch import hosts as where
+from launcher.launch import host_source as where
 from launcher.launch.checks import can_serve, check_database, check_plan, names_this_machine
-from launcher.launch.hosts import Facts, JoinedHosts, MachineFacts
+from launcher.launch.host_source import Facts, JoinedHosts, MachineFacts
 from launcher.launch.plan import (
     LaunchPlan,
     make_plan,
@@ -38,8 +38,8 @@ from launcher.launch.plan import (
     worker_command,
 )
 from launcher.network import is_this_machine, own_name
+from launcher.options.given import CommandLine, render_help, resolve
 from launcher.options.table import LaunchOptions
-from launcher.options.values import CommandLine, render_help, resolve
 
 if TYPE_CHECKING:
     from elastic_driver.runtime.journal.replay import ResumedRun
@@ -268,8 +268,8 @@ def serve_job(
     etcd: "EtcdRun | None",
 ) -> "JobResult | int":
     """Run the driver of a job that nodes join; if another process here does so already, join it."""
-    from launcher.join.search import claim_port  # noqa: PLC0415 - see `run`
-    from launcher.join.serve import serve  # noqa: PLC0415
+    from launcher.join.driver_search import claim_port  # noqa: PLC0415 - see `run`
+    from launcher.join.first_node import serve  # noqa: PLC0415
 
     with claim_port(hosts.role.port, os.environ, sayer(plan.options)) as ours:
         if hosts.role.by_name and not ours:
@@ -279,8 +279,8 @@ def serve_job(
 
 def serve_tensorflow(line: CommandLine) -> "JobResult | int":
     """Serve TensorFlow nodes, without a job."""
-    from launcher.join.search import read_secret  # noqa: PLC0415 - see `run`
-    from launcher.join.serve import serve_tensorflow as serve  # noqa: PLC0415
+    from launcher.join.driver_search import read_secret  # noqa: PLC0415 - see `run`
+    from launcher.join.first_node import serve_tensorflow as serve  # noqa: PLC0415
 
     if line.command:
         raise UsageError("--tf-orchestrator runs no command; others start the TensorFlow nodes")
@@ -296,8 +296,8 @@ def serve_tensorflow(line: CommandLine) -> "JobResult | int":
 
 def join_job(line: CommandLine, role: where.Join) -> int:
     """Take part in a job that another node serves."""
+    from launcher.join.driver_search import JoinPlan, read_secret  # noqa: PLC0415 - see `run`
     from launcher.join.node import join  # noqa: PLC0415 - see `run`
-    from launcher.join.search import JoinPlan, read_secret  # noqa: PLC0415
 
     options = line.options
     facts = collect_facts(line, os.environ)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from elastic_driver.brain import placement
-from elastic_driver.brain.placement import Placement, Space
+from elastic_driver.brain import host_choice as placement
+from elastic_driver.brain.host_choice import Placement, Space
 
 
 def place(

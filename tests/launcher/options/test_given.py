@@ -8,7 +8,7 @@ import pytest
 
 from elastic_driver.errors import UsageError
 from launcher.options import table as o
-from launcher.options.values import CommandLine, resolve, resolve_again, split
+from launcher.options.given import CommandLine, resolve, resolve_again, split
 
 
 def read(*argv: str, **environ: str) -> CommandLine:

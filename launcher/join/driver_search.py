@@ -41,7 +41,7 @@ from elastic_driver.runtime.run_dir import default_state_dir, read_endpoint
 from elastic_driver.settings import Settings
 from elastic_driver.words import joining as messages
 from elastic_driver.words.joining import Hello, HelloAnswer, Joined, NodeProof, NodeReport
-from launcher.launch.hosts import Join
+from launcher.launch.host_source import Join
 from launcher.network import addresses_of, bracketed, machine_id, own_name
 from launcher.options.table import LaunchOptions
 from rendezvous import errors

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, text
 
 from elastic_driver.brain.algorithm import SpeedAt
 from elastic_driver.brain.grants import Kind, Speed
-from elastic_driver.brain.store import writer as module
+from elastic_driver.brain.store import statistics_writer as module
 from elastic_driver.brain.store.address import Address
 from elastic_driver.brain.store.database import Database
 from elastic_driver.brain.store.records import (
@@ -34,7 +34,7 @@ from elastic_driver.brain.store.records import (
     Summary,
 )
 from elastic_driver.brain.store.statements import STEPS
-from elastic_driver.brain.store.writer import StatisticsWriter
+from elastic_driver.brain.store.statistics_writer import StatisticsWriter
 from elastic_driver.runtime.library_logs import logs_shown
 from elastic_driver.words.progress import Measured
 from tests.support.job import eventually

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_driver import contract
 from elastic_driver.runtime.api import job_access
-from elastic_driver.runtime.output import AgentsOutput
+from elastic_driver.runtime.output_routes import AgentsOutput
 from elastic_driver.words.progress import OutputLine, OutputLines
 from rendezvous.client import RendezvousClient
 from rendezvous.errors import RequestError

@@ -15,7 +15,7 @@ from elastic_driver.errors import UsageError
 from elastic_driver.runtime.discovery import Hosts, parse_host_lines, parse_hosts
 from launcher.backends.mpi_ranks import started_ranks
 from launcher.backends.slurm_allocation import SlurmAllocation, read_allocation
-from launcher.options.values import CommandLine, Setting
+from launcher.options.given import CommandLine, Setting
 
 THIS_MACHINE = "localhost"
 RENDEZVOUS_PORT = 29400  # torchrun's default, and ours for --serve and --join

@@ -1,7 +1,7 @@
 """Servers that begin without hosts: nodes that others start come to them.
 
-`launcher.job` calls `serve` for a job whose nodes join by themselves, with or without workers on
-its own node, whose agents the local backend starts. To the driver the nodes are hosts like any
+`launcher.run_job` calls `serve` for a job whose nodes join by themselves, with or without workers
+on its own node, whose agents the local backend starts. To the driver the nodes are hosts like any
 other. It calls `serve_tensorflow` for --tf-orchestrator: a standing service for TensorFlow nodes,
 which is the driver's server without a job. Its routes and the machine that answers them are those
 of every driver (`features.tensorflow.machine`, docs/tensorflow.md).
@@ -13,15 +13,15 @@ from pathlib import Path
 from elastic_driver.features.joining.driver import CheckOfNodes, JoinedNodes, NodeRules
 from elastic_driver.runtime.backend import Backend
 from elastic_driver.runtime.discovery import FixedDiscovery
+from elastic_driver.runtime.journal.journal_file import JournalStore
 from elastic_driver.runtime.journal.replay import ResumedRun
-from elastic_driver.runtime.journal.store import JournalStore
 from elastic_driver.runtime.results import JobResult
 from elastic_driver.runtime.run_dir import RunDir
 from launcher import version
 from launcher.backends.local import LocalBackend
-from launcher.join.search import of_server
+from launcher.join.driver_search import of_server
 from launcher.launch.checks import bind_address
-from launcher.launch.hosts import JoinedHosts
+from launcher.launch.host_source import JoinedHosts
 from launcher.launch.plan import LaunchPlan
 from launcher.launch.submit import make_checks, make_driver, run_driver, stop_on_signals
 from launcher.network import own_address

@@ -27,7 +27,7 @@ from elastic_driver.features.checks.messages import (
     go_key,
     result_key,
 )
-from elastic_driver.features.checks.worker.serve import in_child
+from elastic_driver.features.checks.worker.task_process import in_child
 from elastic_driver.words.wire_events import WorkerReady
 from rendezvous.auth import write_token_file
 from rendezvous.client import RendezvousClient
@@ -98,7 +98,7 @@ def test_one_process_does_several_tasks_and_ends_like_the_child_that_fails(
         "GROUP_RANK": "0",
         "LOCAL_RANK": "0",
     }
-    command = [sys.executable, "-m", "elastic_driver.features.checks.worker.serve"]
+    command = [sys.executable, "-m", "elastic_driver.features.checks.worker.task_process"]
     with RendezvousClient(server.url, TOKEN) as client, contextlib.ExitStack() as stack:
         server.apply([Set(TASK_SETTINGS, msgspec.json.encode(small))])
         server.apply([Set(go_key(task), b"") for task in (1, 2)])

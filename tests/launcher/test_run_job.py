@@ -10,9 +10,9 @@ import pytest
 
 from elastic_driver.contract import VISIBLE_DEVICES
 from elastic_driver.errors import UsageError
-from launcher.job import collect_facts, read_hostfile, this_machine, with_allocation
-from launcher.launch.hosts import Facts
-from launcher.options.values import resolve
+from launcher.launch.host_source import Facts
+from launcher.options.given import resolve
+from launcher.run_job import collect_facts, read_hostfile, this_machine, with_allocation
 
 
 def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:

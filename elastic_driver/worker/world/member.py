@@ -34,7 +34,7 @@ from elastic_driver.worker.heartbeat.driver_connection import (
     DriverConnection,
     FinalCheckpointTask,
 )
-from elastic_driver.worker.heartbeat.progress import AT_ONCE, NEVER, TrainingProgress
+from elastic_driver.worker.heartbeat.training_progress import AT_ONCE, NEVER, TrainingProgress
 from elastic_driver.worker.heartbeat.watches import TrainingThread
 from elastic_driver.worker.state_sync.contents import accelerator_in_use
 from elastic_driver.worker.state_sync.sharing import UnfitError
