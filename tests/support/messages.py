@@ -50,7 +50,7 @@ TELLING = {
     *("cost_of_drain", "cost_of_scale", "_who_may_join"),
     *("disagreement", "_joined_error", "_left_error", "_refusal", "_missing"),  # of Horovod's API
 }
-TABLES = {"_REFUSED", "_UNREACHABLE", "_MEANINGS"}
+TABLES = {"_REFUSED", "_UNREACHABLE", "_SRUN_MEANINGS", "_MPIRUN_MEANINGS"}
 _MOST_VARIANTS = 16
 _FORMAT = re.compile(r"%[-+0-9.]*[a-z]")
 _WORDS = re.compile(r"[A-Za-z]{2,}")
