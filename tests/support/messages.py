@@ -26,7 +26,7 @@ from pathlib import Path
 
 PACKAGES = ("elastic_driver", "launcher", "rendezvous")
 # Their ValueErrors become usage errors.
-READERS = ("options.py", "discovery.py", "given.py", "output.py")
+READERS = ("options.py", "discovery.py", "given.py", "values.py", "output.py")
 SAYING = {
     *("say", "_say", "note", "tell", "_on_broken", "print"),
     *("warning", "error", "exception"),
