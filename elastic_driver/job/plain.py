@@ -62,17 +62,19 @@ class Plain(Rule):
             if self.outcome.first_success is None and not self.fleet.awaited:
                 yield from self._start_founders(now)
             return
-        missing = sum(1 for worker in self.workers.having(STARTING) if not worker.pid)
-        if missing:
+        hosts = [worker.host for worker in self.workers.having(STARTING) if not worker.pid]
+        if hosts:
+            missing = len(hosts)
             timeout = self.settings.start_timeout
             placed = len(current.founders)
             have = counted(missing, "process has", "processes have")
             wait = Wait((current.founded_at or 0.0) + timeout, f"{have} not been started yet")
             if wait.is_over(now):
-                self.outcome.give_up(placed, placed - missing, timeout)
+                late = f"{have} not been started yet, on {', '.join(sorted({*hosts}))}"
+                self.outcome.give_up(placed, placed - missing, timeout, booting=late)
             else:
                 yield wait
-        if missing or self.outcome.losses:
+        if hosts or self.outcome.losses:
             return
         started_at = current.wait_for("declaration", now)
         if self.outcome.kind is ScriptKind.UNDECLARED:

@@ -184,7 +184,7 @@ def test_interfaces_are_chosen_on_the_hosts() -> None:
         (cluster.folder / "steps").mkdir()
         for node, name in (("node0", "ib0"), ("node1", "ib1")):
             cluster.node(node).rename_interface(name)
-        two = ("-np", "2", "-H", "node[0-1]:1", "--start-timeout", "20")
+        two = ("-np", "2", "-H", "node[0-1]:1", "--start-timeout", "40")
         done = run(cluster, "--network-interfaces", "ib0,ib1", *two, *elastic(cluster))
         assert done.returncode == 0, done.stderr
         done = run(cluster, "--network-interfaces", "ib0", *two, *plain(cluster))

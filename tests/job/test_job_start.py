@@ -126,6 +126,7 @@ def test_a_process_that_is_never_reported_ends_the_job_with_75(scenario: MakeSce
     s.wait(60.0)
     assert s.end is not None
     assert s.end.exit_code == 75
+    assert "found 1 after 60 s (1 process has not been started yet, on a); lower" in s.end.reason
 
 
 def test_every_agent_is_told_the_ranks_of_its_own_workers(scenario: MakeScenario) -> None:
