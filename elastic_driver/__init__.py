@@ -49,7 +49,7 @@ _NAMES = {  # by module
     "worker.run": "run",
     "worker.sampler": "ElasticSampler",
     "features.shards.worker.dataset": "ShardedDataset",
-    "features.shards.worker.client": "IncompleteDataError ShardClient",
+    "features.shards.worker.shard_client": "IncompleteDataError ShardClient",
     "worker.state": "ObjectState State TorchState",
     "worker.world.session": "busy cross_group init local_group report_progress shutdown",
     "worker.world.wrapping": "wrap",

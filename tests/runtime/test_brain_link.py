@@ -237,7 +237,7 @@ def test_a_worker_that_needs_next_to_nothing_makes_no_report_that_is_refused(
     scenario: MakeScenario,
 ) -> None:
     s = trained(scenario(start_np=1, max_np=4), a=2, b=1)
-    s.job.limits.record_equipment("a", 8, 2**50)
+    s.job.inventory.record_equipment("a", 8, 2**50)
     with played_brain() as brain:
         job = Reported(s, brain)
         s.send(ev.WorkerExited(s.members[-1], -9, "", out_of_memory=ev.OutOfMemory(2, 2**20)))

@@ -219,7 +219,8 @@ def test_bits_that_flip_anywhere_in_both_files_change_no_resume(tmp_path: Path) 
 def test_a_log_that_is_being_written_is_never_taken_for_damaged(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
     code = (
-        "from pathlib import Path; from elastic_driver.runtime.journal import store; "
+        "from pathlib import Path; "
+        "from elastic_driver.runtime.journal import journal_file as store; "
         "from tests.runtime.journal.test_write_ahead import add, write; "
         "store.CHECKPOINT_BYTES = 30; "
         f"database = write(Path({str(path)!r}), 1); print('begun', flush=True); "
