@@ -29,7 +29,7 @@ from elastic_driver.words import wire_events as ev
 
 @dataclass(slots=True)
 class Inventory:
-    """What hosts have: slots, found or granted, processors and memory; which are one machine."""
+    """The slots of hosts, found or granted, their processors and memory, and their other names."""
 
     found: tuple[tuple[str, int], ...] = saved(())  # hosts with their slots
     newest_grant: int = saved(0)  # of the Brain; 0: there was none
@@ -88,7 +88,7 @@ class Inventory:
 
 @dataclass(slots=True)
 class Limits:
-    """How many slots of each host the role may use, by a plan, the memory and the processors."""
+    """The most slots of each host for the role, by a plan, the memory and the processors."""
 
     inventory: Inventory
     plan: ev.PlanApplied | None = saved(None)

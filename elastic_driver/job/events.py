@@ -25,7 +25,7 @@ Evidence: TypeAlias = Literal["silent", "disconnected", "backend", "peers"]
 
 
 class Turn(IntEnum):
-    """When a part takes in an event that several take in; of equal turns, in the order of parts."""
+    """The turn of a part among those that take in an event; equal turns: in the order of parts."""
 
     FIRST = 0  # before the part that the event is for
     OWNER = 1  # the part that the event is for: there is one
@@ -33,7 +33,7 @@ class Turn(IntEnum):
 
 
 class Taken(NamedTuple):
-    """What a method takes in; `spare`: only from workers that are spares."""
+    """The kinds that a method takes in; `spare`: only from workers that are spares."""
 
     kinds: tuple[type[Event], ...]
     turn: Turn

@@ -58,7 +58,7 @@ class Watch(Protocol):
 
 @dataclass
 class Unwatched:
-    """What is known of a job that no machine watches (a `Watch`)."""
+    """A `Watch` that knows nothing, for a job that no machine watches."""
 
     step: int = 0
     round_step: int = 0
@@ -170,7 +170,7 @@ class DriverThread(Protocol):
 
 
 class DriverPart:
-    """What a feature does in the driver's thread, which calls all methods. These do nothing."""
+    """A part of a feature in the driver's thread, which calls all methods. These do nothing."""
 
     def attach(self, thread: DriverThread) -> None:
         """Take the thread; this comes first."""
@@ -184,7 +184,7 @@ class DriverPart:
 
     @property
     def due(self) -> float | None:
-        """When `look` is to be called; None: not yet."""
+        """The time at which `look` is to be called; None: not yet."""
         return None
 
     def look(self, now: float) -> None:

@@ -26,7 +26,7 @@ CheckAnswer = Callable[[Report | Exception], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOrder:
-    """What the user wants of the checks of a run."""
+    """The user's options for the checks of a run."""
 
     timeout: float  # of the task of one round
     start_timeout: float  # of an agent
@@ -47,7 +47,7 @@ class HostChecks(Protocol):
 
     @property
     def backend(self) -> Backend | None:
-        """What starts the agents of the present check; None: there is none."""
+        """The backend that starts the agents of the present check; None: there is none."""
 
     def open(self, server: RendezvousServer, token: str) -> None:
         """Take the rendezvous that the agents of all checks use."""
@@ -72,7 +72,7 @@ class HostChecks(Protocol):
 
 
 class CheckCommand(Protocol):
-    """What `elasticrun` and `elasticctl check` ask of the feature."""
+    """The feature, as `elasticrun` and `elasticctl check` use it."""
 
     def make_checks(
         self,

@@ -192,7 +192,7 @@ ROUTES = (
 
 
 class RoutePart(Protocol):
-    """What answers some routes."""
+    """A part that answers some routes."""
 
     def add_to(self, app: web.Application) -> None:
         """Mount the routes."""
@@ -213,7 +213,7 @@ class Nodes(RoutePart, Protocol):
 
 @dataclass(frozen=True)
 class Serving:
-    """What the routes of a feature may need of the driver."""
+    """The driver, as the routes of a feature may need it."""
 
     driver: DriverPort
     log: EventLog

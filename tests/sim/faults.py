@@ -99,8 +99,10 @@ class Faults:
         self.cluster.dark.clear()
         self.hosts, self.gone = dict(self.all_hosts), {}
         self.discover()
-        # Again a little later: an agent's notice may still be under way, or the agent cut off.
-        for delay in (0.0, 1.0, 8.0) if self.cluster.driver.mortal else (0.0, 1.0):
+        # Again a little later: an agent's notice may still be under way, or the agent cut off; and
+        # once the job no longer holds a notice, as others may come.
+        held = 1.0 + self.cluster.job.settings.notice_spread
+        for delay in (0.0, 1.0, held, 8.0) if self.cluster.driver.mortal else (0.0, 1.0, held):
             for host in self.hosts:
                 self.cluster.clock.after(delay, partial(self._let_back, host))
 
